@@ -1,12 +1,13 @@
 """Time of the host for a call of attention, in microseconds, over the bare launches of its kernels.
 
-    python benchmarks/host_cost.py
+    python benchmarks/host_cost.py [--by-triton]
 
 A call is all of ``tfast.attention(...)`` (or ``attention_packed``, ``attention_decode``) from Python: checks, the
 autograd rule, the allocation of its results and temporaries. "forward" is without gradients, "in training" with them,
 and "backward" is one ``torch.autograd.grad`` of a kept graph. Taken off are the driver calls of its kernels, made alone
 with ready arguments; and from "backward" also what PyTorch's engine takes for a graph of one node of three inputs that
-computes nothing, which stands in a line of its own.
+computes nothing, which stands in a line of its own. With ``--by-triton`` no launch is repeated from an earlier call:
+Triton finds each kernel anew.
 
 On a GPU calls are made in a row without waiting. Without one, a driver that does nothing takes the launches, and what
 is left is all ours; one thread, its own clock, the least of many short rounds, since other programs only add.
@@ -14,6 +15,7 @@ is left is all ours; one thread, its own clock, the least of many short rounds, 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from triton.runtime import driver
 
 import transformer_fast as tfast
 from transformer_fast import backends
-from transformer_fast.triton.launcher import launch_cache
+from transformer_fast.triton.launch_cache import launch_cache
 
 B, H, L, D = 4, 8, 32, 64
 ROUNDS, CALLS = 400, 20
@@ -136,12 +138,13 @@ def cases(device: str, dtype: torch.dtype) -> dict[str, Callable[..., torch.Tens
     }
 
 
-def main() -> None:
+def main(by_triton: bool = False) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         pretend_to_have_a_gpu()
     torch.set_num_threads(1)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    launch_cache.enabled = launch_cache.enabled and not by_triton
     print(f"{'us a call over its launches':32} {'forward':>9} {'in training':>12} {'backward':>9}")
     with tfast.backend("triton"):
         for name, call in cases(device, dtype).items():
@@ -175,4 +178,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by-triton", action="store_true", help="leave every launch to Triton")
+    main(parser.parse_args().by_triton)

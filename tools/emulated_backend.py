@@ -19,7 +19,7 @@ from transformer_fast import triton as triton_package
 from transformer_fast.ops import eager as _eager
 from transformer_fast.triton import launcher
 from transformer_fast.triton.configs import architecture
-from transformer_fast.triton.launcher import launch_cache
+from transformer_fast.triton.launch_cache import launch_cache
 
 PREFIX = triton_package.__name__
 
@@ -55,13 +55,13 @@ def emulated_backend(arch: int = 80, mutate: Callable[[str], str] | None = None,
 def launched_kernels() -> Iterator[set[str]]:
     """The kernels launched inside, by module and name: "attention.tile_map._pack_kernel"."""
     found: set[str] = set()
-    by_triton = launcher._launch_by_triton
+    by_triton = launcher.launch_by_triton
 
     def launch(asked: launcher.Launch) -> object:
         found.add(name_of(asked.kernel))
         return by_triton(asked)
 
-    with mock.patch.object(launcher, "_launch_by_triton", launch):
+    with mock.patch.object(launcher, "launch_by_triton", launch):
         yield found
 
 

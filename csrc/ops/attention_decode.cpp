@@ -13,6 +13,7 @@
 #include <cmath>
 #include <string>
 #include <tuple>
+#include <utility>
 
 namespace transformer_fast {
 namespace decode_op {
@@ -48,8 +49,9 @@ TwoTensors launch(const DecodeParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
   const std::optional<int64_t> causal = known(params.causal), window = known(params.window);
   const pybind11::gil_scoped_acquire gil;
+  pybind11::object kept = pybind11::none();
   if (params.q.numel() > 0 && params.k.numel() > 0) {
-    LaunchCall call;
+    LaunchCall call;  // inputs in the launcher's order
     call.scalar("attention decode");
     call.scalar(causal);
     call.scalar(window);
@@ -65,10 +67,11 @@ TwoTensors launch(const DecodeParams& params) {
     call.input(params.key_ids);
     call.input(params.sinks);
     if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty()) return {results[0], results[1]};
+    kept = pybind11::cast(std::move(call));
   }
-  const auto [out, logsumexp] =
-      launcher.tensors<2>(params.q, params.k, params.v, params.lengths, params.page_table, params.distance_bias,
-                          params.query_ids, params.key_ids, params.sinks, causal, window, params.softcap, params.scale);
+  const auto [out, logsumexp] = launcher.tensors<2>(params.q, params.k, params.v, params.lengths, params.page_table,
+                                                    params.distance_bias, params.query_ids, params.key_ids,
+                                                    params.sinks, causal, window, params.softcap, params.scale, kept);
   return {out, logsumexp};
 }
 

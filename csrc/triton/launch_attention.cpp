@@ -3,7 +3,12 @@
 #include "launch_cache.h"
 #include "python_function.h"
 
+#include <algorithm>
+#include <array>
 #include <initializer_list>
+#include <optional>
+#include <utility>
+#include <vector>
 
 namespace transformer_fast {
 
@@ -11,9 +16,15 @@ namespace py = pybind11;
 
 namespace {
 
-// A call as run_call of triton/attention/launches.py describes it: one that it describes otherwise is never found.
-LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor& k,
-                   std::initializer_list<OptionalTensor> inputs) {
+// What tells a call of a launcher from others: its name, the scalars, and its inputs in the order in which run_call of
+// triton/attention/launches.py has them.
+//
+// Nothing where the launcher does more than launch: an input is empty, q has to change its sign, or (in the backward) the
+// keys that a sequence does not use get zeros.
+std::optional<LaunchCall> call_of(const char* name, const AttentionParams& params, const Tensor& q, const Tensor& k,
+                                  std::initializer_list<OptionalTensor> inputs, bool fills_unused_keys = false) {
+  if (q.numel() == 0 || k.numel() == 0 || params.scale <= 0) return {};
+  if (fills_unused_keys && params.packed.seqused_k) return {};
   LaunchCall call;
   call.scalar(name);
   const bool packed = params.is_packed();
@@ -28,7 +39,7 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   call.scalar(params.zero_empty_rows);
 
   for (const OptionalTensor& input : inputs) call.input(input);
-  const auto tensors = AttentionParams::tensor_fields(params);  // in the order of PARTS there
+  const auto tensors = AttentionParams::tensor_fields(params);
   for (size_t i = 0; i < AttentionParams::kNames.size(); ++i) call.input(*tensors[i]);
   if (params.seed_value)
     call.input(*params.seed_value);
@@ -54,9 +65,17 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   return call;
 }
 
-// True if the launchers have only to launch: nothing is empty, and q has not to change its sign.
-bool only_launches(const Tensor& q, const Tensor& k, const AttentionParams& params) {
-  return q.numel() > 0 && k.numel() > 0 && params.scale > 0;
+py::object object_of(std::optional<LaunchCall> call) { return call ? py::cast(std::move(*call)) : py::none(); }
+
+// The tensors that a launcher computes: by the launches of an earlier call like this one, or by the launcher itself, which
+// keeps its launches with the call that it is given.
+template <size_t count, typename Launcher>
+std::array<Tensor, count> replayed_or(std::optional<LaunchCall> call, const Launcher& launcher) {
+  std::array<Tensor, count> tensors;
+  auto found = call ? LaunchCache::instance().replay(*call, count) : std::vector<Tensor>();
+  if (found.empty()) return launcher(object_of(std::move(call)));
+  std::move(found.begin(), found.end(), tensors.begin());
+  return tensors;
 }
 
 }  // namespace
@@ -82,13 +101,12 @@ py::object python_params(const AttentionParams& params) {
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                  bool training) {
   static const PythonFunction launcher("transformer_fast.triton.attention.forward", "attention_forward");
+  const char* const name = training ? "attention forward in training" : "attention forward";
   const py::gil_scoped_acquire gil;
-  if (only_launches(q, k, params)) {
-    LaunchCall call = call_of(training ? "attention forward in training" : "attention forward", params, k, {q, k, v});
-    if (const auto results = LaunchCache::instance().replay(call, 3); !results.empty())
-      return {results[0], results[1], {}, {}, eager::or_none(results[2])};
-  }
-  const auto [out, logsumexp, kept_bits] = launcher.tensors<3>(q, k, v, python_params(params), training);
+  const auto [out, logsumexp, kept_bits] =
+      replayed_or<3>(call_of(name, params, q, k, {q, k, v}), [&](const py::object& call) {
+        return launcher.tensors<3>(q, k, v, python_params(params), training, call);
+      });
   return {out, logsumexp, {}, {}, eager::or_none(kept_bits)};
 }
 
@@ -98,14 +116,13 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
   static const PythonFunction launcher("transformer_fast.triton.attention.backward", "attention_backward");
   const Tensor &out = result.out, &logsumexp = result.logsumexp;
   const py::gil_scoped_acquire gil;
-  if (only_launches(q, k, params)) {
-    LaunchCall call =
-        call_of("attention backward", params, k, {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits});
-    if (const auto results = LaunchCache::instance().replay(call, 3); !results.empty())
-      return {results[0], results[1], results[2], {}};
-  }
-  const auto [grad_q, grad_k, grad_v] =
-      launcher.tensors<3>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp, result.kept_bits);
+  auto call =
+      call_of("attention backward", params, q, k, {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits},
+              /*fills_unused_keys=*/true);
+  const auto [grad_q, grad_k, grad_v] = replayed_or<3>(std::move(call), [&](const py::object& call) {
+    return launcher.tensors<3>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp,
+                               result.kept_bits, call);
+  });
   return {grad_q, grad_k, grad_v, {}};
 }
 
@@ -114,7 +131,10 @@ Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const
                                   const AttentionParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.grad_bias", "attention_grad_bias");
   const py::gil_scoped_acquire gil;
-  return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp);
+  auto call =
+      call_of("attention grad_bias", params, q, k, {grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp});
+  return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp,
+                         object_of(std::move(call)));
 }
 
 Tensor launch_attention_grad_distance_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -123,14 +143,18 @@ Tensor launch_attention_grad_distance_bias(const Tensor& grad_out, const Tensor&
   static const PythonFunction launcher("transformer_fast.triton.attention.grad_distance_bias",
                                        "attention_grad_distance_bias");
   const py::gil_scoped_acquire gil;
-  return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp);
+  auto call = call_of("attention grad_distance_bias", params, q, k,
+                      {grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp});
+  return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp,
+                         object_of(std::move(call)));
 }
 
 Tensor launch_attention_weights(const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp,
                                 const AttentionParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.weights", "attention_weights");
   const py::gil_scoped_acquire gil;
-  return launcher.tensor(q, k, logsumexp, python_params(params));
+  auto call = call_of("attention weights", params, q, k, {q, k, logsumexp});
+  return launcher.tensor(q, k, logsumexp, python_params(params), object_of(std::move(call)));
 }
 
 }  // namespace transformer_fast

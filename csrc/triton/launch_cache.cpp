@@ -71,9 +71,7 @@ int64_t rounded_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment
 
 }  // namespace
 
-LaunchCall::LaunchCall(const py::tuple& scalars, const py::tuple& inputs, const py::tuple& outputs,
-                       const py::tuple& sources)
-    : LaunchCall() {
+LaunchCall::LaunchCall(const py::tuple& scalars, const py::tuple& inputs) : LaunchCall() {
   for (const py::handle value : scalars) {
     if (PyUnicode_Check(value.ptr()))
       scalar(PyUnicode_AsUTF8(value.ptr()));
@@ -90,11 +88,22 @@ LaunchCall::LaunchCall(const py::tuple& scalars, const py::tuple& inputs, const 
     else
       input(py::cast<std::optional<Tensor>>(value));
   }
+}
+
+bool LaunchCall::add_outputs(const py::tuple& inputs, const py::tuple& outputs) {
+  if (inputs.size() != addresses_.size()) return false;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const py::handle value = inputs[i];
+    const bool is_tensor = !value.is_none() && !PyLong_CheckExact(value.ptr());
+    const auto address = is_tensor ? reinterpret_cast<uintptr_t>(py::cast<Tensor>(value).const_data_ptr()) : 0;
+    if (PyLong_CheckExact(value.ptr()) ? !value.equal(addresses_[i]) : address != py::cast<uintptr_t>(addresses_[i]))
+      return false;
+  }
   for (const py::handle value : outputs) {
     outputs_.push_back(value.is_none() ? Tensor() : py::cast<Tensor>(value));
     add_address(value.is_none() ? nullptr : outputs_.back().const_data_ptr());
   }
-  for (const py::handle value : sources) source(py::cast<Tensor>(value));
+  return true;
 }
 
 void LaunchCall::scalar(const char* text) {
@@ -275,7 +284,9 @@ void bind_launch_cache(py::module_& m) {
       .def(py::init<py::object, py::tuple, std::vector<std::pair<size_t, size_t>>, py::object, py::object>());
   py::class_<CachedCalls>(m, "CachedCalls");
   py::class_<LaunchCall>(m, "LaunchCall")
-      .def(py::init<const py::tuple&, const py::tuple&, const py::tuple&, const py::tuple&>());
+      .def(py::init<const py::tuple&, const py::tuple&>())
+      .def("add_outputs", &LaunchCall::add_outputs)
+      .def("source", &LaunchCall::source);
   py::class_<LaunchCache, std::unique_ptr<LaunchCache, py::nodelete>>(m, "LaunchCache")
       .def("connect", &LaunchCache::connect)
       .def("can_replay", &LaunchCache::can_replay)

@@ -1,5 +1,5 @@
 // Launches of Triton kernels, kept by the layouts and scalars of the call that made them: a call like an earlier one repeats
-// them with its own addresses, without asking Python. run_cached of triton/launch_cache.py prepares what is not kept yet.
+// them with its own addresses, without asking Python. triton/launch_cache.py prepares what is not kept yet.
 // All of it is used with the GIL held.
 #pragma once
 
@@ -30,8 +30,7 @@ class __attribute__((visibility("hidden"))) LaunchCall {
  public:
   LaunchCall() { key_.reserve(1024); }
   // As run_cached describes it.
-  LaunchCall(const pybind11::tuple& scalars, const pybind11::tuple& inputs, const pybind11::tuple& outputs,
-             const pybind11::tuple& sources);
+  LaunchCall(const pybind11::tuple& scalars, const pybind11::tuple& inputs);
 
   void scalar(const char* text);
   void scalar(bool flag) { add('b', flag); }
@@ -48,6 +47,8 @@ class __attribute__((visibility("hidden"))) LaunchCall {
   void input(int64_t seed);
   // An input from whose contents other arguments of the launches are derived.
   void source(const at::Tensor& tensor) { sources_.push_back(tensor); }
+  // Adds the outputs of a launcher. False if it does not work on the inputs of this call, in their order, but on copies.
+  bool add_outputs(const pybind11::tuple& inputs, const pybind11::tuple& outputs);
 
  private:
   friend class LaunchCache;

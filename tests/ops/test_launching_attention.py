@@ -92,8 +92,8 @@ KINDS = {
 def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypatch, kind):
     """Padded and packed, forward and backward: the same kernels, grids and scalars, and tensors in the same places.
 
-    C++ and Python describe a call each for itself (``call_of``, ``run_call``): with another input, or another order,
-    the launches would not be found again.
+    The extension names a call and its inputs (``call_of``) in the order in which ``run_call`` prepares them. In another
+    order nothing would be kept.
     """
     options = dict(KINDS[kind])
     dtype, rows, ends = options.pop("dtype", torch.float32), options.pop("rows", 24), options.pop("cu_seqlens", None)
@@ -123,6 +123,43 @@ def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypat
         monkeypatch.setattr(f"transformer_fast.triton.attention.{module}.attention_{module}", None)
     assert outcomes(*call()) == by_launchers
     assert len(on_a_gpu) == 3 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+
+
+def gradient_of_a_bias():
+    q, bias = floats(2, 4, 24, 32), torch.zeros(1, 4, 24, 24, requires_grad=True)
+    torch.autograd.grad(tfast.attention(q, q, q, bias=bias).sum(), bias)
+
+
+def gradient_of_slopes():
+    q, slopes = floats(2, 4, 24, 32), torch.full((4,), 0.5, requires_grad=True)
+    torch.autograd.grad(tfast.attention(q, q, q, tfast.AttentionMask.alibi(slopes)).sum(), slopes)
+
+
+def weights():
+    q = floats(2, 4, 24, 32)
+    tfast.attention(q, q, q, return_weights=True)
+
+
+@pytest.mark.parametrize("call", [gradient_of_a_bias, gradient_of_slopes, weights])
+def test_rarer_kernels_are_replayed_too(on_a_gpu, monkeypatch, call):
+    call()
+    first = [driver_call[4] for driver_call in on_a_gpu]
+    monkeypatch.setattr(cached, "_prepare_and_run", None)
+    on_a_gpu.clear()
+    call()
+    assert [driver_call[4] for driver_call in on_a_gpu] == first
+    assert all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+
+
+def test_gradients_of_unused_keys_are_zero_in_every_call(on_a_gpu):
+    """The kernels do not write them, and a replay has only the kernels."""
+    q, k, v = (floats(24, 4, 32).requires_grad_() for _ in range(3))
+    used = torch.tensor([5, 9], dtype=torch.int32)
+    for _ in range(3):
+        out = tfast.attention_packed(q, k, v, ENDS[24], ENDS[24], seqused_k=used)
+        _, *gradients = torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        for gradient in gradients:
+            assert not gradient[5:8].any() and not gradient[17:].any()
 
 
 def test_another_window_is_another_call(on_a_gpu):
@@ -160,7 +197,7 @@ def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch
         return list(on_a_gpu), {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
 
     by_launcher = outcomes(*call())
-    monkeypatch.setattr("transformer_fast.triton.attention.decode.run_cached", None)
+    monkeypatch.setattr("transformer_fast.triton.attention.decode.run_kept", None)
     assert outcomes(*call()) == by_launcher
     assert len(on_a_gpu) == (1 if kind == "one part" else 2)
     if kind != "one part":

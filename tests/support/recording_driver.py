@@ -17,7 +17,8 @@ import triton.language as tl
 import transformer_fast as tfast
 from transformer_fast import backends
 from transformer_fast.ops import eager
-from transformer_fast.triton.launcher import Launch, launch_cache
+from transformer_fast.triton.launch_cache import launch_cache
+from transformer_fast.triton.launcher import Launch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are not launched", allow_module_level=True)

@@ -93,6 +93,13 @@ ROWS = (
         tests=LAUNCHING,
     ),
     Fault(
+        name="the gradients of unused keys are what the memory held, from the second call on",
+        path="csrc/triton/launch_attention.cpp",
+        old="  if (fills_unused_keys && params.packed.seqused_k) return {};\n",
+        new="",
+        tests=("tests/ops/test_launching_attention.py",),
+    ),
+    Fault(
         name="a launch of attention is replayed with another window",
         path="csrc/triton/launch_attention.cpp",
         old="  call.scalar(known(params.window));\n",

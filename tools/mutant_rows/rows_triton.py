@@ -216,13 +216,6 @@ ROWS = (
         tests=DECODE,
     ),
     Fault(
-        name="a launch of decoding is replayed with another softcap",
-        path=TRITON + "attention/decode.py",
-        old='("attention decode", causal, window, softcap, scale),',
-        new='("attention decode", causal, window, scale),',
-        tests=("tests/ops/test_launching_attention.py", "tests/ops/test_launching.py"),
-    ),
-    Fault(
         name="returned weights of a large logsumexp leave out the sink",
         path=TRITON + "attention/weights.py",
         old="weight_sum = tl.where(end > first_key, tl.math.exp2((mask.sink - shift) * LOG2E), 0.0)",

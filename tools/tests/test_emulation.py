@@ -32,7 +32,7 @@ from ptx_emulator import judge, mutants
 
 import transformer_fast as tfast
 from transformer_fast import backends
-from transformer_fast.triton.launcher import launch_cache
+from transformer_fast.triton.launch_cache import launch_cache
 
 NORM = "norm bf16 layer 37x20, residual, dropout"
 LOSS = "loss bf16 70x40, vocabulary 50"

@@ -6,6 +6,7 @@ Every sum has one owner and one order: two runs agree bit for bit.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def backward_launches(
 @widen_bf16_if_interpreted(results=3)
 def attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None = None, kept_bits: Tensor | None = None,
+    grad_logsumexp: Tensor | None = None, kept_bits: Tensor | None = None, call: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of :func:`~.forward.attention_forward` by Triton.
 
@@ -83,6 +84,7 @@ def attention_backward(
         out, logsumexp: as it returned them.
         grad_logsumexp: fp32, the gradient of logsumexp, or None. A row without keys takes none.
         kept_bits: as the forward launcher returned it; None lets the kernels draw again.
+        call: see :func:`.launches.run_call`.
 
     Returns:
         Gradients of q, k and v, in their shapes and dtypes. Bitwise equal from run to run.
@@ -94,12 +96,11 @@ def attention_backward(
         grad_out = grad_out.contiguous()
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
-    keys = k.shape[2] if params.packed is None else params.packed.max_k
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits
     outputs = (*gradients, *row_buffers(q, logsumexp, params))
     if params.packed is not None and params.packed.seqused_k is not None:
         grad_k, grad_v = (t.zero_() for t in gradients[1:])  # the kernels write to the keys that are used alone
-    run_call("attention backward", inputs, outputs, keys, params, backward_launches)
+    run_call(call, inputs, outputs, params, backward_launches)
     # The kernels had q times the sign of the scale.
     grad_q, grad_k, grad_v = gradients
     return (grad_q if params.scale > 0 else grad_q * (-1.0 if params.scale < 0 else 0.0)), grad_k, grad_v

@@ -7,14 +7,14 @@ comes from each sequence's own length, read by the program: programs past its la
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch_cache import run_cached
+from ..launch_cache import run_kept
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted, without_keys
 from .decode_part import RUNTIME_INTEGERS, part_kernel, shares
 from .mask import Bounds
@@ -232,6 +232,7 @@ def attention_decode(
     window: int | None,
     softcap: float | None,
     scale: float,
+    call: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries of every sequence to its cache, by Triton; forward only.
 
@@ -250,6 +251,7 @@ def attention_decode(
         window: likewise, query i sees keys ``j >= i + lengths[b] - Lq + window``; None for no such bound.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added; None for no cap.
         scale: multiplies q k^T.
+        call: see :func:`..launch_cache.run_kept`.
 
     Returns:
         out (B, H, Lq, D) in q's dtype and logsumexp (B, H, Lq) fp32; 0 and -inf for a query without keys. Bitwise equal
@@ -264,8 +266,8 @@ def attention_decode(
     if query_ids is not None and key_ids is not None:
         query_ids, key_ids = (t if t.stride(1) == 1 else t.contiguous() for t in (query_ids, key_ids))
     q, k, v = (within_reach(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
-    run_cached(
-        ("attention decode", causal, window, softcap, scale),
+    run_kept(
+        call,
         (q, k, v, lengths.contiguous(), page_table, distance_bias, query_ids, key_ids, sinks),
         (out, logsumexp, *part_buffers(q, division_of(q, k, page_table).parts)),
         lambda *tensors: decode_launches(*tensors, causal, window, softcap, scale),

@@ -10,6 +10,7 @@ and then the program repeats its tile once, with such values read as zeros.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import triton.language as tl
 from torch import Tensor
@@ -205,7 +206,7 @@ def forward_launches(
 
 @widen_bf16_if_interpreted(results=1)
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, training: bool = False
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, training: bool = False, call: Any = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Masked attention by Triton.
 
@@ -215,6 +216,7 @@ def attention_forward(
         params: what is masked, scaled and dropped. Dropout is drawn by :mod:`..philox`; query i and key j of sequence b
             of a packed batch draw as in a padded one.
         training: whether a backward follows, for which the forward may keep what it drew.
+        call: see :func:`.launches.run_call`.
 
     Returns:
         out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys. And which
@@ -223,8 +225,6 @@ def attention_forward(
     out, logsumexp = empty_outputs(q)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), without_keys(logsumexp, params.sinks), None
-    keys = k.shape[2] if params.packed is None else params.packed.max_k
     kept_bits = empty_kept_bits(q, k, params, architecture_of(q)) if training else None
-    name = "attention forward in training" if training else "attention forward"
-    run_call(name, (q, k, v), (out, logsumexp, kept_bits), keys, params, forward_launches)
+    run_call(call, (q, k, v), (out, logsumexp, kept_bits), params, forward_launches)
     return out, logsumexp, kept_bits

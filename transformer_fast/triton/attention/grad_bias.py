@@ -6,7 +6,7 @@ A program owns one tile of the bias and walks over those, in one order; where to
 a tile and their fp32 parts are added afterwards. Nothing is atomic: two runs agree bit for bit.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -227,7 +227,7 @@ def grad_bias_launches(
 
 def attention_grad_bias(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None = None,
+    grad_logsumexp: Tensor | None = None, call: Any = None,
 ) -> Tensor:  # fmt: skip
     """Gradient of the bias of :func:`~.forward.attention_forward`, by Triton.
 
@@ -236,19 +236,20 @@ def attention_grad_bias(
         q, k, v, params: as given to the forward launcher; the bias (B|1, H|1, Lq|1, Lk|1), or packed (H|1, pairs).
         out, logsumexp: as it returned them.
         grad_logsumexp: fp32, the gradient of logsumexp, or None.
+        call: see :func:`.launches.run_call`.
 
     Returns:
         The gradient in bias's shape and dtype, contiguous, summed in fp32: 0 where bias is -inf and from rows without
         keys. Bitwise equal from run to run.
     """
-    gradient = _attention_grad_bias(grad_out, q, k, v, out, logsumexp, params, grad_logsumexp)[0]
+    gradient = _attention_grad_bias(grad_out, q, k, v, out, logsumexp, params, grad_logsumexp, call)[0]
     return gradient.to(params.bias.dtype)
 
 
 @widen_bf16_if_interpreted(results=0)
 def _attention_grad_bias(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None,
+    grad_logsumexp: Tensor | None, call: Any,
 ) -> tuple[Tensor]:  # fmt: skip
     bias = params.bias
     if q.numel() == 0 or k.numel() == 0 or bias.numel() == 0:
@@ -260,5 +261,5 @@ def _attention_grad_bias(
     sums = part_sums(bias, sharing(*kernel_views(params, (q,), (k,)), params).parts)
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
-    run_call("attention grad_bias", inputs, outputs, 0, params, grad_bias_launches)
+    run_call(call, inputs, outputs, params, grad_bias_launches)
     return (sums[0] if len(sums) == 1 else sums.sum(0),)

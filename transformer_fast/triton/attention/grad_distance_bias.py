@@ -7,6 +7,8 @@ diagonals of that one tile. Neighbouring diagonals of tiles share distances, whi
 and heads that share the bias. Nothing is atomic: two runs agree bit for bit.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton.language as tl
@@ -211,7 +213,7 @@ def grad_distance_bias_launches(
 @widen_bf16_if_interpreted(results=0)
 def attention_grad_distance_bias(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None = None,
+    grad_logsumexp: Tensor | None = None, call: Any = None,
 ) -> Tensor:  # fmt: skip
     """Gradient of the bias by distance of :func:`~.forward.attention_forward`, by Triton.
 
@@ -220,6 +222,7 @@ def attention_grad_distance_bias(
         q, k, v, params: as given to the forward launcher.
         out, logsumexp: as it returned them.
         grad_logsumexp: fp32, the gradient of logsumexp, or None.
+        call: see :func:`.launches.run_call`.
 
     Returns:
         The gradient in distance_bias's shape, fp32, contiguous: 0 where the bias is -inf and from rows without keys.
@@ -235,7 +238,7 @@ def attention_grad_distance_bias(
     sums = diagonal_sums(q, k, params)
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
-    run_call("attention grad_distance_bias", inputs, outputs, 0, params, grad_distance_bias_launches)
+    run_call(call, inputs, outputs, params, grad_distance_bias_launches)
     queries, keys = lengths_of_views(q, k, params)
     tile = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])][:2]
     gradient = along_distances(sums, params, queries, keys, tile)

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..configs import LONG, attention_config
-from ..launch_cache import run_cached
-from ..launcher import Launch, blocks_of, launch_cache
+from ..launch_cache import run_kept
+from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
 from .tiles import mask_arguments, sequence_arguments, tensor_arguments, within_reach
-
-launch_cache.long_keys = LONG
 
 
 def call_kind(keys: int, params: AttentionParams) -> str:
@@ -118,33 +117,24 @@ def tile_launch(
     )  # fmt: skip
 
 
+# The tensors of a call after the launcher's own inputs, in the order of call_of in csrc/triton/launch_attention.cpp.
 PARTS = ("keep", "key_keep", "lengths", "bias", "distance_bias", "query_ids", "key_ids", "sinks", "seed")
 PLACES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "bias_starts")
 MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_order", "batch_order"))
 
 
 def run_call(
-    name: str, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], keys: int,
+    call: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
     params: AttentionParams, prepare: Callable[..., list[Launch]],
 ) -> None:  # fmt: skip
     """Run the launches of an attention call, or those of an earlier call like it, with its pointers.
 
     Args:
-        name: tells this launcher from the others.
-        inputs, outputs: see :func:`..launch_cache.run_cached`.
-        keys: keys of the call, which decide whether there is an order to derive.
+        call, inputs, outputs: see :func:`..launch_cache.run_kept`.
         params: as given to the launcher.
         prepare: the launches from (inputs, outputs, params).
     """
-    packed, lengths = params.packed, params.lengths
-    sources: tuple[Tensor, ...] = ()
-    if is_mapped(params):
-        parts = (params.keep, params.key_keep, lengths, params.query_ids, params.key_ids)
-        sources = tuple([t for t in parts if t is not None])
-    elif keys > LONG and packed is not None:
-        sources = packed.cu_seqlens_k, packed.cu_seqlens_q
-    elif keys > LONG and lengths is not None and lengths.dim() == 1:
-        sources = (lengths,)
+    packed = params.packed
     places = () if packed is None else tuple([getattr(packed, name) for name in PLACES])
     own, end = len(inputs), len(inputs) + len(PARTS)
 
@@ -156,10 +146,8 @@ def run_call(
             given["packed"] = replace(packed, **found)
         return prepare(tensors[:own], rest, replace(params, **given))
 
-    lengths_of_packed = () if packed is None else (packed.max_q, packed.max_k, packed.bottom_right)
-    options = params.causal, params.window, params.softcap, params.scale, params.dropout_p, params.zero_empty_rows
     inputs = (*inputs, *[getattr(params, part) for part in PARTS], *places)
-    run_cached((name, *lengths_of_packed, *options), inputs, outputs, launches, sources, MAP_TENSORS)
+    run_kept(call, inputs, outputs, launches, MAP_TENSORS)
 
 
 def _packed_view(t: Tensor, batches: int, longest: int) -> Tensor:

@@ -4,6 +4,8 @@ The forward stores one number a row rather than Lq x Lk weights (T. Dao, "FlashA
 whoever asks for weights pays one matrix product and the store.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -190,7 +192,7 @@ def weights_launches(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], pa
 
 
 @widen_bf16_if_interpreted(results=1)
-def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, params: AttentionParams) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, params: AttentionParams, call: Any = None) -> Tensor:
     """The weights of :func:`~.forward.attention_forward` by Triton, after dropout if there is a seed.
 
     Args:
@@ -198,11 +200,12 @@ def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, params: Attention
         k: (B, Hkv, Lk, D) of q's dtype; last stride 1.
         logsumexp: (B, H, Lq) fp32, as the forward returned it.
         params: that of the forward, of a padded batch.
+        call: see :func:`.launches.run_call`.
 
     Returns:
         (B, H, Lq, Lk) in q's dtype, contiguous. A row without keys is 1/Lk everywhere, or 0 with `zero_empty_rows`.
     """
     out = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
     if out.numel() > 0:
-        run_call("attention weights", (q, k, logsumexp), (out,), 0, params, weights_launches)
+        run_call(call, (q, k, logsumexp), (out,), params, weights_launches)
     return out
