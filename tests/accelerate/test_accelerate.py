@@ -27,6 +27,7 @@ from transformer_fast.accelerate import accelerate, lazy_logits
 from transformer_fast.layers import torch_modules
 from transformer_fast.reference import layers as reference
 
+pytestmark = pytest.mark.usefixtures("proven_once")
 D = 8
 ALREADY = "it runs on the fused ops already"
 STATEMENTS = [

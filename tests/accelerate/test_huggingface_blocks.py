@@ -29,6 +29,7 @@ from huggingface_blocks import (  # noqa: E402
     BART, BERT, BLOCKS, DENSE_NORM, GPT2, M2M, MARIAN, T5, blocks, case, given, pair, pair_and_report, set_dropout,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("proven_once")
 RELATIVES = {
     "ElectraForMaskedLM": ("ElectraSelfOutput", DENSE_NORM),
     "CamembertForMaskedLM": ("CamembertOutput", DENSE_NORM),

@@ -19,6 +19,7 @@ import packed_models as packed  # noqa: E402
 import transformer_fast as tfast  # noqa: E402
 from transformer_fast.layers.padded_calls import NO_TOKEN  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("proven_once")
 BERT, GPT2, BART, T5 = "BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration", "T5EncoderModel"
 DROPOUTS = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
 

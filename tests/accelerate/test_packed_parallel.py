@@ -18,6 +18,7 @@ import packed_models as packed
 import transformer_fast as tfast
 from transformer_fast.accelerate.packed import Packed
 
+pytestmark = pytest.mark.usefixtures("proven_once")
 MODELS = ("BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration")
 
 
