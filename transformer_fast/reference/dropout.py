@@ -61,11 +61,12 @@ def attention_keep(seed: Tensor, p: float, B: int, H: int, Lq: int, Lk: int) -> 
     """
     device = seed.device
     j = torch.arange(Lk, device=device)
-    call, word, half = (j >> 5) * 4 + ((j >> 1) & 3), (j >> 3) & 3, j & 1
+    call, word = (j >> 5) * 4 + ((j >> 1) & 3), (j >> 3) & 3
+    calls = torch.arange(-(-Lk // 32) * 4, device=device)
     b = torch.arange(B, device=device).view(B, 1, 1, 1)
     h = torch.arange(H, device=device).view(H, 1, 1)
     i = torch.arange(Lq, device=device).view(Lq, 1)
-    return _keep((call, i, h, b), word, half, seed, p)
+    return _keep((calls, i, h, b), call * 4 + word, j & 1, seed, p)
 
 
 def elementwise_keep(seed: Tensor, p: float, rows: int, d: int) -> Tensor:
@@ -75,14 +76,14 @@ def elementwise_keep(seed: Tensor, p: float, rows: int, d: int) -> Tensor:
     """
     device = seed.device
     r = torch.arange(rows, device=device).view(rows, 1)
-    c = torch.arange(d, device=device)
-    return _keep((c >> 3, r & MASK32, r >> 32, torch.zeros_like(c)), (c >> 1) & 3, c & 1, seed, p)
+    c, calls = torch.arange(d, device=device), torch.arange(-(-d // 8), device=device)
+    return _keep((calls, r & MASK32, r >> 32, torch.zeros_like(calls)), c >> 1, c & 1, seed, p)
 
 
-def _keep(counter: tuple[Tensor, ...], word: Tensor, half: Tensor, seed: Tensor, p: float) -> Tensor:
-    words = torch.stack(torch.broadcast_tensors(*philox(counter, int(seed.item()))))
-    chosen = words.gather(0, word.expand(words.shape[1:]).unsqueeze(0)).squeeze(0)
-    return (chosen >> (16 * half)) & 0xFFFF >= threshold(p)
+def _keep(counter: tuple[Tensor, ...], place: Tensor, half: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Compare draws with the threshold: of an element, one half of the word at a place among those of all calls."""
+    words = torch.stack(torch.broadcast_tensors(*philox(counter, int(seed.item()))), dim=-1).flatten(-2)
+    return (words[..., place] >> (16 * half)) & 0xFFFF >= threshold(p)
 
 
 def dropout(
