@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -41,13 +42,19 @@ def accelerated(eager: nn.Module) -> nn.Module:
     return fast
 
 
-def both(name: str) -> Both:
-    """Return an eager model in training, an accelerated copy, and a function that makes one batch after another."""
-    case, seeds = models.named(name.split()[0]), itertools.count()
-    eager = models.make(case, **MODELS[name]).double().train()
+@functools.cache
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """Return an eager model in training, and an accelerated copy, made once."""
+    eager = models.make(models.named(name.split()[0]), **MODELS[name]).double().train()
     for buffer_name, buffer in eager.named_buffers():
         if buffer_name == "final_logits_bias":
             buffer.copy_(torch.linspace(-1, 1, V))
+    return eager, accelerated(eager)
+
+
+def both(name: str) -> Both:
+    """Return copies of both models, and a function that makes one batch after another."""
+    case, seeds = models.named(name.split()[0]), itertools.count()
 
     def batch() -> dict[str, Tensor]:
         given = models.typed(models.inputs(case, "none", seed=next(seeds)), torch.float64)
@@ -57,7 +64,8 @@ def both(name: str) -> Both:
         labels[0, 4:] = -100
         return given | {"labels": labels}
 
-    return eager, accelerated(eager), batch
+    eager, fast = pair(name)
+    return copy.deepcopy(eager), copy.deepcopy(fast), batch
 
 
 @pytest.fixture(params=MODELS)
