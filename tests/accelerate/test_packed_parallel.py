@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
@@ -39,6 +38,8 @@ def test_a_step_is_that_of_the_plain_model(name: str, wrapper: str) -> None:
     model = copy.deepcopy(plain)
     report = tfast.accelerate(model, packed=True)
     if wrapper == "fully_shard":
+        from torch.distributed.fsdp import fully_shard  # seconds, which each process that collects would spend
+
         for module in [m for m in model.modules() if isinstance(m, Packed) and hasattr(m, "self_attn")]:
             fully_shard(module)
         fully_shard(model)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerated import proven_once  # noqa: F401
 from changed_children import CHANGES, Change, Kept, NotApplicable
 from fused_parents import PARENTS, TORCH, fused, plain
 from handwritten_forms import fresh
@@ -20,25 +21,9 @@ from torch import Tensor, nn
 from transformer_fast import dialects, layers
 from transformer_fast.accelerate import engine, patterns
 from transformer_fast.accelerate.patterns.base import pattern_of
-from transformer_fast.accelerate.probe import probe, signature
 
+pytestmark = pytest.mark.usefixtures("proven_once")
 MODES = ("training", "evaluation", "no gradients")
-
-
-_FOUND: dict[Any, str | None] = {}
-
-
-@pytest.fixture(autouse=True)
-def _probe_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare each structure once in a process: the signature of a module decides what its probe finds."""
-
-    def probe_once(module: nn.Module, pattern: Any) -> str | None:
-        key = pattern, signature(module, pattern)
-        if key not in _FOUND:
-            _FOUND[key] = probe(module, pattern)
-        return _FOUND[key]
-
-    monkeypatch.setattr(engine, "probe", probe_once)
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -24,9 +24,18 @@ def test_the_context_manager_nests_and_restores():
     assert backends.current() == "auto"
 
 
-def test_the_environment_is_read_and_the_context_manager_wins():
-    code = "print(backends.current())\nwith tfast.backend('auto'): print(backends.current())"
-    assert program(IMPORTS + code, TRANSFORMER_FAST_BACKEND="reference") == "reference\nauto\n"
+def test_the_environment_is_read_the_context_manager_wins_and_no_heavy_extra_is_loaded():
+    """Neither Triton, nor the compiler, nor what only training and pictures need, unless torch itself does."""
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+{IMPORTS}
+heavy = {{'triton', 'torch._dynamo', 'matplotlib', 'sentencepiece', 'sacrebleu', 'safetensors', 'tqdm'}}
+assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)
+print(backends.current())
+with tfast.backend('auto'): print(backends.current())
+"""
+    assert program(code, TRANSFORMER_FAST_BACKEND="reference") == "reference\nauto\n"
 
 
 def test_a_wrong_environment_imports_and_is_an_error_where_it_is_used():
@@ -81,16 +90,6 @@ def test_auto_falls_back_with_one_warning(monkeypatch):
 
 def test_other_devices_take_the_reference():
     assert backends.choose("norm", torch.device("mps"), torch.float32)[0] == "reference"
-
-
-def test_importing_the_package_loads_no_heavy_extra():
-    """Neither Triton, nor the compiler, nor what only training and pictures need, unless torch itself does."""
-    code = (
-        "import sys, torch; before = set(sys.modules); import transformer_fast; "
-        "heavy = {'triton', 'torch._dynamo', 'matplotlib', 'sentencepiece', 'sacrebleu', 'safetensors', 'tqdm'}; "
-        "loaded = heavy & (set(sys.modules) - before); assert not loaded, loaded"
-    )
-    program(code)
 
 
 dialects, SIZES = tfast.dialects, (11, 16, 24, 4, 1, 0.1)

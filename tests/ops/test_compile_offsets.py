@@ -53,6 +53,7 @@ def test_attention(name: str, new: int) -> None:
     assert_two_graphs(call, lambda n: (heads(new), heads(n), heads(n)))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["both", "alibi", "relative"])
 def test_attention_in_training(name: str) -> None:
     def call(q: Tensor, k: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def test_attention_in_training(name: str) -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.cover(3)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_made_outside_the_graph(name: str) -> None:
     assert_two_graphs(tfast.attention, lambda n: (heads(3), heads(n), heads(n), MASKS[name](n, 3)))
@@ -81,7 +82,7 @@ def test_causal_as_an_argument_and_weights() -> None:
     assert_two_graphs(call, lambda n: (heads(3), heads(n)))
 
 
-@pytest.mark.cover(3)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_packed(name: str) -> None:
     def call(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_k: int) -> Tensor:
@@ -95,7 +96,7 @@ def test_attention_packed(name: str) -> None:
     assert_two_graphs(call, inputs)
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_decode(name: str, paged: bool) -> None:

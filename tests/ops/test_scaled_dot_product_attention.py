@@ -338,7 +338,7 @@ class Attention(nn.Module):
         return tfast.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dimensions", [3, 4])
 @pytest.mark.parametrize("kind", ["causal", "bool", "float"])
 def test_compile_in_one_graph(kind: str, dimensions: int) -> None:
