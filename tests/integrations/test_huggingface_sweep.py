@@ -36,7 +36,7 @@ def _registered() -> None:
     sweep.integration.register()
 
 
-@pytest.mark.cover(30)
+@pytest.mark.cover(20)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", sample(), ids=lambda case: f"{case.kind}-{case}")
 def test_equal_to_eager_or_refused_by_name(case: models.Case) -> None:

@@ -73,6 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Count what -k and -m have left, too; a process of xdist tells its controller."""
     gc.freeze()  # nor is it later: a test that compiles, or calls gc.collect(), looks through its own objects alone
+    gc.set_threshold(50_000)  # Python's own is 700: compilers make millions of objects
     gc.enable()
     config = session.config
     config.stash[COLLECTED] = len(session.items)

@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, str]) -> di
 def test_transformers_says_the_same(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
     export_hf(runs[name], tmp_path / "hf")
     trained = load_trained(runs[name])
-    config = trained.generation if name == "imported" else replace(TRAINED_SEARCH, max_length=39)
+    config = trained.generation if name == "imported" else replace(TRAINED_SEARCH, max_length=19)
     _, report = MarianMTModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report.values()), "every weight must be in the file, and no other"
     tokenizer = load(tmp_path / "hf")[1]

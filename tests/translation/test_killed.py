@@ -83,6 +83,7 @@ def test_killed_in_the_checkpoint_writer(killer: Killer, never_stopped: Path, ki
     assert outcome(killer(kills)) == outcome(never_stopped)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("delays", [["time:0.1", "time:0.4", "time:0.7"], ["time:0.25", "time:0.55", "time:1.0"]])
 def test_killed_at_any_time(killer: Killer, never_stopped: Path, delays: list[str]) -> None:
     assert outcome(killer(delays)) == outcome(never_stopped)
@@ -94,13 +95,21 @@ def test_killed_with_two_threads_and_accumulation(killer: Killer) -> None:
     assert outcome(killer(["before:10", "time:0.3"], **options)) == whole
 
 
-def test_killed_with_a_moving_average_and_the_mean_of_epochs(killer: Killer) -> None:
+AVERAGED = {"ema": 0.9, "average_last": 2, "valid_every": 0, "max_steps": 26, "keep_last": 1}
+
+
+@pytest.fixture(scope="module")
+def averaged(killer: Killer) -> tuple:
+    """The outcome of a run with a moving average and the mean of epochs that was never stopped."""
+    return outcome(killer([], **AVERAGED))
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("kills", [["half:7", "before:6", "after:9"], ["after:3", "before:16"], ["half:2", "time:0.5"]])
+def test_killed_with_a_moving_average_and_the_mean_of_epochs(killer: Killer, averaged: tuple, kills: list[str]) -> None:
     """A checkpoint is then four files, at the end of an epoch; the last one written is the mean of two."""
-    options = {"ema": 0.9, "average_last": 2, "valid_every": 0, "max_steps": 26, "keep_last": 1}
-    whole = outcome(killer([], **options))
-    assert len(whole[0]) == 4 and len(whole[3]) >= 3
-    for kills in (["half:7", "before:6", "after:9"], ["after:3", "before:16"], ["half:2", "time:0.5"]):
-        assert outcome(killer(kills, **options)) == whole, kills
+    assert len(averaged[0]) == 4 and len(averaged[3]) >= 3
+    assert outcome(killer(kills, **AVERAGED)) == averaged
 
 
 def test_the_outcome_can_differ(killer: Killer, never_stopped: Path) -> None:
