@@ -17,3 +17,8 @@ def _on_triton(monkeypatch, device):
         monkeypatch.setattr(test_attention_outputs, "HKV", 1)
     with tfast.backend("triton"):
         yield
+
+
+@pytest.mark.slow("six seconds; the C++ kernels have the same graph, of the same ops")
+def test_a_bias_gradient_compiles_without_a_graph_break(device):
+    test_attention_outputs.test_a_bias_gradient_compiles_without_a_graph_break(device)
