@@ -1,21 +1,17 @@
-"""The notebooks of examples/ run, from the first cell to the last; of their outputs, pictures alone are committed."""
+"""The notebooks of examples/ run, from the first cell to the last, and print what is committed."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-import transformer_fast as tfast
-
 nbformat = pytest.importorskip("nbformat")
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
-LONGEST = 600
-"""Seconds for the kernel to start, and for one cell, on a slow core that others use too: more is a hang."""
+import notebooks  # noqa: E402
+from notebooks import NOTEBOOKS  # noqa: E402
+
 PICTURE = 80_000
 """Characters of base64 that a committed picture may take."""
 
@@ -26,40 +22,38 @@ def test_there_are_notebooks() -> None:
 
 @pytest.mark.slow("a notebook trains for half a minute")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a fresh kernel of this Python, in an empty folder, without network."""
-    nbclient, _ = pytest.importorskip("nbclient"), pytest.importorskip("ipykernel")
-    if path.stem == "bert_classification":
-        pytest.importorskip("transformers")
-    kernels = tmp_path / "kernels" / "python3"
-    kernels.mkdir(parents=True)
-    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernels / "kernel.json").write_text(
-        json.dumps({"argv": command, "display_name": "Python 3", "language": "python"})
-    )
-    package = str(Path(tfast.__file__).parent.parent)
-    variables = {"PYTHONPATH": package, "JUPYTER_PATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    for name, value in {**variables, "IPYTHONDIR": str(tmp_path / "ipython")}.items():
-        monkeypatch.setenv(name, value)
-    notebook = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    patience = {"timeout": LONGEST, "startup_timeout": LONGEST}
-    nbclient.NotebookClient(notebook, **patience, kernel_name="python3", resources=resources).execute()
-    pictures = [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert pictures and all(o.output_type == "display_data" for o in pictures)
+def test_a_notebook_prints_what_is_committed(path: Path, tmp_path: Path) -> None:
+    """Numbers aside. ``python tests/support/notebooks.py --write`` writes it again."""
+    for package in ("nbclient", "ipykernel", *(["transformers"] if path.stem == "bert_classification" else [])):
+        pytest.importorskip(package)
+    ran, committed = notebooks.run(path, tmp_path), nbformat.read(path, as_version=4)
+    for fresh, cell in zip(ran.cells, committed.cells, strict=True):
+        assert notebooks.without_numbers(notebooks.printed(fresh)) == notebooks.without_numbers(notebooks.printed(cell))
+        drawn = [sum("image/png" in o.get("data", {}) for o in c.get("outputs", [])) for c in (fresh, cell)]
+        assert drawn[0] == drawn[1]
+
+
+def test_numbers_aside_a_text_stays() -> None:
+    same = notebooks.without_numbers("step  12 of 1,000\n----- 3.5e-07, 4, 5 ms")
+    assert same == notebooks.without_numbers("step 7 of 30\n--- 1 ms") == "step # of # --- # ms"
+    assert same != notebooks.without_numbers("step 7 of 30\n--- 1 s")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_is_committed_is_code_text_and_pictures(path: Path) -> None:
-    """No times of one machine, no paths, no counts of runs: only small pictures stay."""
+    """No times of one machine, no paths, no counts of runs, no warnings: text and small pictures stay."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    outputs = []
     for cell in notebook.cells:
         assert cell.cell_type == "markdown" or cell.execution_count is None
-        outputs += cell.get("outputs", [])
-    for output in outputs:
-        assert set(output.data) == {"image/png"} and len(output.data["image/png"]) < PICTURE
+        for output in cell.get("outputs", []):
+            if output.output_type == "stream":
+                assert output.name == "stdout" and "/" + "work" not in output.text
+                assert notebooks.MEASURED not in cell.metadata.get("tags", [])
+            else:
+                assert set(output.data) == {"image/png"} and len(output.data["image/png"]) < PICTURE
+        asks = re.search(r"^(?:    )*print\(", cell.source, re.MULTILINE) and cell.cell_type == "code"
+        assert not asks or cell.outputs, "run it, and commit what it prints"
     assert os.path.getsize(path) < 4 * PICTURE
 
 
