@@ -4,7 +4,7 @@
 #                 WHEEL=all (or baseline): with either, also a wheel is built and run in an empty environment
 # make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
 # make gpu        on a machine with a GPU: build with CUDA, check parity, measure what was predicted, test, benchmark
-#                 (installs nothing); in parts: docs/benchmarks.md. Without a GPU it ends at once; REHEARSE=1: it goes on
+#                 (installs nothing); in parts: docs/results/gpu.md. Without a GPU it ends at once; REHEARSE=1: it goes on
 # make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
 # make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
 # make emulate    every Triton and CUDA kernel as compiled for two GPU architectures, executed here against the reference;

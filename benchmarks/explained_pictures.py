@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-from headline import ROOT, STYLE, WIDTH, svg
+from headline import ROOT, STYLE, svg
 from torch import Tensor
 
 import transformer_fast as tfast
@@ -20,6 +20,7 @@ from transformer_fast.masks.tile_share import EMPTY, FULL, PARTIAL, tile_classes
 from transformer_fast.reference import dropout
 
 FOLDER = ROOT / "docs" / "images"
+WIDTH = 720
 COLOURS = """
   .full, .c0 { fill: #2da44e } .partial, .c1 { fill: #8bd5a0 } .empty { fill: #d8dee4 } .c2 { fill: #4a90d9 }
   .c3 { fill: #e0a458 } .dropped { fill: #57606a } .box { fill: none; stroke: #57606a }
@@ -245,11 +246,10 @@ PICTURES: dict[str, tuple[Callable[[], Iterator[str]], int]] = {
 def draw(name: str) -> str:
     """A picture as SVG, for light and dark pages."""
     parts, height = PICTURES[name]
-    return svg(list(parts()), height, STYLE + COLOURS)
+    return svg(list(parts()), height, STYLE + COLOURS, WIDTH)
 
 
 if __name__ == "__main__":
-    assert WIDTH == 720
     for name in PICTURES:
         path = FOLDER / f"{name}.svg"
         path.write_text(draw(name))

@@ -11,7 +11,7 @@ PICTURE = ROOT / "docs" / "images" / "packed.svg"
 CASE = "hugging_face: bert-training step"
 LENGTHS = (128, 41, 77, 25, 96, 58, 110, 33, 70, 90, 47, 84, 62, 30, 120, 81)
 """Tokens of the sentences that are drawn, 9 x 128 in all."""
-LONGEST, CELL, ROW, LEFT, SECOND = 128, 2, 9, 0, 350
+LONGEST, CELL, ROW, LEFT, SECOND = 128, 2, 9, 0, 304
 COLOURS = """
   .token { fill: #2da44e } .other { fill: #8bd5a0 } .padding { fill: #d8dee4 }
   @media (prefers-color-scheme: dark) { .token { fill: #3fb950 } .other { fill: #1f7a35 } .padding { fill: #30363d } }

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "headline": "test_pages.py",
     "explained_pictures": "test_pages.py",
     "packed_picture": "test_pages.py",
+    "results_pictures": "test_pages.py",
     "train_multi30k": "test_train_multi30k.py",
 }
 RECIPE = """

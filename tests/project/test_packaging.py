@@ -112,7 +112,7 @@ def test_links_of_the_description_lead_somewhere_from_a_package_index(sdist: Pat
     assert not nowhere.get_all("Project-URL", []) and not any(link.startswith("http") for link in links_of(nowhere))
     pages, links = somewhere.get_all("Project-URL", []), links_of(somewhere)
     assert f"Homepage, {url}" in pages and all(f", {url}" in page for page in pages)
-    assert f"{url}/raw/HEAD/docs/images/headline.svg" in links and all(link.startswith(f"{url}/") for link in links)
+    assert f"{url}/raw/HEAD/docs/images/packed.svg" in links and all(link.startswith(f"{url}/") for link in links)
     assert all((ROOT / link.partition("/HEAD/")[2].partition("#")[0]).exists() for link in links)
 
 

@@ -8,7 +8,6 @@ import importlib
 import io
 import os
 import re
-import shlex
 import subprocess
 import sys
 import types
@@ -20,21 +19,15 @@ import matplotlib.figure
 import numpy as np
 import pytest
 import torch
+from pages import DOCS, PAGES, README, ROOT, WRITTEN, block_with, blocks, of_pages, page_name
 
 import transformer_fast as tfast
-from transformer_fast import AttentionMask, cli, mask_plots
+from transformer_fast import AttentionMask, cli
+from transformer_fast.cli import mask_plots
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-README = ROOT / "README.md"
 TEXT = README.read_text()
-PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("explained/*.md"))]
+FIRST_LINES = DOCS / "first_lines.md"
 NEEDED = {"import transformers": "transformers", "torch.onnx": "onnx", "onnxruntime": "onnxruntime"}
-
-
-def blocks(page: Path) -> list[str]:
-    """The Python blocks of a page."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def check_packages(text: str) -> None:
@@ -59,39 +52,42 @@ def shown_by(block: str) -> str:
     return shown.getvalue()
 
 
-def block_with(text: str) -> str:
-    """README's one block that has this text."""
-    (block,) = (block for block in blocks(README) if text in block)
-    return block
-
-
-def of_pages() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-
-
 def test_every_family_has_a_page() -> None:
-    families = {"layers", "bert", "tensorflow", "d2l", "masks", "accelerate", "huggingface", "export", "compat"}
-    assert families <= {page.stem for page in PAGES} and len(blocks(README)) >= 5
+    families = {
+        "encoders",
+        "encoder_decoders",
+        "causal",
+        "torch_nn",
+        "handwritten",
+        "layers",
+        "bert",
+        "tensorflow",
+        "d2l",
+    }
+    assert families <= {page.stem for page in PAGES}
+
+
+def test_no_page_is_a_wall() -> None:
+    """A screen and a half for README, 250 lines for a page; records and what is made of the code aside."""
+    assert len(TEXT.splitlines()) <= 110
+    assert not [page_name(page) for page in PAGES if page.parent != ROOT and len(page.read_text().splitlines()) > 250]
 
 
 EXPORTS = pytest.mark.slow("exports a model in four ways; tests/ops/test_export.py has each")
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.stem, marks=[EXPORTS] if page.stem == "export" else []) for page in PAGES]
+    "page",
+    [pytest.param(page, id=page_name(page), marks=[EXPORTS] if page.stem == "export" else []) for page in WRITTEN],
 )
 def test_the_blocks_of_a_page_run(page: Path) -> None:
-    """Those of docs/ one after the other, with the same names; those of README by themselves: people copy one."""
+    """One after the other, with the same names."""
     text, found = page.read_text(), blocks(page)
-    assert 2 * len(found) == text.count("```"), "every block is one of Python, and was found"
-    if page == README:
-        for block in found:
-            if "tfast.accelerate" not in block:  # which trains; a test below has it
-                check_packages(block)
-                shown_by(block)
-        return
+    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.MULTILINE)), (
+        "every block is one of Python, and was found"
+    )
     check_packages(text)
-    names: dict = {}
+    names: dict = {"__name__": "__main__"}
     for number, block in enumerate(found, start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
@@ -100,7 +96,7 @@ def alone() -> Iterator[object]:
     """All blocks of README, and the first of each page of docs/."""
     for page in PAGES:
         for number, block in enumerate(blocks(page)[: None if page == README else 1], start=1):
-            yield pytest.param(block, id=f"{page.stem} {number}")
+            yield pytest.param(block, id=f"{page_name(page)} {number}")
 
 
 @pytest.mark.slow("each starts a program")
@@ -114,26 +110,31 @@ def test_a_block_runs_alone(block: str) -> None:
 
 
 def test_the_ten_lines() -> None:
-    block = block_with("tfast.explain")
+    block = block_with(README, "tfast.explain")
     assert len([line for line in block.splitlines() if line]) <= 10
     shown = shown_by(block)
+    assert "layers.TransformerEncoder" in shown and "lengths (8,)" in shown
+
+
+def test_a_model_from_scratch() -> None:
+    shown = shown_by(block_with(FIRST_LINES, "tfast.Transformer"))
     assert "torch.Size([32, 30, 8000])" in shown and "lengths (32,)" in shown
 
 
 def test_one_op_at_a_time() -> None:
-    shown = shown_by(block_with("attention_packed"))
+    shown = shown_by(block_with(FIRST_LINES, "attention_packed"))
     shapes = [tuple(map(int, shape.split(", "))) for shape in re.findall(r"Size\(\[(.*?)\]\)", shown)]
     assert shapes == [(2, 4, 1, 64), (2, 4, 5, 5), (2, 4, 5), (2, 5, 512)]
     assert float(shown.split()[-1]) > 0
 
 
 def test_packed_and_its_loss() -> None:
-    assert 0 < float(shown_by(block_with("packed=True"))) < 100
+    assert 0 < float(shown_by(block_with(DOCS / "layers.md", "model.loss"))) < 100
 
 
 @pytest.mark.slow("trains the models of the page")
 def test_the_twelve_lines_of_accelerate() -> None:
-    block = block_with("tfast.accelerate")
+    block = block_with(DOCS / "accelerate.md", "ten_steps")
     assert len([line for line in block.splitlines() if line]) <= 12
     shown = shown_by(block)
     differences = [float(text) for text in re.findall(r"largest difference: (\S+)", shown)]
@@ -141,12 +142,7 @@ def test_the_twelve_lines_of_accelerate() -> None:
     assert "layers.TransformerEncoder" in shown and "fused Encoder" in shown
 
 
-def test_the_lines_for_hugging_face() -> None:
-    pytest.importorskip("transformers")
-    assert "torch.Size([1, 2, 100])" in shown_by(block_with("import transformers"))
-
-
-# Numbers, commands and links
+# Numbers and links
 
 
 def script(name: str) -> types.ModuleType:
@@ -176,32 +172,23 @@ def test_the_headline_is_what_the_records_say() -> None:
     headline = script("headline")
     assert headline.PICTURE.read_text() == headline.draw(), "python benchmarks/headline.py draws it again"
     attention, step = ([headline.said(bar.times) for bar in rows if bar.ours] for rows in headline.groups().values())
-    sentence = re.search(r"\*\*Masked attention.*?\*\*", TEXT, re.DOTALL)[0]
+    page = (DOCS / "benchmarks.md").read_text()
+    sentence = re.search(r"\*\*Masked attention.*?\*\*", page, re.DOTALL)[0]
     assert re.findall(r"\d+(?:\.\d)?", sentence) == [*attention, *step]
 
 
-REQUIRED = "--source train.en --target train.de --save runs/en-de"  # what "train ..." stands for
+@pytest.mark.parametrize("name", ["ops", "models", "generation"])
+def test_the_picture_of_results_is_what_the_records_say(name: str) -> None:
+    pictures = script("results_pictures")
+    path = pictures.FOLDER / f"results_{name}.svg"
+    assert f"images/{path.name}" in (DOCS / "results" / f"{name}.md").read_text()
+    assert path.read_text() == pictures.draw(name), "python benchmarks/results_pictures.py draws it again"
 
 
-@of_pages()
-def test_command_lines_are_understood(page: Path) -> None:
-    """Every command line that a page shows, without what a shell does."""
-    for line in re.findall(r"^    .*-m transformer_fast (.*)$", page.read_text().replace("\\\n", " "), re.MULTILINE):
-        arguments = re.sub(r"[<>] \S+|  +#.*", "", line).replace("...", REQUIRED)
-        words = shlex.split(arguments)
-        cli._parser(words[0]).parse_args(words)
-
-
-@of_pages()
+@of_pages(WRITTEN)
 def test_links_lead_somewhere(page: Path) -> None:
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
         assert (page.parent / path).exists(), path
-
-
-def test_every_make_target_named_exists() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"`?make ([a-z-]+)`?", TEXT + (ROOT / "CONTRIBUTING.md").read_text()))
-    assert named - {"a"} <= targets
 
 
 def test_the_pictures_of_the_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +219,10 @@ def test_the_pictures_of_the_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         np.testing.assert_array_equal(seen["mask_torch"][panel - 1], causal)
     np.testing.assert_allclose(seen["mask_empty_row"][1][2], 0.2)
     np.testing.assert_array_equal(seen["mask_empty_row"][2][2], 0)
+
+
+def test_the_gallery_has_what_plot_draws(tmp_path: Path) -> None:
+    """Without a model; tests/translation/test_cli.py draws the attention of one."""
+    assert cli.main(["plot", "--out", str(tmp_path)]) == 0
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn and all(f"images/{picture}" in (DOCS / "gallery.md").read_text() for picture in drawn)

@@ -138,7 +138,7 @@ def test_arm_check_compiles_as_setup_does() -> None:
     assert {"-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off"} <= set(flags)
 
 
-def test_rows_of_pythons_are_those_of_ci_and_of_readme() -> None:
+def test_rows_of_pythons_are_those_of_ci_and_of_the_page_on_installing() -> None:
     pythons = tool("pythons")
     names = [row.name for row in pythons.rows(["3.11", "3.12", "3.13"])]
     pinned = re.search(r"^torch==(.*)$", (TOOLS.parent / "requirements.txt").read_text(), re.MULTILINE).group(1)
@@ -147,8 +147,8 @@ def test_rows_of_pythons_are_those_of_ci_and_of_readme() -> None:
     workflow = (TOOLS.parent / ".github/workflows/ci.yml").read_text()
     rows = re.findall(r'\{ python: "(.*)", torch: "(.*)" \}', workflow)
     assert [f"python{python}-torch{torch}" for python, torch in rows] == names
-    readme = (TOOLS.parent / "README.md").read_text()
-    table = readme.partition("## What is supported")[2].partition("## ")[0]
+    page = (TOOLS.parent / "docs" / "install.md").read_text()
+    table = page.partition("## What is supported")[2].partition("## ")[0]
     for version in ("3.11", "3.12", "3.13", pinned.rpartition(".")[0], "2.11", pythons.NEWEST_TORCH):
         assert version in table, version
 

@@ -1,0 +1,127 @@
+"""Each command that a page shows exists and takes the options that stand behind it; a new page is checked by itself."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+from pathlib import Path
+
+import pages
+import pytest
+from pages import ROOT, of_pages
+
+import transformer_fast
+from transformer_fast import cli
+
+REQUIRED = {"train": "--source train.en --target train.de --save runs/en-de"}
+"""What "..." stands for."""
+MAKEFILE = (ROOT / "Makefile").read_text()
+EXTRAS = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies")[2], re.M)
+VARIABLES = (pages.REFERENCE / "environment.md").read_text() + (pages.DOCS / "troubleshooting.md").read_text()
+OF_PYTEST = {"-k", "-n", "-m", "-q", "-x", "--all"}
+
+
+def check(command: str, *, whole: bool) -> None:
+    """Fail unless the command can be run as it stands; an inline one may lack what it needs."""
+    words = shlex.split(re.sub(r"(?<!\S)[<>] \S+", "", command))
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        variable = words.pop(0).partition("=")[0]
+        assert f"`{variable}`" in VARIABLES or f"{variable}=" in VARIABLES, f"no page has {variable}"
+    program, *rest = words
+    if program == "make":
+        check_make(rest)
+    elif program == "pip":
+        check_pip(rest)
+    elif program == "pytest":
+        check_script("pytest", rest)
+    elif program == "transformer-fast":
+        check_cli(rest, whole=whole)
+    elif "-m" in rest and rest[rest.index("-m") + 1] == "transformer_fast":
+        check_cli(rest[rest.index("-m") + 2 :], whole=whole)
+    elif program == "torchrun":  # of the reader's own script
+        assert not rest or rest[-1] == "train.py"
+    elif program in ("python", "python3") and rest[0] == "-m":
+        assert rest[1] in ("http.server",)
+    elif program in ("python", "python3"):
+        check_script(*rest[:1], rest[1:])
+    else:
+        check_script(program, rest)
+
+
+def check_make(words: list[str]) -> None:
+    """The targets and the variables are of the Makefile."""
+    for word in words:
+        variable, equals, _ = word.partition("=")
+        found = rf"^{variable} \?=|\$\({variable}\)" if equals else rf"^{re.escape(word)}:"
+        assert re.search(found, MAKEFILE, re.MULTILINE), word
+
+
+def check_pip(words: list[str]) -> None:
+    """A wheel has the version of the package, and an extra is one of it."""
+    for word in words:
+        if said := re.match(r"transformer_fast-([^-]+)-", word):
+            assert said[1] == transformer_fast.__version__
+        if said := re.match(r"transformer_fast\[(.*)\]", word):
+            assert set(said[1].split(",")) <= set(EXTRAS)
+
+
+def check_cli(words: list[str], *, whole: bool) -> None:
+    """The command line understands the words."""
+    if not words:
+        return
+    if "..." in words:
+        at = words.index("...")
+        words[at : at + 1] = REQUIRED[words[0]].split()
+    parser = cli._parser(words[0])
+    if whole:
+        with contextlib.suppress(SystemExit) if "--help" in words else contextlib.nullcontext():
+            parser.parse_args(words)
+        return
+    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    known = subparsers.choices[words[0]]._option_string_actions
+    assert {word for word in words if word.startswith("--")} <= known.keys()
+
+
+def check_script(script: str, words: list[str]) -> None:
+    """The script is there, and its source has the options; a benchmark is also run by pytest, with its options."""
+    for word in words:
+        if re.match(r"(tests|benchmarks|tools)/", word) and "<" not in word:
+            assert (ROOT / word.partition("::")[0]).exists(), word
+    options = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    if script == "pytest" or Path(script).name.startswith("bench_"):
+        options -= OF_PYTEST
+    if script == "pytest" or "<" in script:
+        assert not options
+        return
+    path = ROOT / script
+    assert path.exists(), script
+    source = "".join(file.read_text() for file in ([path] if path.is_file() else path.glob("*.py")))
+    assert all(f'"{option}"' in source for option in options), options
+
+
+@of_pages()
+def test_the_commands_of_a_page_can_be_run(page: Path) -> None:
+    for command in pages.commands(page):
+        check(command, whole=True)
+
+
+@of_pages()
+def test_the_commands_in_the_sentences_exist(page: Path) -> None:
+    for command in pages.inline_commands(page):
+        check(command, whole=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make tset", "make bench GPU=avx2", "transformer-fast train --sauce a", "transformer-fast plot --in x",
+        "python benchmarks/nothing.py", "python benchmarks/gpu.py --hours 9", "pip install 'transformer_fast[gpu]'",
+        "TRANSFORMER_FAST_NOTHING=1 transformer-fast info", "sudo make test", "pytest tests/nothing.py",
+        "pip install transformer_fast-9.9.9-*.whl",
+    ],
+)  # fmt: skip
+def test_a_command_that_does_not_exist_is_found(command: str) -> None:
+    with pytest.raises((AssertionError, SystemExit)):
+        check(command, whole=True)

@@ -1,0 +1,53 @@
+"""The figures of README's table are those of the records, with the digits that it shows."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from unittest import mock
+
+import pytest
+from pages import README, ROOT
+
+with mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path]):
+    results = importlib.import_module("results_pictures")
+
+SENTENCES = "attention: sentences-b64h8kmax-p0.1-float32-train"
+CAUSAL = "attention: full causal-b2h8k1024-p0.0-float32-infer"
+RESIDUAL, EMBED = "norm: 2048x512-residual+dropout+layer", "embed: 32x64x512x32000-0.1"
+LOSS, LINEAR = "linear_cross_entropy: 1024x512x8000-forward+backward", "linear: 2048x768x3072"
+MODELS, PACKED = ("cpu-avx2-model", "cpu-model"), "ours packed"
+FIGURES: dict[str, list[tuple[str, ...]]] = {
+    "training step, BERT": [("cpu-packed", "hugging_face: bert-training step", "before")],
+    "training step, paper's": [(m, "training_step: base-b16-l64", "eager", p) for m in MODELS for p in ("", PACKED)],
+    "training step, 4 + 4": [(m, "training_step: multi30k-b64-l32", "eager", p) for m in MODELS for p in ("", PACKED)],
+    "evaluation, paper's base": [(m, "inference: base-b16-l64") for m in MODELS],
+    "attention with dropout": [(r, SENTENCES, "eager", p) for r in ("cpu-avx2", "cpu") for p in ("", PACKED)],
+    "causal attention": [(r, CAUSAL, peer) for r in ("cpu-avx2", "cpu") for peer in ("eager", "sdpa flash_attention")],
+    "residual + dropout": [(r, f"{RESIDUAL}-forward{b}") for r in ("cpu-avx2", "cpu") for b in ("", "+backward")],
+    "embedding + positions": [(r, f"{EMBED}-forward{b}-zipf") for r in ("cpu-avx2", "cpu") for b in ("", "+backward")],
+    "output layer": [("cpu-avx2", LOSS), ("cpu-linear", LOSS)],
+    "linear layer": [("cpu-linear", f"{LINEAR}-forward{b}", "F.linear") for b in ("", "+backward")],
+}
+"""Beginning of each row of the table: its figures in their order, as arguments of ``results_pictures.ratio``."""
+
+
+def rows() -> dict[str, list[str]]:
+    """Return the rows of README's table: the case, and the figures of both columns."""
+    table = README.read_text().partition("## What is fast where")[2].partition("\n## ")[0]
+    cells = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    return {case.strip(): re.findall(r"\d+(?:\.\d+)?", avx2 + avx512) for case, avx2, avx512 in cells}
+
+
+def test_every_row_of_the_table_is_checked() -> None:
+    known = [[case for case in rows() if case.startswith(beginning)] for beginning in FIGURES]
+    assert sorted(case for found in known for case in found) == sorted(rows())
+
+
+@pytest.mark.parametrize("beginning", FIGURES)
+def test_the_figures_are_those_of_the_records(beginning: str) -> None:
+    (figures,) = (figures for case, figures in rows().items() if case.startswith(beginning))
+    measured = [results.ratio(*arguments) for arguments in FIGURES[beginning]]
+    places = [len(figure.partition(".")[2]) for figure in figures]
+    assert figures == [f"{value:.{n}f}" for value, n in zip(measured, places, strict=True)]

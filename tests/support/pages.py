@@ -1,0 +1,50 @@
+"""The pages that people read: README, CONTRIBUTING, CHANGELOG and all of docs/; a new page is one of them by itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+REFERENCE = DOCS / "reference"
+WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+"""All pages."""
+PAGES = [page for page in WRITTEN if page.parent != REFERENCE]
+"""All but those of the reference, which are made from docstrings."""
+
+
+def page_name(page: Path) -> str:
+    """Return the path of a page in the repository, without docs/ and the extension."""
+    return str(page.relative_to(ROOT).with_suffix("")).removeprefix("docs/")
+
+
+def of_pages(pages: list[Path] = PAGES) -> pytest.MarkDecorator:
+    """Parametrize a test with pages."""
+    return pytest.mark.parametrize("page", pages, ids=page_name)
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def block_with(page: Path, text: str) -> str:
+    """Return a page's one block that has this text."""
+    (block,) = (block for block in blocks(page) if text in block)
+    return block
+
+
+def commands(page: Path) -> list[str]:
+    """Return the lines of a page's indented blocks, which are commands; without their comments."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
+    return [line.split("  #")[0].strip() for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE)]
+
+
+def inline_commands(page: Path) -> list[str]:
+    """Return the commands that stand in the sentences of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`((?:make|transformer-fast|python3?|pytest|torchrun|benchmarks/\w+\.py)(?: [^`\n]*)?)`", text)
