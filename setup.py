@@ -9,18 +9,23 @@ Environment:
     TORCH_CUDA_ARCH_LIST          GPU architectures; default "8.0;9.0+PTX". No GPU is looked for.
     TRANSFORMER_FAST_CXX_FLAGS    further flags for the compiler and the linker, behind the ones below; the symbols are
                                   then kept. For tools/sanitize.py and for debuggers.
+    TRANSFORMER_FAST_PREBUILT     folder with a package's compiled files (tools/wheel_all.py): the wheel gets them and
+                                  is for every Python, and nothing is compiled.
     TRANSFORMER_FAST_URL          where the repository is published, https://host/owner/name: README's links then lead
                                   there from a package index, too, and the package names its pages.
+    CXX                           the compiler; default c++, through ccache where that is installed.
     MAX_JOBS                      compilers at once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +38,11 @@ except ModuleNotFoundError as error:
         f"transformer_fast builds against the torch it will run with, and there is none here ({error}).\n"
         "Run `pip install torch`, then `pip install --no-build-isolation -e .` (or `make setup`, which does both)."
     ) from error
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
+PREBUILT = os.environ.get("TRANSFORMER_FAST_PREBUILT", "")
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0+PTX"
 # Instruction set -> compiler flags, and what /proc/cpuinfo shows where it runs. csrc/instruction_set.cpp chooses among
 # them by what the processor says itself.
@@ -92,6 +99,9 @@ def can_link(library: str, folders: list[str]) -> bool:
     return own != library or any(Path(folder, library).exists() for folder in folders)
 
 
+KERNELS = "transformer_fast.cpu_"
+
+
 def known_sets() -> dict[str, tuple[list[str], set[str]]]:
     return X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else OTHER_SETS
 
@@ -122,16 +132,36 @@ def cpu_flags() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
+def use_ccache(folder: Path) -> None:
+    """Compile through ccache where it is installed and CXX names no compiler: by a link, since torch takes one word."""
+    ccache = shutil.which("ccache")
+    if ccache is None or os.environ.get("CXX"):
+        return
+    link = folder / "ccache/c++"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(ccache)
+    os.environ["CXX"] = str(link)
+    say(f"compiling through {ccache}")
+
+
 def compiler_name(compiler: list[str]) -> str:
     """Name and version of the compiler, from the compiler itself."""
     command = [*compiler, "-dM", "-E", "-x", "c++", os.devnull]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     macros = dict(line.split(maxsplit=2)[1:] for line in output.splitlines() if len(line.split(maxsplit=2)) == 3)
-    return f"{compiler[0]} {macros.get('__VERSION__', 'unknown').strip(chr(34))}"
+    return f"{Path(compiler[0]).name} {macros.get('__VERSION__', 'unknown').strip(chr(34))}"
 
 
 class Build(cpp_extension.BuildExtension):
-    """Builds the module and a library of kernels for each instruction set, from one build_config.h."""
+    """Builds the module, for this Python and this torch, and a library of kernels for each instruction set, for any."""
+
+    def get_ext_filename(self, name: str) -> str:
+        """The file of an extension, as transformer_fast/extension.py looks for it."""
+        if name.startswith(KERNELS):
+            return kernels_file(name)
+        minor = ".".join(torch.__version__.split(".")[:2])
+        return super().get_ext_filename(name).replace("_C.", f"_C.torch{minor}.")
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -145,19 +175,18 @@ class Build(cpp_extension.BuildExtension):
         self.extensions = [extension for extension in self.extensions if extension.name not in left_out]
 
     def build_extensions(self) -> None:
+        if PREBUILT:
+            say(f"compiling nothing: {PREBUILT} has the libraries")
+            shutil.copytree(PREBUILT, self.build_lib, dirs_exist_ok=True)
+            return
+        use_ccache(Path(self.build_temp).resolve())
         module = self.extensions[-1]
         with_cuda = any(source.endswith(".cu") for source in module.sources)
-        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-        information = {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda if with_cuda else None,
-            "arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if with_cuda else None,
-            "compiler": compiler_name(compiler),
-        }
-        include = str(write_build_config(Path(self.build_temp), information))
-        module.sources = write_units(module.sources, Path(self.build_temp, "units"))
+        folder = Path(self.build_temp).resolve()
+        write_records(folder, torch.__version__, with_cuda)
+        module.sources = write_units(module.sources, folder / "units")
         for extension in self.extensions:
-            extension.include_dirs.append(include)
+            extension.include_dirs.append(str(folder))
         super().build_extensions()
         self.remove_older(self.unwanted)
 
@@ -180,6 +209,13 @@ class Build(cpp_extension.BuildExtension):
             self.build_temp = folder
 
 
+class Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        """Of this Python, or of every one: the module of another is not there, or stands beside."""
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if PREBUILT else (python, abi, platform)
+
+
 # Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
 UNITS = {
     "attention": (
@@ -188,8 +224,9 @@ UNITS = {
     ),
     "rows": (
         *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/linear"),
-        *("ops/norm", "ops/seed"),
+        *("ops/norm", "ops/search_steps", "ops/seed"),
     ),
+    "module": ("bindings", "instruction_set"),
 }
 
 
@@ -206,11 +243,28 @@ def write_units(files: list[str], folder: Path) -> list[str]:
     return [*units, *rest]
 
 
-def write_build_config(folder: Path, information: dict[str, object]) -> Path:
-    header = folder.resolve() / "build_config.h"
+def write_records(folder: Path, torch_version: str, with_cuda: bool = False) -> None:
+    """Write the headers that tell a module what it is built for, and the kernels what they are compiled of."""
+    information = {
+        "torch": torch_version,
+        "cuda": torch.version.cuda if with_cuda else None,
+        "arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if with_cuda else None,
+        "compiler": compiler_name(shlex.split(os.environ.get("CXX", "")) or ["c++"]),
+    }
+    write_define(folder / "build_config.h", "TRANSFORMER_FAST_BUILD", json.dumps(information))
+    write_define(folder / "kernels_config.h", "TRANSFORMER_FAST_KERNELS", kernels_digest())
+
+
+def write_define(header: Path, name: str, text: str) -> None:
     header.parent.mkdir(parents=True, exist_ok=True)
-    write_changed(header, f'#pragma once\n#define TRANSFORMER_FAST_BUILD R"json({json.dumps(information)})json"\n')
-    return header.parent
+    write_changed(header, f'#pragma once\n#define {name} R"text({text})text"\n')
+
+
+def kernels_digest() -> str:
+    """A digest of all that the kernels are compiled of. Libraries and modules with the same one fit together."""
+    files = [*(ROOT / "csrc/cpu").rglob("*.*"), *(ROOT / "csrc").glob("*.h")]
+    texts = sorted((file.relative_to(ROOT).as_posix(), file.read_text()) for file in files)
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 def write_changed(file: Path, text: str) -> None:
@@ -225,31 +279,42 @@ def sources(folder: str) -> list[str]:
 
 
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
-LINK_FLAGS = []
+LINK_FLAGS: list[str] = []
+OPENMP_OF_TORCH: list[str] = []
 if sys.platform == "linux":
     # Compiled, but deliberately not linked with OpenMP: the symbols then come from the runtime libtorch_cpu itself
     # loads, so torch.set_num_threads governs these kernels too and there is never a second thread pool.
     CXX_FLAGS.append("-fopenmp")
     LINK_FLAGS += ["-Wl,--as-needed", "-s"]
+    OPENMP_OF_TORCH = ["-Wl,--no-as-needed", "-ltorch_cpu"]
 if further := shlex.split(os.environ.get("TRANSFORMER_FAST_CXX_FLAGS", "")):
     CXX_FLAGS += further
     LINK_FLAGS = [flag for flag in LINK_FLAGS if flag != "-s"] + further
 
 
 def kernels_name(instruction_set: str) -> str:
-    return f"transformer_fast._cpu_{instruction_set}"
+    return f"{KERNELS}{instruction_set}"
 
 
-def kernels_extension(name: str, flags: list[str]) -> cpp_extension.Extension:
-    """The kernels for one instruction set: a library, which the module loads; it is no module for Python."""
+def kernels_file(extension: str) -> str:
+    return f"transformer_fast/lib{extension.replace('.', '_')}.so"
+
+
+def kernels_extension(name: str, flags: list[str]) -> Extension:
+    """The kernels for one instruction set: a library, which the module loads; it is no module for Python.
+
+    Of torch it needs headers for 16-bit numbers, and libtorch_cpu's name, by which it finds torch's OpenMP runtime.
+    """
     # csrc/cpu/simd/vec.h says where a product and a sum round once. GCC 12 warns inside its own headers (bug 105593).
     cxx = [*CXX_FLAGS, *flags, "-ffp-contract=off", "-Wno-maybe-uninitialized"]
-    return cpp_extension.CppExtension(
+    return Extension(
         kernels_name(name),
         sources("cpu"),
-        include_dirs=[str(ROOT / "csrc")],
+        include_dirs=[str(ROOT / "csrc"), *cpp_extension.include_paths()],
+        library_dirs=cpp_extension.library_paths(),
         extra_compile_args={"cxx": cxx},
-        extra_link_args=LINK_FLAGS,
+        extra_link_args=[*LINK_FLAGS, *OPENMP_OF_TORCH],
+        language="c++",
     )
 
 
@@ -289,5 +354,5 @@ def description(url: str) -> dict[str, object]:
 setup(
     **description(os.environ.get("TRANSFORMER_FAST_URL", "").rstrip("/")),
     ext_modules=[*(kernels_extension(name, flags) for name, (flags, _) in known_sets().items()), module_extension()],
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
 )

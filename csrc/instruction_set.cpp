@@ -1,8 +1,9 @@
 #include "instruction_set.h"
 
-#include "build_config.h"
 #include "cpu/kernels.h"
+#include "kernels_config.h"
 
+#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
 #include <cstring>
@@ -39,13 +40,15 @@ void load_kernels(const std::string& path) {
   const auto get = reinterpret_cast<const Kernels* (*)()>(dlsym(library, "transformer_fast_kernels"));
   TORCH_CHECK(get != nullptr, path, " has no kernels of transformer_fast");
   const Kernels* const kernels = get();
-  TORCH_CHECK(std::strcmp(kernels->build, TRANSFORMER_FAST_BUILD) == 0, path,
-              " comes from another build: ", kernels->build, ", where this module is of ", TRANSFORMER_FAST_BUILD);
+  TORCH_CHECK(std::strcmp(kernels->sources, TRANSFORMER_FAST_KERNELS) == 0, path,
+              " comes from other sources: ", kernels->sources, ", where this module expects ",
+              TRANSFORMER_FAST_KERNELS);
   loaded = kernels;
 }
 
 const Kernels& kernels() {
   TORCH_CHECK(loaded != nullptr, "transformer_fast: no kernels for the CPU were loaded");
+  at::get_num_threads();  // once in each thread, this tells OpenMP the number of torch.set_num_threads()
   return *loaded;
 }
 

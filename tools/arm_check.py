@@ -1,10 +1,9 @@
-"""``make arm-check``: compile the CPU kernels (``_cpu_generic``) for aarch64 and run them in qemu, on any machine.
+"""``make arm-check``: compile the CPU kernels (of the set ``generic``) for aarch64, run them in qemu, on any machine.
 
 Every file of csrc/cpu, and csrc/instruction_set.cpp, which asks what processor it is on, is compiled as setup.py
 compiles it, by a cross compiler, against the headers of the torch in use (they are the same for every processor), and
-linked into a library. What the kernels take from libtorch itself stays undefined there: there is no libtorch for
-aarch64 here. Where there is qemu, two programs then compare the functions and the kernels with plain loops:
-tests/ops/portable_helpers.cpp, and tests/ops/portable_kernels.cpp, which holds what they need of libtorch.
+linked into a library, without libtorch. Where there is qemu, two programs then compare the functions and the kernels
+with plain loops: tests/ops/portable_helpers.cpp and tests/ops/portable_kernels.cpp.
 """
 
 from __future__ import annotations
@@ -34,30 +33,30 @@ def main() -> None:
     if compiler is None:
         sys.exit(f"arm-check needs a cross compiler, and there is none: apt-get install g++-{TRIPLE}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "build_config.h").write_text('#pragma once\n#define TRANSFORMER_FAST_BUILD "arm-check"\n')
+    (FOLDER / "kernels_config.h").write_text('#pragma once\n#define TRANSFORMER_FAST_KERNELS "arm-check"\n')
     command = [compiler, *kernel_flags((ROOT / "setup.py").read_text()), *includes()]
 
     sources = [*sorted((ROOT / "csrc/cpu").rglob("*.cpp")), ELSEWHERE]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         objects = list(pool.map(lambda source: compiled(command, source), sources))
-    library = FOLDER / "_cpu_generic.so"
-    run([compiler, "-shared", "-Wl,--as-needed", *map(str, objects), "-o", str(library)])
+    library = FOLDER / "libtransformer_fast_cpu_generic.so"
+    kernels = [str(file) for source, file in zip(sources, objects, strict=True) if source != ELSEWHERE]
+    run([compiler, "-shared", "-fopenmp", "-Wl,--as-needed,--no-undefined", *kernels, "-o", str(library)])
     run([*command, "-fsyntax-only", "-x", "c++", "-"], input=VECTORS)
     size = library.stat().st_size / 1e6
-    say(f"{len(objects)} files linked: {library.relative_to(ROOT)}, {size:.1f} MB, vectors of 32 bytes")
+    say(f"{len(kernels)} files linked: {library.relative_to(ROOT)}, {size:.1f} MB, vectors of 32 bytes")
 
     qemu = shutil.which(QEMU)
     if qemu is None:
         say(f"not run: there is no {QEMU} (apt-get install qemu-user-static)")
         return
-    kernels = [file for source, file in zip(sources, objects, strict=True) if source != ELSEWHERE]
     for name, linked in (("portable_helpers", []), ("portable_kernels", kernels)):
         program = FOLDER / name
         # Static, since qemu would look for aarch64's libraries where this machine's are.
-        inputs = [f"{ROOT}/tests/ops/{name}.cpp", *map(str, linked)]
+        inputs = [f"{ROOT}/tests/ops/{name}.cpp", *linked]
         run([*command, "-static", "-Wl,--no-warnings", *inputs, "-o", str(program)])
         start = time.monotonic()
-        said = run([qemu, str(program)]).strip()
+        said = run([qemu, "-E", "OMP_NUM_THREADS=3", str(program)]).strip()
         say(f"in qemu: {said} ({time.monotonic() - start:.0f} s)")
 
 

@@ -38,8 +38,8 @@ class Tree:
         """Bring the sources up to date, and build what is older than they are."""
         self._restore_build()
         mirror(ROOT, self.path, lambda folder, names: ignored(str(ROOT / folder), names))
-        for library in (self.path / "transformer_fast").glob("_cpu_*.so"):
-            if not library.name.startswith(f"_cpu_{self.best}."):
+        for library in (self.path / "transformer_fast").glob("libtransformer_fast_cpu_*.so"):
+            if not library.stem.endswith(f"_cpu_{self.best}"):
                 library.unlink()
         self.build()
         for source, target, ignore in self._built():

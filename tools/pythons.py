@@ -5,9 +5,9 @@ with the torch that requirements.txt pins, one Python with the newest torch, and
 allows. ``make oldest`` runs the last row alone.
 
 Each row has a virtual environment and a copy of the sources, both kept between runs, some gigabytes each: the
-registry's builds of torch come with CUDA. Only the module is compiled for it. The kernels' objects come from the build
-in this checkout, since they contain nothing of Python or torch but one record, and are linked with a new record. Then
-run ``transformer_fast verify``, the tests of TESTS, and those of INTERPRETED in Triton's interpreter. No GPU is needed.
+registry's builds of torch come with CUDA. Only the module is compiled for it: the kernels of this checkout, if it has
+some, are for every Python and every torch. Then run ``transformer_fast verify``, the tests of TESTS, and those of
+INTERPRETED in Triton's interpreter. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -102,30 +101,43 @@ def pythons() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: tuple(map(int, item[0].split(".")))))
 
 
-def run_row(row: Row, program: str, folder: Path, objects: Path | None, workers: str) -> None:
+def run_row(row: Row, program: str, folder: Path, workers: str) -> None:
     """Build and test one row.
 
     Raises:
         Failed: a command failed; it has said why.
     """
-    environment, tree = folder / row.name, folder / f"{row.name}-tree"
+    python, tree = prepared(row, program, folder), folder / f"{row.name}-tree"
+    copy_sources(tree)
+    variables = variables_of(python)
+    build = {**variables, "TRANSFORMER_FAST_CPU_SETS": "none" if copy_kernels(tree) else "host"}
+    step(row, "build", [python, "setup.py", "-q", "build_ext", "--inplace"], tree, build)
+    step(row, "verify", [python, "-m", "transformer_fast", "verify"], tree, variables)
+    pytest = [python, "-m", "pytest", "-q", "-n", workers, "--show-capture=no"]
+    step(row, "tests", [*pytest, *TESTS], tree, variables)
+    step(row, "interpreter", [*pytest, *INTERPRETED], tree, {**variables, "TRITON_INTERPRET": "1"})
+
+
+def prepared(row: Row, program: str, folder: Path) -> str:
+    """Python of the environment of a row, which has all packages but this one.
+
+    Raises:
+        Failed: a package could not be installed.
+    """
+    environment = folder / row.name
     python = str(environment / "bin/python")
     if not Path(python).exists():
         step(row, "environment", [program, "-m", "venv", str(environment)])
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--progress-bar", "off"]
     step(row, "packages", [*pip, *row.packages, *others(row)])
-    copy_sources(tree)
+    return python
+
+
+def variables_of(python: str) -> dict[str, str]:
+    """Variables of a process that runs in the environment of a Python."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    variables.update(PATH=path, TRANSFORMER_FAST_CUDA="0", OMP_NUM_THREADS="1")
-    build = {**variables, "TRANSFORMER_FAST_CPU_SETS": "none" if objects else "host"}
-    step(row, "build", [python, "setup.py", "-q", "build_ext", "--inplace"], tree, build)
-    if objects:
-        link_kernels(row, environment, tree, objects)
-    step(row, "verify", [python, "-m", "transformer_fast", "verify"], tree, variables)
-    pytest = [python, "-m", "pytest", "-q", "-n", workers, "--show-capture=no"]
-    step(row, "tests", [*pytest, *TESTS], tree, variables)
-    step(row, "interpreter", [*pytest, *INTERPRETED], tree, {**variables, "TRITON_INTERPRET": "1"})
+    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**variables, "PATH": path, "TRANSFORMER_FAST_CUDA": "0", "OMP_NUM_THREADS": "1"}
 
 
 def others(row: Row) -> list[str]:
@@ -148,26 +160,14 @@ def ignored(folder: str, names: list[str]) -> set[str]:
     return shutil.ignore_patterns(*patterns)(folder, names)
 
 
-def link_kernels(row: Row, environment: Path, tree: Path, objects: Path) -> None:
-    """Link the kernels that were compiled in this checkout with the record of the module in ``tree``."""
-    setup = setup_names(tree)
-    (record,) = tree.glob("build/temp.*/build_config.h")
-    (module,) = (tree / "transformer_fast").glob("_C.*.so")
-    (torch,) = environment.glob("lib/python*/site-packages/torch")
-    libraries = [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    for name, (flags, _) in setup["known_sets"]().items():
-        compiled = objects / setup["kernels_name"](name)
-        parts = [str(path) for path in compiled.rglob("*.o") if path.name != "kernels.o"]
-        if not parts:
-            continue
-        own = str(record.parent / f"kernels_{name}.o")
-        include = [f"-I{tree}/csrc", f"-I{record.parent}", f"-I{torch}/include", "-fPIC", "-ffp-contract=off"]
-        command = [*compiler, *setup["CXX_FLAGS"], *flags, *include, "-c", f"{tree}/csrc/cpu/kernels.cpp", "-o", own]
-        step(row, f"record of {name}", command)
-        library = module.with_name(module.name.replace("_C.", f"_cpu_{name}."))
-        command = [*compiler, "-shared", *parts, own, *setup["LINK_FLAGS"], *libraries, "-o", str(library)]
-        step(row, f"link {name}", command)
+def copy_kernels(tree: Path) -> int:
+    """Copy the libraries of kernels that were built in this checkout of the same sources; return their number."""
+    built = list((ROOT / "transformer_fast").glob("libtransformer_fast_cpu_*.so"))
+    digest = setup_names(ROOT)["kernels_digest"]().encode() if built else b""
+    usable = [path for path in built if digest in path.read_bytes()]
+    for path in usable:
+        shutil.copy2(path, tree / "transformer_fast")
+    return len(usable)
 
 
 def setup_names(tree: Path) -> dict[str, Any]:
@@ -176,16 +176,6 @@ def setup_names(tree: Path) -> dict[str, Any]:
     names: dict[str, Any] = {"__file__": str(tree / "setup.py"), "__name__": "transformer_fast_setup"}
     exec(compile(source, "setup.py", "exec"), names)
     return names
-
-
-def kernel_objects(folder: Path) -> Path | None:
-    """The folder with compiled kernels that are not older than their sources; None where there is none."""
-    newest = max(path.stat().st_mtime for path in (ROOT / "csrc/cpu").rglob("*") if path.is_file())
-    for build in sorted(folder.glob("temp.*")):
-        found = [path.stat().st_mtime for path in build.glob("transformer_fast._cpu_*/**/*.o")]
-        if found and max(found) >= newest:
-            return build
-    return None
 
 
 def step(row: Row, what: str, command: list[str], cwd: Path = ROOT, env: dict[str, str] | None = None) -> None:
@@ -207,7 +197,6 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run none")
     parser.add_argument("--oldest", action="store_true", help="run the row with the oldest torch")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-pythons", help="for environments and sources")
-    parser.add_argument("--build", type=Path, default=ROOT / "build", help="the build whose kernels are reused")
     parser.add_argument("--workers", default="2", help="processes of pytest-xdist (default: %(default)s)")
     options = parser.parse_args()
     programs = pythons()
@@ -222,7 +211,7 @@ def main() -> int:
     verdict = []
     for row in chosen:
         try:
-            run_row(row, programs[row.python], options.folder, kernel_objects(options.build), options.workers)
+            run_row(row, programs[row.python], options.folder, options.workers)
             verdict.append((row, "passed"))
         except Failed as failure:
             verdict.append((row, str(failure)))

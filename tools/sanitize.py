@@ -45,7 +45,7 @@ COMPILER = os.environ.get("CXX", "c++").split()
 SUMMARY = re.compile(r"(\d+ (?:passed|failed).* in [\d.]+s.*)$", re.MULTILINE)
 # A report of UndefinedBehaviorSanitizer: its line, and the stack below it.
 UNDEFINED = re.compile(r"^.*: runtime error: .*(?:\n +#\d+ .*)*", re.MULTILINE)
-SUPPORTED = "import torch; from transformer_fast import _C; print(*_C.supported_instruction_sets())"
+SUPPORTED = "from transformer_fast import extension; print(*extension.module().supported_instruction_sets())"
 MODULE = """
 from pathlib import Path
 from transformer_fast import extension

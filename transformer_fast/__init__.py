@@ -6,6 +6,7 @@ from . import compat, dialects, integrations, layers
 from ._moved import attribute as __getattr__  # noqa: F401, old module paths
 from .backends import BackendError, backend
 from .explain import explain
+from .extension import config as __config__  # noqa: F401
 from .generation import GenerationConfig, beam_search, generate, greedy
 from .masks import AttentionMask, pack, unpack
 from .models import Decoder, Encoder, Transformer

@@ -1,21 +1,26 @@
 """Loads the C++/CUDA extension ``transformer_fast._C``, or says why it cannot and what to run.
 
+A file of the extension is for one minor version of torch and one of Python, and its name says which:
+``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``. A package may have several; the one that fits is taken.
+
 A package whose extension is missing, broken, built for another torch or without kernels for this CPU still imports,
 and :func:`status` tells which it is. The text the build left in the file is read *before* the file is loaded, since a
 module built for another torch can crash the interpreter instead of failing.
 
-The kernels for the CPU are libraries beside it, one for each instruction set (``_cpu_avx2``, ``_cpu_avx512``, ...). The
-best one that the processor runs is taken, or the one that the environment variable ``TRANSFORMER_FAST_CPU`` names.
+The kernels for the CPU are libraries beside it, one for each instruction set (``libtransformer_fast_cpu_avx2.so``,
+``libtransformer_fast_cpu_avx512.so``, ...), each for every torch and every Python. The best one that the processor runs
+is taken, or the one that the environment variable ``TRANSFORMER_FAST_CPU`` names.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import json
 import logging
 import mmap
 import os
+import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -65,10 +70,20 @@ def obstacle() -> str:
 def build_info() -> dict[str, Any]:
     """Record of the extension's build; empty if it is not loaded.
 
-    Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``compiler``, and ``instruction_set``, of
-    :data:`INSTRUCTION_SETS`, the one whose kernels are in use.
+    Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``compiler``; ``instruction_set``, of
+    :data:`INSTRUCTION_SETS`, the one whose kernels are in use; and ``file``, the name of the extension's file.
     """
     return dict(_outcome().record or {})
+
+
+def config() -> dict[str, Any]:
+    """The extension and the kernels that run here, what they were built with, and :func:`status`.
+
+    Returns:
+        the keys of :func:`build_info`, None where the extension is not loaded, and ``status``.
+    """
+    keys = ("file", "instruction_set", "torch", "cuda", "arch_list", "compiler")
+    return {**dict.fromkeys(keys), **build_info(), "status": status()}
 
 
 def usable_instruction_sets() -> list[str]:
@@ -97,17 +112,17 @@ def _outcome() -> _Outcome:
 
 
 def _tried() -> _Outcome:
-    path = _find("_C")
+    path = _module_file()
     if path is None:
-        return _Outcome(False, f"the C++ extension is missing: {_REMEDY}")
+        return _Outcome(False, f"{_missing()}: {_REMEDY}")
     built = _read_build(path)
     if built is None:
         return _Outcome(False, f"the C++ extension {path.name} is broken (no build record in it): {_REMEDY}")
-    if built["torch"] != torch.__version__:
+    if not _fits(built):
         message = f"the C++ extension was built for torch {built['torch']}, but this is torch {torch.__version__}"
         return _Outcome(False, f"{message}: {_REMEDY}; or `pip install torch=={built['torch']}`")
     try:
-        module = importlib.import_module("transformer_fast._C")
+        module = _imported(path)
     except ImportError as error:
         return _Outcome(False, f"the C++ extension {path.name} does not load ({error}): {_REMEDY}")
     chosen, reason = _choose_kernels(module.supported_instruction_sets(), os.environ.get("TRANSFORMER_FAST_CPU", ""))
@@ -118,8 +133,8 @@ def _tried() -> _Outcome:
     except RuntimeError as error:
         return _Outcome(False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}")
     device = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
-    message = f"loaded: {device}, {chosen} kernels{reason}, torch {built['torch']}, {built['compiler']}"
-    return _Outcome(True, message, {**built, "instruction_set": chosen})
+    message = f"loaded: {device}, {chosen} kernels{reason}, torch {built['torch']}, {built['compiler']}, {path.name}"
+    return _Outcome(True, message, {**built, "instruction_set": chosen, "file": path.name})
 
 
 def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:
@@ -143,12 +158,49 @@ def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:
 
 
 def _library(instruction_set: str) -> Path | None:
-    return _find(f"_cpu_{instruction_set}")
+    path = _PACKAGE / f"libtransformer_fast_cpu_{instruction_set}.so"
+    return path if path.is_file() else None
 
 
-def _find(module: str) -> Path | None:
-    candidates = (_PACKAGE / f"{module}{suffix}" for suffix in EXTENSION_SUFFIXES)
+def _module_file() -> Path | None:
+    candidates = (_PACKAGE / f"_C.torch{_minor(torch.__version__)}{suffix}" for suffix in EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.is_file()), None)
+
+
+def _missing() -> str:
+    """The missing thing: the extension, or the one of several that would fit."""
+    names = (re.match(r"_C\.torch([\d.]+)\.cpython-(\d)(\d+)-", path.name) for path in _PACKAGE.glob("_C.torch*"))
+    there = sorted((name[1], f"{name[2]}.{name[3]}") for name in names if name)
+    if not there:
+        return "the C++ extension is missing"
+    here = f"torch {_minor(torch.__version__)} with Python {sys.version_info.major}.{sys.version_info.minor}"
+    others = ", ".join(f"torch {version} with Python {python}" for version, python in there)
+    return f"there is no C++ extension for {here}, but for {others}"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _fits(built: dict[str, Any]) -> bool:
+    """Return True if an extension of this record runs with the torch here: it is the same, or both are releases of one
+    minor version, of which a CPU build runs with all.
+    """
+    if built["cuda"] is not None or built["torch"] == str(torch.__version__):
+        return built["torch"] == str(torch.__version__)
+    release = re.compile(r"(\d+\.\d+)\.\d+(\+(cpu|cu\d+))?")
+    there, here = release.fullmatch(built["torch"]), release.fullmatch(torch.__version__)
+    return bool(there and here) and there[1] == here[1]
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module in a file of any name."""
+    name = "transformer_fast._C"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
 
 
 def _read_build(path: Path) -> dict[str, Any] | None:

@@ -6,9 +6,8 @@
 // A row is read from the first-level cache three times and from memory once.
 #include "cross_entropy.h"
 
+#include "parallel.h"
 #include "simd/exp.h"
-
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -54,7 +53,7 @@ A row_loss(T* x, int64_t vocabulary, int64_t target, A smoothing, bool gradient)
 
 template <typename T>
 void cross_entropy_rows(const CrossEntropyParams<T>& p) {
-  at::parallel_for(0, p.rows, std::max<int64_t>(1, 8192 / p.vocabulary), [&](int64_t begin, int64_t end) {
+  parallel_for(0, p.rows, std::max<int64_t>(1, 8192 / p.vocabulary), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       p.losses[r] = row_loss<T>(p.logits + r * p.vocabulary, p.vocabulary, p.targets[r], p.smoothing, p.gradient);
   });

@@ -4,13 +4,11 @@
 #include "dropout.h"
 
 #include "buffer.h"
-#include "grain.h"
+#include "parallel.h"
 #include "partials.h"
 #include "simd/philox_dropout.h"
 #include "simd/prefault.h"
 #include "simd/vec.h"
-
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 
@@ -30,7 +28,7 @@ template <typename T, typename Body>
 void for_chunks(int64_t rows, int64_t d, T* to, bool drop, const Dropout& dropout, Body&& body) {
   const int64_t block = rows_as_one<Accumulate<T>>(d);
   if (block > 1) {
-    at::parallel_for(0, rows, grain(d), [&](int64_t begin, int64_t end) __attribute__((flatten)) {
+    parallel_for(0, rows, grain(d), [&](int64_t begin, int64_t end) __attribute__((flatten)) {
       Pages pages(to + begin * d, to + end * d);
       RandomBits random(dropout, d, end);
       for_blocks(to, d, begin, end, block, pages, [&](int64_t first, int64_t last) {
@@ -52,7 +50,7 @@ void for_chunks(int64_t rows, int64_t d, T* to, bool drop, const Dropout& dropou
       if (column >= d) ++row, column = 0;
     }
   };
-  at::parallel_for(0, rows * chunks, grain(std::min(d, kChunkColumns)), of_wide);
+  parallel_for(0, rows * chunks, grain(std::min(d, kChunkColumns)), of_wide);
 }
 
 // A bias as for_chunks() finds it: in the type of the arithmetic, repeated for narrow rows.
@@ -138,7 +136,7 @@ void dropout_backward(const DropoutBackwardParams<T>& p) {
   const int64_t block = std::min(per_chunk, rows_as_one<A>(d));
   const Buffer<A> partials(chunks * block * d);
   A* const sums = partials.data();
-  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
+  parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
     const int64_t last_row = std::min(rows, end * per_chunk);
     RandomBits random(dropout, d, last_row);
     Pages pages(to + begin * per_chunk * d, to + last_row * d);

@@ -1,15 +1,17 @@
 // The one symbol that the library of an instruction set exports.
 #include "kernels.h"
 
-#include "build_config.h"
+#include "kernels_config.h"
 #include "simd/vec.h"
+
+#include <span>
 
 namespace transformer_fast {
 
 template <typename T, typename A>
-void attention_forward(c10::ArrayRef<AttentionForward<T, A>> calls);
+void attention_forward(std::span<const AttentionForward<T, A>> calls);
 template <typename T, typename A>
-void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls);
+void attention_backward(std::span<const AttentionBackward<T, A>> calls);
 template <typename T, typename A>
 void attention_weights(const AttentionKernelParams<T, A>& params, T* weights);
 template <typename T, typename A>
@@ -50,7 +52,7 @@ constexpr TypedKernels<T> typed_kernels() {
 
 extern "C" __attribute__((visibility("default"))) const Kernels* transformer_fast_kernels() {
   static const Kernels kernels{
-      TRANSFORMER_FAST_BUILD,
+      TRANSFORMER_FAST_KERNELS,
       kVectorBytes,
       {typed_kernels<float>(), typed_kernels<double>(), typed_kernels<c10::Half>(), typed_kernels<c10::BFloat16>()},
       &fill_positional_table,

@@ -2,7 +2,8 @@
 // the parameters it includes is compiled once for each instruction set, into a library of its own, so that no function
 // is shared between them; csrc/instruction_set.cpp loads the best one that the processor runs.
 //
-// Kernels trust what they are given, and know no tensors: csrc/ops checks, allocates and records.
+// Kernels trust what they are given, and know no tensors: csrc/ops checks, allocates and records. Pointers, sizes and types
+// of the standard library pass between them, so one library serves every PyTorch and every Python.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -12,8 +13,7 @@
 #include "generation/generation_kernels.h"
 #include "norm/norm_params.h"
 
-#include <c10/util/ArrayRef.h>
-
+#include <span>
 #include <tuple>
 #include <type_traits>
 
@@ -23,8 +23,8 @@ namespace transformer_fast {
 template <typename T>
 struct TypedKernels {
   using A = Accumulate<T>;
-  void (*attention_forward)(c10::ArrayRef<AttentionForward<T, A>>);
-  void (*attention_backward)(c10::ArrayRef<AttentionBackward<T, A>>);
+  void (*attention_forward)(std::span<const AttentionForward<T, A>>);
+  void (*attention_backward)(std::span<const AttentionBackward<T, A>>);
   void (*attention_weights)(const AttentionKernelParams<T, A>&, T* weights);  // (B, H, Lq, Lk), contiguous
   void (*attention_grad_bias)(const AttentionBackward<T, A>&, const BiasGradientResult<A>&);
   void (*norm_forward)(const NormForwardParams<T>&);
@@ -37,7 +37,7 @@ struct TypedKernels {
 };
 
 struct Kernels {
-  const char* build;  // as that of the module (build_config.h): the two must be of one build
+  const char* sources;  // a digest of what they were compiled of (kernels_config.h); the module expects its own
   int64_t vector_bytes;
   std::tuple<TypedKernels<float>, TypedKernels<double>, TypedKernels<c10::Half>, TypedKernels<c10::BFloat16>> typed;
   void (*fill_positional_table)(float* table, int64_t length, int64_t d);

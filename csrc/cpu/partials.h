@@ -2,9 +2,8 @@
 // result is the same, bit by bit, on any number of threads.
 #pragma once
 
+#include "parallel.h"
 #include "simd/vec.h"
-
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 
@@ -22,7 +21,7 @@ inline int64_t chunk_rows(int64_t rows, int64_t d) {
 template <typename W, typename A>
 void sum_partials(const A* partials, int64_t chunks, int64_t d, W* to) {
   const int64_t grain = std::max<int64_t>(16384 / std::max<int64_t>(chunks, 1), 64);
-  at::parallel_for(0, d, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, d, grain, [&](int64_t begin, int64_t end) {
     for_columns<A>(begin, end, [&](int64_t c, auto count, int) {
       Vector<A> total{};
       for (int64_t k = 0; k < chunks; ++k) total += load(partials + k * d + c, count);

@@ -99,7 +99,7 @@ TwoTensors compute(const DecodeParams& params) {
       p.pages = pages.const_data_ptr<int32_t>();
       p.pages_stride = pages.size(1), p.page_size = params.k.size(1);
     }
-    kernels().of<T>().attention_forward(call);
+    kernels().of<T>().attention_forward({&call, 1});
   });
   return {out, logsumexp};
 }

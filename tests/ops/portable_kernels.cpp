@@ -1,40 +1,13 @@
 // Whole kernels, from the table that their library exports, against loops in double: a program that tools/arm_check.py
-// builds for aarch64, runs in qemu, and links with the kernels alone. What they take from libtorch stands here.
+// builds for aarch64, runs in qemu, and links with the kernels alone.
 #include "cpu/kernels.h"
 #include "philox.h"
-
-#include <ATen/Parallel.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <random>
 #include <vector>
-
-namespace at {
-namespace {
-thread_local int thread_number = 0;
-thread_local bool in_parallel = false;
-}  // namespace
-int get_num_threads() { return 3; }
-int get_thread_num() { return thread_number; }
-void init_num_threads() {}
-bool in_parallel_region() { return in_parallel; }
-namespace internal {
-void set_thread_num(int number) { thread_number = number; }
-}  // namespace internal
-}  // namespace at
-
-namespace c10 {
-ParallelGuard::ParallelGuard(bool state) : previous_state_(at::in_parallel) { at::in_parallel = state; }
-ParallelGuard::~ParallelGuard() { at::in_parallel = previous_state_; }
-namespace detail {
-void torchCheckFail(const char*, const char* file, uint32_t line, const char* message) {
-  std::printf("%s:%u: %s\n", file, line, message);
-  std::abort();
-}
-}  // namespace detail
-}  // namespace c10
 
 using namespace transformer_fast;
 using std::vector;
@@ -173,14 +146,14 @@ void check_attention(int64_t Lq, int64_t Lk, int64_t D) {
   params.key_keep = {keep[0], {1024, 0, 0, 1}};
   params.upper = Lk - Lq, params.scale = A(0.25);
   forward.out = view(out.data(), H, Lq), forward.logsumexp = {logsumexp.data(), {H * Lq, Lq, 1, 0}};
-  table.of<T>().attention_forward(forward);
+  table.of<T>().attention_forward({&forward, 1});
   AttentionBackward<T, A> backward{};
   backward.params = params, backward.grad_out = view(grad.data(), H, Lq);
   backward.out = view(static_cast<const T*>(out.data()), H, Lq);
   backward.logsumexp = {logsumexp.data(), {H * Lq, Lq, 1, 0}};
   backward.grad_q = view(grad_q.data(), H, Lq), backward.grad_k = view(grad_k.data(), Hkv, Lk);
   backward.grad_v = view(grad_v.data(), Hkv, Lk);
-  table.of<T>().attention_backward(backward);
+  table.of<T>().attention_backward({&backward, 1});
 
   vector<double> o(q.size()), dq(q.size()), dk(k.size()), dv(k.size());
   for (int64_t head = 0; head < B * H; ++head)

@@ -172,7 +172,7 @@ def check_wheel(wheel: Path) -> None:
     files = {name for name in names if name.startswith("transformer_fast/")}
     assert sources("transformer_fast") == {name for name in files if not name.endswith(".so")}
     kernels = KERNELS[:1] if SETS_OF_THE_WHEEL == "baseline" else KERNELS
-    for module in ("_C.", *(f"_cpu_{name}." for name in kernels)):
+    for module in ("_C.torch", *(f"libtransformer_fast_cpu_{name}.so" for name in kernels)):
         assert any(name.startswith(f"transformer_fast/{module}") for name in files), module
     assert {name.split("/")[0] for name in names - files} == {wheel.name.split("-cp")[0] + ".dist-info"}
     assert "none-any" not in wheel.name, "it is of one Python and one machine"

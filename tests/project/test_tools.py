@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -182,15 +181,18 @@ def test_a_copy_for_a_row_keeps_its_build_and_loses_deleted_files(
     assert copied == {"setup.py", "csrc/a.cpp", "build/kept", "benchmarks/results/a"}
 
 
-def test_only_kernels_newer_than_their_sources_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_takes_the_kernels_of_this_checkout_that_are_of_the_same_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pythons = tool("pythons")
-    source, compiled = tmp_path / "csrc/cpu/a.cpp", tmp_path / "build/temp.x/transformer_fast._cpu_avx2/csrc/cpu/a.o"
-    for file in (source, compiled):
-        file.parent.mkdir(parents=True)
-        file.touch()
-    monkeypatch.setattr(pythons, "ROOT", tmp_path)
-    for age, usable in ((10, True), (-10, False)):
-        written = source.stat().st_mtime + age
-        os.utime(compiled, (written, written))
-        assert (pythons.kernel_objects(tmp_path / "build") is not None) is usable
-    assert pythons.kernel_objects(tmp_path) is None
+    digest = pythons.setup_names(TOOLS.parent)["kernels_digest"]()
+    checkout, tree = tmp_path / "checkout", tmp_path / "tree"
+    for folder in (checkout, tree):
+        (folder / "transformer_fast").mkdir(parents=True)
+    monkeypatch.setattr(pythons, "ROOT", checkout)
+    monkeypatch.setattr(pythons, "setup_names", lambda _: {"kernels_digest": lambda: digest})
+    assert pythons.copy_kernels(tree) == 0
+    for name, text in (("avx2", f"..{digest}.."), ("avx512", "of other sources")):
+        (checkout / f"transformer_fast/libtransformer_fast_cpu_{name}.so").write_text(text)
+    assert pythons.copy_kernels(tree) == 1
+    assert [path.name for path in (tree / "transformer_fast").iterdir()] == ["libtransformer_fast_cpu_avx2.so"]

@@ -7,6 +7,8 @@
 #include "few_queries_backward.h"
 #include "gradients.h"
 
+#include <span>
+
 namespace transformer_fast {
 namespace {
 
@@ -177,7 +179,7 @@ void sum_ranges(const AttentionBackward<T, A>& call, const KeySplit<A>& split, i
 }  // namespace
 
 template <typename T, typename A>
-void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls) {
+void attention_backward(std::span<const AttentionBackward<T, A>> calls) {
   using Params = AttentionKernelParams<T, A>;
   const auto elements = [](const Params& p) { return p.B * p.H * p.Lq * p.D; };  // of q
   Buffer<A> memory;
@@ -229,9 +231,9 @@ void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls) {
       [&](int64_t c, int64_t head) { sum_ranges(calls[c], splits[c], head); });
 }
 
-template void attention_backward(c10::ArrayRef<AttentionBackward<float, float>>);
-template void attention_backward(c10::ArrayRef<AttentionBackward<double, double>>);
-template void attention_backward(c10::ArrayRef<AttentionBackward<c10::Half, float>>);
-template void attention_backward(c10::ArrayRef<AttentionBackward<c10::BFloat16, float>>);
+template void attention_backward(std::span<const AttentionBackward<float, float>>);
+template void attention_backward(std::span<const AttentionBackward<double, double>>);
+template void attention_backward(std::span<const AttentionBackward<c10::Half, float>>);
+template void attention_backward(std::span<const AttentionBackward<c10::BFloat16, float>>);
 
 }  // namespace transformer_fast

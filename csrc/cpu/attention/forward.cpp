@@ -3,6 +3,8 @@
 #include "few_queries_forward.h"
 #include "mask.h"
 
+#include <span>
+
 namespace transformer_fast {
 namespace {
 
@@ -160,7 +162,7 @@ class ForwardBlock {
 }  // namespace
 
 template <typename T, typename A>
-void attention_forward(c10::ArrayRef<AttentionForward<T, A>> calls) {
+void attention_forward(std::span<const AttentionForward<T, A>> calls) {
   using Params = AttentionKernelParams<T, A>;
   const auto blocks_of = [](const Params& p) { return (p.Lq + kQueryTile - 1) / kQueryTile; };
   // All keys that the queries of a batch entry see, and those that come in front as the first chunk is a whole one.
@@ -200,9 +202,9 @@ void attention_forward(c10::ArrayRef<AttentionForward<T, A>> calls) {
   }
 }
 
-template void attention_forward(c10::ArrayRef<AttentionForward<float, float>>);
-template void attention_forward(c10::ArrayRef<AttentionForward<double, double>>);
-template void attention_forward(c10::ArrayRef<AttentionForward<c10::Half, float>>);
-template void attention_forward(c10::ArrayRef<AttentionForward<c10::BFloat16, float>>);
+template void attention_forward(std::span<const AttentionForward<float, float>>);
+template void attention_forward(std::span<const AttentionForward<double, double>>);
+template void attention_forward(std::span<const AttentionForward<c10::Half, float>>);
+template void attention_forward(std::span<const AttentionForward<c10::BFloat16, float>>);
 
 }  // namespace transformer_fast

@@ -8,18 +8,17 @@
 #include "attention_params.h"
 
 #include "../buffer.h"
+#include "../parallel.h"
 #include "../simd/exp.h"
 #include "../simd/operands.h"
 #include "../simd/philox_dropout.h"
-
-#include <ATen/Parallel.h>
-#include <c10/util/ArrayRef.h>
 
 #include <atomic>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -79,13 +78,13 @@ class Workspace {
 template <typename Task>
 void for_tasks(int64_t tasks, double work, Task task) {
   constexpr double kWorthAThread = 2.5e5;  // about 10 us
-  const int64_t threads = std::min<int64_t>({tasks, at::get_num_threads(), static_cast<int64_t>(work / kWorthAThread)});
+  const int64_t threads = std::min<int64_t>({tasks, thread_count(), static_cast<int64_t>(work / kWorthAThread)});
   if (threads <= 1) {
     for (int64_t i = 0; i < tasks; ++i) task(i);
     return;
   }
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(i);
   });
 }
@@ -132,7 +131,7 @@ struct KeySplit {
 
 // The split of each call, by how many keys it has and the size of what a range gives; `memory` holds the parts.
 template <typename A, typename Call, typename KeysOf, typename SizeOf>
-std::vector<KeySplit<A>> split_keys(c10::ArrayRef<Call> calls, KeysOf keys_of, SizeOf size_of, Buffer<A>& memory) {
+std::vector<KeySplit<A>> split_keys(std::span<const Call> calls, KeysOf keys_of, SizeOf size_of, Buffer<A>& memory) {
   int64_t heads = 0, total = 0;
   for (const Call& call : calls) heads += call.params.B * call.params.Hkv;
   std::vector<KeySplit<A>> splits;

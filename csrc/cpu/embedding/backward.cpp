@@ -4,11 +4,9 @@
 // on every run and for every number of threads.
 #include "embedding_params.h"
 
-#include "../grain.h"
+#include "../parallel.h"
 #include "../simd/philox_dropout.h"
 #include "../simd/vec.h"
-
-#include <ATen/Parallel.h>
 
 #include <vector>
 
@@ -56,7 +54,7 @@ struct WeightGradient {
     // Along this axis each id has length 1 + its number of rows, so equal parts are about equal work.
     const auto& starts = by_id.starts;
     const int64_t length = vocabulary + starts.back();
-    at::parallel_for(0, length, grain(d), [&](int64_t begin, int64_t end) {
+    parallel_for(0, length, grain(d), [&](int64_t begin, int64_t end) {
       for (int64_t v = id_at(begin); v < vocabulary && starts[v] + v < end; ++v) {
         const int64_t count = starts[v + 1] - starts[v];
         if (count == 0)
@@ -93,11 +91,11 @@ struct WeightGradient {
   void write_heavy(T* out, int64_t first, int64_t count) const {
     const int64_t segments = (count + kSegment - 1) / kSegment;
     std::vector<A> partial(segments * d);
-    at::parallel_for(0, segments, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, segments, 1, [&](int64_t begin, int64_t end) {
       for (int64_t s = begin; s < end; ++s)
         sum_rows(&partial[s * d], first + s * kSegment, std::min(kSegment, count - s * kSegment), A(1));
     });
-    at::parallel_for(0, d, std::max(grain(segments), kLanes<A>), [&](int64_t begin, int64_t end) {
+    parallel_for(0, d, std::max(grain(segments), kLanes<A>), [&](int64_t begin, int64_t end) {
       for_columns<A>(begin, end, [&](int64_t c, auto lanes, int) {
         Vector<A> total{};
         for (int64_t s = 0; s < segments; ++s) total += load(&partial[s * d + c], lanes);

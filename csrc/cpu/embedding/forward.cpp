@@ -2,12 +2,10 @@
 // is in embedding_backward.cpp, the sinusoidal table in positional_table.cpp.
 #include "embedding_params.h"
 
-#include "../grain.h"
+#include "../parallel.h"
 #include "../simd/philox_dropout.h"
 #include "../simd/prefault.h"
 #include "../simd/vec.h"
-
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <atomic>
@@ -109,7 +107,7 @@ struct Encoding {
 
   void run() const {
     const bool copied = scale == 1 && !table && !drop;  // 16-bit rows need not pass through float
-    at::parallel_for(0, call.rows, grain(d), [&](int64_t begin, int64_t end) {
+    parallel_for(0, call.rows, grain(d), [&](int64_t begin, int64_t end) {
       Pages pages(out + begin * d, out + end * d);
       if (copied)
         copy(begin, end, pages);

@@ -1,9 +1,7 @@
 // The sinusoidal table of positional encodings on the CPU.
 #include "embedding_params.h"
 
-#include "../grain.h"
-
-#include <ATen/Parallel.h>
+#include "../parallel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -25,7 +23,7 @@ void fill_positional_table(float* out, int64_t length, int64_t d) {
       step_sin[s * pairs + i] = std::sin(static_cast<double>(s) * frequency[i]);
       step_cos[s * pairs + i] = std::cos(static_cast<double>(s) * frequency[i]);
     }
-  at::parallel_for(0, (length + kStep - 1) / kStep, grain(kStep * d), [&](int64_t begin, int64_t end) {
+  parallel_for(0, (length + kStep - 1) / kStep, grain(kStep * d), [&](int64_t begin, int64_t end) {
     std::vector<double> base_sin(pairs), base_cos(pairs);
     for (int64_t block = begin; block < end; ++block) {
       for (int64_t i = 0; i < pairs; ++i) {

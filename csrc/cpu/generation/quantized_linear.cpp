@@ -9,9 +9,8 @@
 #include "ahead.h"
 #include "generation_kernels.h"
 
+#include "../parallel.h"
 #include "../simd/operands.h"
-
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <bit>
@@ -147,7 +146,7 @@ void linear(const QuantizedLinearParams& p) {
   const auto start_of = [&](int64_t block) {
     return block == blocks ? rows : block * rows / blocks / Products::kRows * Products::kRows;
   };
-  at::parallel_for(0, blocks * panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, blocks * panels, 1, [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const typename Products::Session session(rows);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task % panels * kPanel, columns = std::min(kPanel, outputs - first);
@@ -170,7 +169,7 @@ void linear(const QuantizedLinearParams& p) {
 template <typename Products>
 void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed) {
   const int64_t panels = (outputs + kPanel - 1) / kPanel, groups = groups_of(depth);
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     static thread_local GrowingBuffer<float> words_buffer;
     float* const words = words_buffer.reserve(kPanel * groups);
     for (int64_t panel = begin; panel < end; ++panel) {

@@ -2,9 +2,8 @@
 #pragma once
 
 #include "../buffer.h"
+#include "../parallel.h"
 #include "../simd/quantized_products.h"
-
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <bit>
@@ -99,7 +98,7 @@ QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
   // A tile reads rows behind the last, too; what comes of them is not stored.
   int32_t* const words = words_buffer.reserve((rows + Products::kRows) * stride);
   float* const scales = scales_buffer.reserve(rows);
-  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / depth), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, std::max<int64_t>(1, 32768 / depth), [&](int64_t begin, int64_t end) {
     static thread_local GrowingBuffer<float> groups_buffer;
     float* const groups = groups_buffer.reserve(padded);
     for (int64_t row = begin; row < end; ++row) {

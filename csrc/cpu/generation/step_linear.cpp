@@ -6,8 +6,7 @@
 #include "generation_kernels.h"
 
 #include "../buffer.h"
-
-#include <ATen/Parallel.h>
+#include "../parallel.h"
 
 #include <algorithm>
 
@@ -101,7 +100,7 @@ InputRows copy_rows(const float* x, int64_t rows, int64_t depth) {
 
 void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, float* packed) {
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const float* const* from = rows + panel * kPanel;
       const int64_t columns = std::min(kPanel, outputs - panel * kPanel);
@@ -121,7 +120,7 @@ void step_linear(const StepLinearParams& p) {
   const bool relu = p.relu;
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
   const int64_t share = (kPanel + passes - 1) / passes;  // of the next weights, fetched in a pass
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     const InputRows copied = copy_rows(p.x, rows, depth);
     for (int64_t panel = begin; panel < end; ++panel) {
       float last_bias[kPanel] = {};

@@ -2,9 +2,8 @@
 // best continuations of a beam.
 #include "generation_kernels.h"
 
+#include "../parallel.h"
 #include "../simd/exp.h"
-
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -74,7 +73,7 @@ float log_sum(const float* row, const Columns& columns, float shift) {
 
 template <typename Task>
 void for_rows(int64_t rows, int64_t columns, Task task) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / columns), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, std::max<int64_t>(1, 32768 / columns), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) task(row);
   });
 }

@@ -8,6 +8,7 @@
 // Weight gradients are summed in a fixed number of chunks of rows that depends on the shape alone, or column by column
 // in a pass of their own: either way the result is the same, bit by bit, on any number of threads.
 
+#include "../parallel.h"
 #include "../partials.h"
 #include "common.h"
 
@@ -235,13 +236,13 @@ void backward_of(const NormBackwardParams<T>& p) {
   A *const dw = partials.data(), *const db = kCentred ? dw + (needs_sums ? sums * d : 0) : nullptr;
   const bool with_rows = needs_sums && !by_columns;
   with_vectors<T>(d, [&](auto vectors) {
-    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
       backward.template chunks<vectors>(begin, end, per_chunk, rows, with_rows ? dw : nullptr,
                                         with_rows ? db : nullptr);
     });
   });
   if (by_columns && needs_sums)
-    at::parallel_for(0, (d + kFewestColumns - 1) / kFewestColumns, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, (d + kFewestColumns - 1) / kFewestColumns, 1, [&](int64_t begin, int64_t end) {
       const int64_t last = std::min(d, end * kFewestColumns);
       for (int64_t first = begin * kFewestColumns; first < last; first += kColumns)
         backward.sum_weights(0, rows, first, std::min(last, first + kColumns), dw, db);

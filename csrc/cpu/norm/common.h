@@ -4,11 +4,10 @@
 #include "norm_params.h"
 
 #include "../buffer.h"
+#include "../parallel.h"
 #include "../simd/philox_dropout.h"
 #include "../simd/prefault.h"
 #include "../simd/vec.h"
-
-#include <ATen/Parallel.h>
 
 namespace transformer_fast {
 namespace {

@@ -7,8 +7,9 @@
 // A row fits in a cache near the core, so the statistics take two plain passes over it: as accurate as Welford's
 // method and free of its divisions. The squares of rms are those around a mean of 0, and take one.
 
-#include "../grain.h"
 #include "common.h"
+
+#include "../parallel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -228,7 +229,7 @@ struct Forward {
 
   template <int kVectors>
   void all_rows(int64_t count) const {
-    at::parallel_for(0, count, grain(p.d), [&](int64_t begin, int64_t end) {
+    parallel_for(0, count, grain(p.d), [&](int64_t begin, int64_t end) {
       if constexpr (kVectors == 0 && std::is_same_v<T, A>) {
         if (p.residual)
           return with_parameters([&](auto has_weight, auto has_bias) { added_rows<has_weight, has_bias>(begin, end); });

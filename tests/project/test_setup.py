@@ -1,0 +1,183 @@
+"""What setup.py decides: CUDA or not, which instruction sets, and which older libraries go."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from pythons import setup_names
+from setuptools import Distribution
+from subprocesses import ROOT, python
+
+from transformer_fast import extension
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was built with CUDA")
+def test_asking_for_cuda_without_it_is_a_clear_error_and_auto_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    want_cuda = setup_names(ROOT)["want_cuda"]
+    monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "1")
+    with pytest.raises(SystemExit, match=f"cannot be built here: torch {re.escape(torch.__version__)} is a CPU build"):
+        want_cuda()
+    monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "auto")
+    assert want_cuda() is False
+    expected = f"transformer_fast: CPU kernels only (torch {torch.__version__} is a CPU build)"
+    assert expected in capsys.readouterr().err
+
+
+def test_a_wrong_cuda_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "yes")
+    with pytest.raises(SystemExit, match="TRANSFORMER_FAST_CUDA: expected auto, 0 or 1, got 'yes'"):
+        setup_names(ROOT)["want_cuda"]()
+
+
+def test_setup_without_torch_says_what_to_install() -> None:
+    result = python("-c", "import sys; sys.modules['torch'] = None; exec(open('setup.py').read())")
+    assert result.returncode != 0
+    assert "Run `pip install torch`" in result.stderr and "Traceback" not in result.stderr
+
+
+TOOLKIT = ("include/cuda_runtime.h", "lib64/libcudart.so")
+
+
+@pytest.mark.parametrize(
+    "choice,nvcc_release,files,expected",
+    [
+        ("auto", "13.0", TOOLKIT, ""),
+        ("auto", "13.2", TOOLKIT, ""),
+        ("auto", "12.8", TOOLKIT, "nvcc is 12.8, but torch .* was built with CUDA 13.0"),
+        ("auto", None, TOOLKIT, "there is no nvcc; put it on PATH or set CUDA_HOME"),
+        ("auto", "13.0", TOOLKIT[:1], "/bin/nvcc has no libcudart.so; set CUDA_HOME to the toolkit's folder"),
+        ("auto", "13.0", TOOLKIT[1:], "/bin/nvcc has no cuda_runtime.h; set CUDA_HOME"),
+        ("auto", "13.0", (), "/bin/nvcc has no cuda_runtime.h and no libcudart.so; set CUDA_HOME"),
+        ("0", "13.0", TOOLKIT, "TRANSFORMER_FAST_CUDA=0"),
+        ("1", "13.0", TOOLKIT, ""),
+        ("1", "12.8", TOOLKIT, "nvcc is 12.8, but torch .* was built with CUDA 13.0"),
+        ("1", None, TOOLKIT, "there is no nvcc; put it on PATH or set CUDA_HOME"),
+        ("1", "13.0", TOOLKIT[:1], "the CUDA kernels cannot be built here: .*/bin/nvcc has no libcudart.so"),
+    ],
+)
+def test_choice_of_cuda(
+    choice: str,
+    nvcc_release: str | None,
+    files: tuple[str, ...],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An obstacle is one line, and with the choice of 1 the end of the build."""
+    from torch.utils import cpp_extension
+
+    names = setup_names(ROOT)
+    for file in files:
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+    if nvcc_release:
+        (tmp_path / "bin").mkdir()
+        nvcc = tmp_path / "bin/nvcc"
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc_release}, V{nvcc_release}.1'\n")
+        nvcc.chmod(0o755)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("TRANSFORMER_FAST_CUDA", choice)
+    if choice == "1" and expected:
+        with pytest.raises(SystemExit, match=expected):
+            names["want_cuda"]()
+        return
+    assert names["want_cuda"]() is (not expected)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"CPU kernels only .*{expected}" if expected else "CPU and CUDA kernels", line)
+
+
+@pytest.mark.parametrize(("installed", "asked", "used"), [(True, "", True), (True, "g++", False), (False, "", False)])
+def test_ccache_is_used_where_it_is_and_no_compiler_is_asked_for(
+    installed: bool, asked: str, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed:
+        (tmp_path / "ccache").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", asked)
+    setup_names(ROOT)["use_ccache"](tmp_path / "build")
+    link = tmp_path / "build/ccache/c++"
+    assert os.environ["CXX"] == (str(link) if used else asked)
+    assert not used or link.resolve() == tmp_path / "ccache"
+
+
+def test_the_module_is_built_without_the_kernels() -> None:
+    """They are in the libraries of the instruction sets."""
+    files = setup_names(ROOT)["module_extension"]().sources
+    assert "csrc/ops/norm.cpp" in files and len(files) == len(set(files))
+    assert not [file for file in files if file.startswith("csrc/cpu/")]
+
+
+def test_sets_to_build() -> None:
+    names = setup_names(ROOT)
+    choose, known = names["instruction_sets"], list(names["known_sets"]())
+    assert choose("all") == known and set(choose("host")) <= set(known)
+    assert choose("baseline") == known[:1] and choose(",".join(known[:2])) == known[:2]
+    assert choose("none") == []
+    with pytest.raises(SystemExit, match=r"expected baseline, host, all, none, or names of .*, got 'mmx'"):
+        choose("mmx")
+    if extension.load():
+        best = extension.module().supported_instruction_sets()[0]
+        assert set(choose("host")) == {best, known[0]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"avx2", "fma", "bmi2"}, ["avx2"]),
+        ({"sse2"}, ["avx2"]),  # nothing runs there; what is built does elsewhere
+        ({"avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}, ["avx2", "avx512"]),
+        ({"avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_bf16"},
+         ["avx2", "avx512_bf16"]),
+        (set(), ["avx2", "avx512", "avx512_bf16"]),  # not known
+    ],
+)  # fmt: skip
+def test_sets_of_a_machine(flags: set[str], expected: list[str]) -> None:
+    names = setup_names(ROOT)
+    names["known_sets"] = lambda: names["X86_SETS"]
+    names["cpu_flags"] = lambda: flags
+    assert names["instruction_sets"]("host") == expected
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("asked", "expected"), [(None, "host"), ("all", "all"), ("none", "none")])
+def test_an_install_builds_for_this_machine(
+    asked: str | None, expected: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All instruction sets are only for a wheel that other machines get: `make wheel` asks for them."""
+    monkeypatch.delenv("TRANSFORMER_FAST_CPU_SETS", raising=False)
+    if asked:
+        monkeypatch.setenv("TRANSFORMER_FAST_CPU_SETS", asked)
+    names = setup_names(ROOT)
+    extensions = [names["kernels_extension"](name, []) for name in names["known_sets"]()]
+    build = names["Build"](Distribution({"ext_modules": extensions}))
+    build.inplace = in_place
+    build.ensure_finalized()
+    wanted = [names["kernels_name"](name) for name in names["instruction_sets"](expected)]
+    assert [extension.name for extension in build.extensions] == wanted
+
+
+def test_make_wheel_builds_every_set() -> None:
+    command = ["make", "-n", "-o", "setup", "wheel"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMER_FAST_CPU_SETS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "TRANSFORMER_FAST_CPU_SETS=${TRANSFORMER_FAST_CPU_SETS:-all}" in done.stdout
+
+
+@pytest.mark.parametrize(("age", "stays"), [(10, False), (-10, True)])
+def test_kernels_older_than_their_sources_do_not_stay(age: int, stays: bool, tmp_path: Path) -> None:
+    names = setup_names(ROOT)
+    newest = max(file.stat().st_mtime for file in (ROOT / "csrc").rglob("*"))
+    library = tmp_path / "old.so"
+    library.touch()
+    os.utime(library, (newest - age, newest - age))
+    names["Build"].remove_older(None, [library, tmp_path / "missing.so"])
+    assert library.exists() == stays
