@@ -16,8 +16,8 @@
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu
 # make pythons    build, verify and test with every Python from 3.11 on that is here, and with the newest and the oldest
 #                 torch; some gigabytes each. ROWS="python3.12 torch2.11": only rows of these; make oldest, the last one
-# make wheel      a source distribution, and a wheel built from it, in dist; URL=https://host/owner/name: where README's
-#                 links lead from a package index
+# make wheel      a source distribution, and a wheel built from it, in dist, for the Python and the torch of .venv;
+#                 URL=https://host/owner/name: where README's links lead from a package index
 # make docs       the site, in site/: pages, and the reference from the docstrings; URL=https://host/owner/name: it
 #                 names the repository
 # make fmt        format Python and C++, and fix what ruff can
@@ -39,14 +39,17 @@ BENCH_CPU := $(if $(CPU),TRANSFORMER_FAST_CPU=$(CPU) ATEN_CPU_CAPABILITY=$(CPU) 
   MKL_ENABLE_INSTRUCTIONS=$(CPU) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor-$(CPU))
 
 PROGRESS := $(PYTHON) tools/progress.py
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# Python compiles a module when it is imported first; most of them never are.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
 .PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
 
-setup: $(VENV)/.linked
+# The tools are installed while the extension is compiled.
+setup:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.linked $(VENV)/.tools
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -54,6 +57,10 @@ $(VENV)/.installed: requirements.txt
 	@command -v $${CXX:-c++} > /dev/null || { echo "transformer_fast needs a C++ compiler (g++), and there is none on PATH"; exit 1; }
 	@$(PROGRESS) "virtual environment" $(PYTHON) -m venv $(VENV)
 	@$(PROGRESS) "packages" $(PIP) -r requirements.txt
+	@touch $@
+
+$(VENV)/.tools: requirements-dev.txt | $(VENV)/.installed
+	@$(PROGRESS) "tools" $(PIP) -r requirements-dev.txt
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
@@ -66,7 +73,7 @@ $(VENV)/.linked: pyproject.toml | $(VENV)/.built
 	@$(PROGRESS) "package" $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: setup
+demo: $(VENV)/.linked
 	$(BIN)/python -m transformer_fast demo --out demo
 
 test: setup
@@ -137,10 +144,10 @@ oldest: setup
 arm-check: $(VENV)/.installed
 	$(BIN)/python tools/arm_check.py
 
-sanitize: $(VENV)/.installed
+sanitize: $(VENV)/.tools
 	$(BIN)/python tools/sanitize.py
 
-sanitize-threads: $(VENV)/.installed
+sanitize-threads: $(VENV)/.tools
 	$(BIN)/python tools/sanitize.py --threads
 
 clean:

@@ -78,7 +78,7 @@ def steps(out: Path, resume: bool = False) -> list[Step]:
     tests = [*pytest, "-n", "8", "--continue-on-collection-errors", "tests", *ignored]
     measured = [python, "-m", "benchmarks.predict.measured", "--out", str(out), *["--resume"] * resume]
     return [
-        Step("build", 500, [python, "setup.py", "-q", "build_ext", "--inplace"], ("torch", "pybind11", "ninja")),
+        Step("build", 500, [python, "setup.py", "-q", "build_ext", "--inplace"], ("torch", "ninja")),
         Step("info", 60, [python, "-m", "transformer_fast", "info"], ("torch",)),
         Step("verify", 240, [python, "-m", "transformer_fast", "verify"], ("torch", "triton")),
         Step("measured", 400, measured, ("torch", "triton"), resumes=True),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.14.1"
-PACKAGES = (f"torch=={TORCH}", "setuptools", "wheel", "ninja", "pybind11", "numpy")
+PACKAGES = (f"torch=={TORCH}", "setuptools", "ninja", "numpy")
 CHECK = """
 import torch
 from transformer_fast import extension

@@ -30,9 +30,9 @@ NEWEST_TORCH = "2.14.1"
 TESTS = ("tests/ops", "tests/layers", "tests/accelerate/test_accelerate.py", "tests/accelerate/test_sdpa.py")
 INTERPRETED = ("tests/interpreter/test_norm.py", "tests/interpreter/test_dropout.py")
 # Of these and torch the rows have versions of their own.
-NEEDED = ("numpy", "matplotlib", "ninja", "onnx", "onnxscript", "pybind11", "setuptools", "wheel", "expecttest",
-          "hypothesis", "pytest", "pytest-benchmark", "pytest-xdist", "sacrebleu", "safetensors", "sentencepiece",
-          "tqdm", "transformers")  # fmt: skip
+NEEDED = ("numpy", "matplotlib", "ninja", "onnx", "onnxscript", "setuptools", "expecttest", "hypothesis", "pytest",
+          "pytest-benchmark", "pytest-xdist", "sacrebleu", "safetensors", "sentencepiece", "tqdm",
+          "transformers")  # fmt: skip
 # Older than requirements.txt pins them: needed by torch 2.11 itself, and by the interpreter of Triton 3.6.
 OLDER = {"setuptools": "setuptools>=77,<82", "numpy": "numpy<2.4"}
 IGNORED = (".git", ".venv*", ".*_cache", ".hypothesis", "build", "demo", "dist", "results", "*.egg-info", "*.so",
@@ -76,7 +76,8 @@ def rows(pythons: list[str]) -> list[Row]:
 
 
 def requirements() -> list[str]:
-    lines = [line.strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    files = (ROOT / name for name in ("requirements.txt", "requirements-dev.txt"))
+    lines = [line.strip() for file in files for line in file.read_text().splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 

@@ -87,7 +87,7 @@ ROWS = (
     Fault(
         name="a decoder attends to a source without tokens as to one of zeros",
         path=PACKAGE + "accelerate/patterns/without_padding.py",
-        old="    if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to such a row\n"
+        old="    if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to a sequence without tokens\n"
         "        raise StaysPaddedError(NO_SOURCE)\n",
         new="",
         tests=(STACKS,),

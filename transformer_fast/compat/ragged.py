@@ -26,7 +26,7 @@ from .flash_attention import with_weights
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """The sequences of a packed batch.
+    """Boundaries of the sequences of a packed batch.
 
     Attributes:
         starts: int32 (B + 1,), rising from 0 to the number of tokens.
