@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -33,7 +32,6 @@ import transformer_fast
 from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation import Hypothesis
 from transformer_fast.generation.beam import Search
-from transformer_fast.generation.wide_beam import WideSearch
 from transformer_fast.translation import load_trained, read_lines
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -68,41 +66,30 @@ class MarginSearch(Search):
         found = super().run()
         for index, hypotheses in enumerate(self.found):
             ranked = sorted(hypotheses, key=self._rank)[: self.config.n_best + 1]
-            self._close(index, [h.score for h in ranked if self._may_win(h)])
+            # Of those that were cut off, the score decides where the beam stays wide.
+            self._close(index, [h.score for h in ranked if h.finished or self.keeps_slots])
         return found
-
-    def _may_win(self, hypothesis: Hypothesis) -> bool:
-        """Return True if the score decides about a hypothesis, and not that it was cut off."""
-        return hypothesis.finished
 
     def _close(self, index: int, scores: list[float]) -> None:
         gaps = [a - b for a, b in itertools.pairwise(scores) if b > -float("inf")]
         self.margins[index] = min([self.margins[index], *gaps])
 
 
-class WideMarginSearch(MarginSearch, WideSearch):
-    """The same of a search whose beam stays wide."""
-
-    def _may_win(self, hypothesis: Hypothesis) -> bool:
-        return True
-
-
 @contextlib.contextmanager
 def recording(searches: list[MarginSearch]) -> Iterator[None]:
     """Every search of `generate`, greedy ones too (a beam of 1 is greedy decoding), is a MarginSearch of this list."""
     module = importlib.import_module("transformer_fast.generation.generate")
-    before = module.Search, module.WideSearch, module.GreedySearch
+    before = module.Search, module.GreedySearch
 
-    def search(*arguments: Any, kind: type[MarginSearch] = MarginSearch) -> MarginSearch:
-        searches.append(kind(*arguments))
+    def search(*arguments: Any) -> MarginSearch:
+        searches.append(MarginSearch(*arguments))
         return searches[-1]
 
     module.Search = module.GreedySearch = search
-    module.WideSearch = functools.partial(search, kind=WideMarginSearch)
     try:
         yield
     finally:
-        module.Search, module.WideSearch, module.GreedySearch = before
+        module.Search, module.GreedySearch = before
 
 
 def margins(decode: Callable[[], Any]) -> list[float]:

@@ -9,6 +9,11 @@ closes with it, so at most `beam` hypotheses finish and a beam of 1 is greedy de
 from Wu et al. 2016, "Google's Neural Machine Translation System", section 7; `generate` has the coverage term and
 the other options. A sentence stops as soon as no open hypothesis can still reach a better score, however it might
 go on, and never before.
+
+With slots "keep" the beam stays wide: 2 * beam continuations are looked at, and the best `beam` that do not end go on.
+Of these 2 * beam only the best `beam` may finish, and a sentence stops when `beam` have finished and, as `early_stop`
+says, no open one can beat the worst of them. This is the beam search of Hugging Face transformers (early_stop "now",
+False and True are their early_stopping False, "never" and True), and gives the same answers.
 """
 
 from __future__ import annotations
@@ -80,8 +85,11 @@ class Search(SearchState):
         super().__init__(models, request, config, rules, rows=config.beam)
         batch, device, self.groups = len(self.found), request.src.device, config.beam_groups
         units = batch * self.groups
-        self.width = self.candidates = config.beam // self.groups  # open hypotheses of a unit; continuations looked at
-        self.quota = math.ceil(config.patience * self.width)
+        self.width = config.beam // self.groups  # open hypotheses of a unit
+        self.keeps_slots = config.slots == "keep"
+        self.candidates = 2 * self.width if self.keeps_slots else self.width  # continuations looked at
+        self.quota = math.inf if self.keeps_slots else math.ceil(config.patience * self.width)
+        self.enough = self.width if self.keeps_slots else config.n_best  # finished hypotheses that can end a sentence
         self.unit = torch.arange(units, device=device)
         self.slot = torch.zeros(units, dtype=torch.long, device=device)
         self.finished = torch.zeros(units, dtype=torch.long, device=device)
@@ -97,10 +105,9 @@ class Search(SearchState):
     def answers(self, sentence: int) -> list[Hypothesis]:
         return sorted(self.found[sentence], key=self._rank)[: self.config.n_best]
 
-    @staticmethod
-    def _rank(hypothesis: Hypothesis) -> tuple[bool, float]:
+    def _rank(self, hypothesis: Hypothesis) -> tuple[bool, float]:
         """Sort key, best first."""
-        return not hypothesis.finished, -hypothesis.score
+        return not (hypothesis.finished or self.keeps_slots), -hypothesis.score
 
     def step(self) -> None:
         total, parent, token = self._best_continuations()
@@ -110,14 +117,17 @@ class Search(SearchState):
         valid = self._has_slot(total, self.finished)
         self._keep_stuck(valid)
 
+        best = torch.arange(total.shape[1], device=total.device) < self.width
         ends = valid & (token == self.request.eos)
-        self._record(parent[ends], None, total[ends], finished=True)
-        self.finished += ends.sum(dim=1)
+        finished = ends & best
+        self._record(parent[finished], None, total[finished], finished=True)
+        self.finished += finished.sum(dim=1)
         alive = valid & ~ends & (self.finished < self.quota)[:, None]
-        alive &= ~self._decided(total.masked_fill(~alive, -torch.inf))[:, None]
-        cut = alive & last[:, None]
+        alive &= alive.cumsum(dim=1) <= self.width
+        alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), last)[:, None]
+        cut = alive & best & last[:, None]
         self._record(parent[cut], token[cut], total[cut], finished=False)
-        alive &= ~cut
+        alive &= ~last[:, None]
 
         self._go_on(alive, total, parent, token)
 
@@ -142,9 +152,9 @@ class Search(SearchState):
         self.decoding.select(rows)
 
     def _has_slot(self, total: Tensor, finished: Tensor) -> Tensor:
-        """(units, width) bool: continuations that go on. A slot that closed stays closed, and -inf is no hypothesis."""
+        """(units, candidates) bool: those that may be. A slot that closed stays closed, and -inf is no hypothesis."""
         slots = max(self.quota, self.width) - finished
-        return (total > -torch.inf) & (torch.arange(self.width, device=total.device) < slots[:, None])
+        return (total > -torch.inf) & (torch.arange(total.shape[1], device=total.device) < slots[:, None])
 
     def _after_several(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Run as many fused steps as possible, and return the last one's `_best_continuations`; None if unsupported."""
@@ -174,7 +184,7 @@ class Search(SearchState):
 
     def _decides(self, units: Tensor) -> bool:
         """Return True if a step of one of these units does more than keep its best continuations, though none ends."""
-        return bool((self.finished[units] > 0).any())
+        return bool((self.finished[units] >= (self.width if self.keeps_slots else 1)).any())
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
         """(units, candidates) each, best first: cumulative log-probability, row it continues, token it adds."""
@@ -240,27 +250,29 @@ class Search(SearchState):
             return best, parent, torch.zeros_like(parent)
         return best, rows[parent], token[parent, flat % width]
 
-    def _decided(self, open_log_prob: Tensor) -> Tensor:
-        """(units,) bool: the n_best finished hypotheses are at least as good as all that the open ones can become.
+    def _decided(self, open_log_prob: Tensor, last: Tensor) -> Tensor:
+        """(units,) bool: the `enough` best finished hypotheses are at least as good as all that the open ones can become.
+        last (units,): True where answers may not be longer.
 
-        With groups nothing is decided early, because what one group chooses changes what the next one does.
+        With groups nothing is decided early, because what one group chooses changes what the next one does. A beam that
+        stays wide is not decided in its last step, whose hypotheses are all recorded.
         """
         config = self.config
         if self.groups > 1 and not config.early_stop:
-            return torch.zeros_like(self.finished, dtype=torch.bool)
+            return torch.zeros_like(last)
         bar = [-torch.inf] * len(self.found)
         for index in set(self.sentences().tolist()):
             scores = sorted((h.score for h in self.found[index] if h.finished), reverse=True)
-            if len(scores) >= config.n_best:
-                bar[index] = torch.inf if config.early_stop else scores[config.n_best - 1]
+            if len(scores) >= self.enough:
+                bar[index] = torch.inf if config.early_stop is True else scores[self.enough - 1]
         # log P only falls and the coverage penalty only lowers a score, so the best score in reach has today's log P,
         # no coverage penalty, and the length that is penalised least.
         lengths = self._of_units(self.limits)
-        if config.length_penalty <= 0:
-            lengths = torch.full_like(lengths, self.tokens.shape[1] + 1)
+        if config.length_penalty <= 0 or config.early_stop == "now":
+            lengths = torch.full_like(lengths, self.tokens.shape[1] + (not self.keeps_slots))
         reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
         least = self._of_units(torch.tensor(bar, dtype=torch.float64, device=reachable.device))
-        return (least >= reachable) & (least > -torch.inf)
+        return (least >= reachable) & (least > -torch.inf) & ~(last & self.keeps_slots)
 
     def _keep_stuck(self, valid: Tensor) -> None:
         """Record the hypotheses of units in which none can go on, as cut off."""

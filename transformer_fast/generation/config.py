@@ -22,7 +22,7 @@ class GenerationConfig:
         coverage_penalty: beta of Wu et al. 2016, section 7: beta * sum over the source's tokens of
             log(min(the attention it got in all, 1)) is added to a hypothesis's final score.
         slots: what becomes of the slot of a hypothesis that finishes. "close": it is closed, so that at most `beam`
-            finish. "keep": the next best continuation takes it, as in Hugging Face transformers; see `wide_beam.py`.
+            finish. "keep": the next best continuation takes it, as in Hugging Face transformers; see `beam.py`.
         early_stop: with slots "close", stop a sentence at its first n_best finished hypotheses, even if an open one
             could still win; with "keep", at its first `beam`. "now" (with "keep" alone): stop when the best open
             hypothesis, if it ended as it is, would not beat the worst finished one.

@@ -17,7 +17,6 @@ from .greedy import GreedySearch
 from .rules import Rules
 from .search import SearchState
 from .speculative import SpeculativeSearch
-from .wide_beam import WideSearch
 
 
 def generate(
@@ -147,8 +146,7 @@ def _new_search(models: Sequence[nn.Module], request: Request, config: Generatio
         return SpeculativeSearch(models, request, config, rules)
     if config.sample or config.beam == 1:
         return GreedySearch(models, request, config, rules)
-    search = WideSearch if config.slots == "keep" else Search
-    return search(models, request, config, rules)
+    return Search(models, request, config, rules)
 
 
 def _lengths(config: GenerationConfig, length: int) -> tuple[int, int]:
