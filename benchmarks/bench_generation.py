@@ -33,7 +33,7 @@ from torch import Tensor
 
 import transformer_fast as tfast
 from transformer_fast import extension
-from transformer_fast.generation import fused, steps, weights
+from transformer_fast.generation import decoding, fused, weights
 from transformer_fast.reference import layers as reference
 
 VOCAB, PAD, BOS, EOS = 8000, 0, 2, 3
@@ -158,7 +158,7 @@ def leave_out(path: str) -> None:
     if path == "several steps in a call":
         fused.FusedStep._of_several = lambda *_, **__: None
     elif path == "fused steps":
-        steps.fused_step = lambda *_: None
+        decoding.fused_step = lambda *_: None
     elif path == "packed weights":
         weights.StepLinear.operand = lambda *_: None
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast import GenerationConfig, extension
-from transformer_fast.generation.decoding import Decoding, check_request
-from transformer_fast.generation.steps import CachedStep, UncachedStep
+from transformer_fast.generation.decoding import CachedDecoding, Decoding, UncachedDecoding, start
+from transformer_fast.generation.request import check_request
 
 D, LONGEST = 32, 24
 
@@ -104,12 +104,12 @@ def said(m: nn.Module, given: tuple[Tensor, Tensor], **options: object) -> list[
     return [tokens for [tokens] in tokens_of(answers(m, given, max_length=LONGEST, **options))]
 
 
-def steps(m: nn.Module, longest: int = LONGEST) -> object:
+def steps(m: nn.Module, longest: int = LONGEST) -> Decoding:
     """What takes the steps of this model, which is left in evaluation mode."""
     src, lengths = batch()
     options = {"src_lengths": lengths, "max_length": longest, "src_mask": None, "pad": None, **MARKS}
     with torch.inference_mode():
-        return Decoding([m.eval()], check_request(m, src, **options), GenerationConfig(), rows=len(src))._steps[0]
+        return start([m.eval()], check_request(m, src, **options), GenerationConfig(), rows=len(src))
 
 
 CHANGES = {
@@ -133,7 +133,7 @@ def test_tokens_are_those_of_the_model_s_own_loop(seed: int, change: str) -> Non
     for fast in (False, True):
         if fast:
             tfast.accelerate(m)
-        assert isinstance(steps(m), CachedStep if fast else UncachedStep)
+        assert isinstance(steps(m), CachedDecoding if fast else UncachedDecoding)
         for cache in (True, False) if fast else (True,):
             assert said(m, given, cache=cache) == expected
 
@@ -162,7 +162,7 @@ def test_the_modules_alone_are_enough() -> None:
     assert alone.encode is None and alone.decode is None
     assert said(alone, given) == expected
     tfast.accelerate(alone)
-    assert isinstance(steps(alone), CachedStep)
+    assert isinstance(steps(alone), CachedDecoding)
     assert said(alone, given) == expected
 
 
@@ -171,7 +171,7 @@ def test_a_decode_that_does_more_is_called_at_every_step() -> None:
     expected = own_loop(m, given)
     assert expected != said(annotated(2), given), "its decode changes nothing"
     tfast.accelerate(m)
-    assert isinstance(steps(m), UncachedStep)
+    assert isinstance(steps(m), UncachedDecoding)
     assert said(m, given) == expected
 
 
@@ -180,7 +180,7 @@ def test_a_hook_is_not_missed(name: str) -> None:
     m, given, seen = accelerated(), batch(), []
     expected = said(m, given)
     m.get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
-    assert isinstance(steps(m), UncachedStep)
+    assert isinstance(steps(m), UncachedDecoding)
     assert said(m, given) == expected and seen
 
 
@@ -199,14 +199,14 @@ def test_what_was_changed_since_is_called(change: Callable[[nn.Module], None]) -
     m, given = accelerated(), batch()
     torch.manual_seed(5)
     change(m)
-    assert isinstance(steps(m), UncachedStep)
+    assert isinstance(steps(m), UncachedDecoding)
     assert said(m, given) == own_loop(m, given)
 
 
 def test_past_its_table_the_model_speaks_for_itself() -> None:
     m = accelerated()
-    assert isinstance(steps(m, longest=50), CachedStep)  # as many rows as its table has
-    assert isinstance(steps(m, longest=51), UncachedStep)
+    assert isinstance(steps(m, longest=50), CachedDecoding)  # as many rows as its table has
+    assert isinstance(steps(m, longest=51), UncachedDecoding)
 
 
 def test_nothing_of_the_model_changes() -> None:

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from transformer_fast import GenerationConfig, beam_search, generate
-from transformer_fast.generation import decoding, graphs, steps
+from transformer_fast.generation import graphs
+from transformer_fast.generation.decoding import CachedDecoding, evaluating
 from transformer_fast.generation.graphs import StepGraphs, obstacle, row_class
 from transformer_fast.generation.greedy import GreedySearch
+from transformer_fast.generation.request import Request, check_request
 from transformer_fast.generation.rules import Rules
-from transformer_fast.generation.steps import CachedStep
 
 
 class Recording(TorchDispatchMode):
@@ -80,7 +81,7 @@ def capture(monkeypatch):
     capture = FakeCapture()
     cuda = torch.device("cuda")
     monkeypatch.setattr(graphs, "obstacle", lambda device, *rest: obstacle(cuda, *rest))
-    monkeypatch.setattr(steps, "StepGraphs", functools.partial(StepGraphs, capture=capture))
+    monkeypatch.setattr(graphs, "StepGraphs", functools.partial(StepGraphs, capture=capture))
     return capture
 
 
@@ -101,9 +102,9 @@ def test_a_class_of_shapes_is_captured_once(capture):
     given = {"max_length": limits, "beam": 1, **MARKS}
     expected = beam_search(model, src, cache=False, **given)
     assert capture.captured == 0
-    request = decoding.check_request(model, src, src_lengths=None, src_mask=None, pad=None, max_length=limits, **MARKS)
+    request = check_request(model, src, src_lengths=None, src_mask=None, pad=None, max_length=limits, **MARKS)
     config = GenerationConfig(graph=True)
-    with decoding.evaluating(model):
+    with evaluating(model):
         found = GreedySearch([model], request, config, Rules(config, request)).run()
     assert [h[0].tokens for h in found] == [h[0].tokens for h in expected]
     # Rows 8 (five sentences), 4 and 2 on 64 positions; 2, then 1, on 128; 1 on 256.
@@ -117,14 +118,16 @@ def test_rows_come_in_classes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_value_is_asked_for(monkeypatch, dtype):
     """On tensors without values: whatever in a step, or between two, waited for one would fail."""
-    monkeypatch.setattr(steps, "StepGraphs", functools.partial(StepGraphs, capture=lambda run: run))
+    monkeypatch.setattr(graphs, "StepGraphs", functools.partial(StepGraphs, capture=lambda run: run))
     model = tiny(0, dtype).to("meta")
     with torch.inference_mode():
         memory = torch.empty(3, 7, 32, dtype=dtype, device="meta")
         mask = torch.empty(3, 1, 7, dtype=torch.bool, device="meta")
-        step = CachedStep(model.decoder, model.out, memory, mask, GenerationConfig(graph=True), rows=6)
+        ids = torch.empty(3, 7, dtype=torch.long, device="meta")
+        request = Request(ids, mask, ids[:, 0], bos=0, eos=1)
+        step = CachedDecoding(model.decoder, model.out, memory, request, GenerationConfig(graph=True), rows=6)
         for _ in range(2):
-            logits = step.next_logits(torch.empty(3, 1, dtype=torch.long, device="meta"))
+            logits = step.next_logits(ids[:, :1], check=False)
             step.select(torch.tensor([2, 0, 0]))
     assert logits.shape == (3, VOCAB) and logits.device.type == "meta"
 

@@ -12,19 +12,33 @@ from tiny_transformer import BOS, VOCAB, answers, assert_same, batch, never_endi
 from torch import Tensor, nn
 
 from transformer_fast import GenerationConfig, accelerate, extension
-from transformer_fast.generation.decoding import Decoding
-from transformer_fast.generation.steps import CachedStep
+from transformer_fast.generation.decoding import CachedDecoding
+from transformer_fast.generation.request import Request
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
 from transformer_fast.testing import assert_as_exact_as_eager
+
+
+def change_logits(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor, Tensor], Tensor], *, drafts: bool = False
+) -> None:
+    """What steps in fp32 give, or those of the draft: change(logits, ids, held) -> logits."""
+    call = CachedDecoding.span_logits
+
+    def span_logits(self: CachedDecoding, ids: Tensor, held: Tensor, *, newest: bool = False) -> Tensor:
+        logits = call(self, ids, held, newest=newest)
+        return change(logits, ids, held) if newest == drafts else logits
+
+    monkeypatch.setattr(CachedDecoding, "span_logits", span_logits)
+
+
+def one_draft_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CachedDecoding, "span_steps", lambda *_: None)
 
 
 def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Positions that each step in fp32 computed of a sentence."""
     spans: list[int] = []
-    check = Decoding.span_logits
-    monkeypatch.setattr(
-        Decoding, "span_logits", lambda self, ids, held: spans.append(ids.shape[1]) or check(self, ids, held)
-    )
+    change_logits(monkeypatch, lambda logits, ids, _: spans.append(ids.shape[1]) or logits)
     return spans
 
 
@@ -42,16 +56,14 @@ def test_fewer_steps_than_tokens(monkeypatch: pytest.MonkeyPatch, options: dict,
 @pytest.mark.parametrize("right", [0.0, 0.5])
 def test_whatever_is_drafted(monkeypatch: pytest.MonkeyPatch, right: float) -> None:
     """Also where no draft is right, and where rows are at different positions since some are."""
-    spans, draft = count_checks(monkeypatch), Decoding.draft_logits
+    spans = count_checks(monkeypatch)
     generator = torch.Generator().manual_seed(0)
 
-    def drafted(self: Decoding, ids: Tensor, held: Tensor) -> Tensor:
-        logits = draft(self, ids, held)
-        kept = torch.rand(len(ids), 1, 1, generator=generator) < right
-        return torch.where(kept, logits, -logits)
+    def drafted(logits: Tensor, ids: Tensor, _: Tensor) -> Tensor:
+        return torch.where(torch.rand(len(ids), 1, 1, generator=generator) < right, logits, -logits)
 
-    monkeypatch.setattr(Decoding, "draft_logits", drafted)
-    monkeypatch.setattr(Decoding, "draft_steps", lambda *_: None)
+    change_logits(monkeypatch, drafted, drafts=True)
+    one_draft_at_a_time(monkeypatch)
     model, given = tiny(2), batch(8)
     expected = answers(model, given)
     assert_same(answers(model, given, draft_tokens=3), expected)
@@ -63,19 +75,19 @@ def test_whatever_is_drafted(monkeypatch: pytest.MonkeyPatch, right: float) -> N
 def test_drafts_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch, seed: int, sentences: int) -> None:
     """Also those of the sentences that go on when others have ended, which take their rows of the draft's cache."""
     model, given = tiny(seed), batch(sentences)
-    drafted, steps_of = [], Decoding.draft_steps
+    drafted, steps_of = [], CachedDecoding.span_steps
 
-    def several(self: Decoding, *given: object) -> Tensor | None:
+    def several(self: CachedDecoding, *given: object) -> Tensor | None:
         found = steps_of(self, *given)
         drafted.append(found.shape[1])
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoding, "draft_steps", several)
+        patch.setattr(CachedDecoding, "span_steps", several)
         checks = count_checks(patch)
         found = answers(model, given, draft_tokens=5, suppress=(4,))
     assert max(drafted) > 3
-    monkeypatch.setattr(Decoding, "draft_steps", lambda *_: None)
+    one_draft_at_a_time(monkeypatch)
     single = count_checks(monkeypatch)
     assert_same(answers(model, given, draft_tokens=5, suppress=(4,)), found)
     assert single == checks
@@ -103,8 +115,9 @@ def test_a_step_of_several_positions_is_as_exact_as_the_modules(form: dict) -> N
     ids = torch.randint(2, VOCAB, (4, 140), generator=generator)
     ids[:, 0] = BOS
 
-    def step_of(model: nn.Module, memory: Tensor) -> CachedStep:
-        return CachedStep(model.decoder, model.out, memory, mask[:, None], GenerationConfig(), rows=24, spans=True)
+    def step_of(model: nn.Module, memory: Tensor) -> CachedDecoding:
+        request = Request(src, mask[:, None], mask.sum(1), bos=BOS, eos=1)
+        return CachedDecoding(model.decoder, model.out, memory, request, GenerationConfig(), rows=24, spans=True)
 
     models = tiny(3, torch.float64, **form), tiny(3, **form), tiny(3, **form)
     with torch.inference_mode():
@@ -137,20 +150,15 @@ def test_a_step_of_several_positions_is_as_exact_as_the_modules(form: dict) -> N
 
 def with_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
     """What the model in fp32 says, changed: change(logits (rows, span, vocabulary), positions (rows, span))."""
-    check = Decoding.span_logits
-
-    def changed(self: Decoding, ids: Tensor, held: Tensor) -> Tensor:
-        return change(check(self, ids, held), held[:, None] + torch.arange(ids.shape[1]))
-
-    monkeypatch.setattr(Decoding, "span_logits", changed)
+    change_logits(monkeypatch, lambda logits, ids, held: change(logits, held[:, None] + torch.arange(ids.shape[1])))
 
 
 def test_nan_counts_only_where_a_token_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = tiny(1), batch(3)
     expected = answers(model, given, max_length=6)
     with monkeypatch.context() as patch:
-        patch.setattr(Decoding, "draft_logits", lambda self, ids, held: torch.zeros(len(ids), 1, VOCAB))
-        patch.setattr(Decoding, "draft_steps", lambda *_: None)
+        change_logits(patch, lambda logits, *_: torch.zeros_like(logits), drafts=True)
+        one_draft_at_a_time(patch)
         # No draft is taken, so nobody asks what follows them.
         with_logits(patch, lambda logits, at: torch.where(at[:, :, None] > at[:, :1, None], torch.nan, logits))
         assert expected and all(0 not in h.tokens for [h] in expected)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from transformer_fast import GenerationConfig, Transformer, generate
 from transformer_fast.generation import Hypothesis
-from transformer_fast.generation.decoding import Decoding, check_request
+from transformer_fast.generation.decoding import Decoding, start
+from transformer_fast.generation.request import check_request
 from transformer_fast.reference.quantized_linear import int8_linear
 
 BOS, EOS, VOCAB = 0, 1, 30
@@ -84,7 +85,7 @@ def assert_same(found: Answers, expected: Answers, what: object = "", tolerance:
 @contextlib.contextmanager
 def by_modules() -> Iterator[None]:
     """No step is one call: the modules compute each of them."""
-    with mock.patch("transformer_fast.generation.steps.fused_step", lambda *_: None):
+    with mock.patch("transformer_fast.generation.decoding.fused_step", lambda *_: None):
         yield
 
 
@@ -95,7 +96,7 @@ def decoding(
     src, lengths = given
     options = {"src_mask": None, "pad": None, "max_length": 99}
     request = check_request(model, src, src_lengths=lengths, **options, **MARKS)
-    return Decoding([model], request, config or GenerationConfig(), rows=rows)
+    return start([model], request, config or GenerationConfig(), rows=rows)
 
 
 def random_rows(rows: int, least: int, most: int, generator: torch.Generator) -> Tensor:

@@ -138,8 +138,8 @@ ROWS = (
     Fault(
         name="several steps may go past the longest answer",
         path=PACKAGE + "search.py",
-        old="return Several(min(most, left), self.request.eos,",
-        new="return Several(most, self.request.eos,",
+        old="return min(most, int(self.limits[self.sentences()].min()) + 1 - width) if most else 0",
+        new="return most",
         tests=("tests/generation/test_search_steps.py", *BEAM),
     ),
     Fault(
@@ -232,6 +232,13 @@ ROWS = (
         path=PACKAGE + "speculative.py",
         old="            if drafts[position : position + 1] != [token]:\n",
         new="            if position >= len(drafts):\n",
+        tests=SPECULATIVE,
+    ),
+    Fault(
+        name="drafts of sentences that go on lose their keys when others end",
+        path=PACKAGE + "decoding.py",
+        old="        self._cache.hold(held, found.token.shape[1])",
+        new="",
         tests=SPECULATIVE,
     ),
     Fault(

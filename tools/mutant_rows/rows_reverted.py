@@ -12,11 +12,6 @@ ROWS = (
         ),
     ),
     Reverted(
-        commit="6ca3bcd",
-        subject="Drafts of sentences that go on keep their keys when others end",
-        tests=("tests/generation/test_speculative.py",),
-    ),
-    Reverted(
         commit="ddaa29d",
         subject="A NaN that a rule leaves out is an error with drafts, too",
         tests=("tests/generation/test_speculative.py",),

@@ -2,8 +2,8 @@
 
 from .beam import beam_search
 from .config import GenerationConfig
-from .decoding import Hypothesis
 from .generate import generate
 from .greedy import greedy
+from .request import Hypothesis
 
 __all__ = ["GenerationConfig", "Hypothesis", "beam_search", "generate", "greedy"]

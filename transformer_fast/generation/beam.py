@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Hypothesis, Lengths, Request, check_request, evaluating, refuse_nan
+from .decoding import evaluating, refuse_nan
+from .request import Hypothesis, Lengths, Request, check_request
 from .rules import Rules
 from .scores import length_penalty as length_penalty_of
 from .scores import scored_hypothesis
@@ -165,9 +166,8 @@ class Search(SearchState):
         unit = self.unit.view(-1, width)
         if bool((unit != unit[:, :1]).any()) or self._decides(unit[:, 0]):
             return None
-        if (several := self._several()) is None:
-            return None
-        found = self.decoding.beam_steps(self.tokens, self.log_prob, width, self.candidates, several)
+        most = self._most_steps()
+        found = self.decoding.beam(self.tokens, self.log_prob, width, self.candidates, most) if most else None
         if found is None:
             return None
         self.tokens = torch.cat([self.tokens[found.origin], found.history], dim=1)
@@ -251,7 +251,7 @@ class Search(SearchState):
         return best, rows[parent], token[parent, flat % width]
 
     def _decided(self, open_log_prob: Tensor, last: Tensor) -> Tensor:
-        """(units,) bool: the `enough` best finished hypotheses are at least as good as all that the open ones can become.
+        """(units,) bool: the `enough` best finished hypotheses are at least as good as what the open ones can become.
         last (units,): True where answers may not be longer.
 
         With groups nothing is decided early, because what one group chooses changes what the next one does. A beam that

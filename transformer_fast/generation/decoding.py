@@ -1,149 +1,44 @@
-"""Parts of greedy and beam search: checked inputs, the step from prefixes to the next token, evaluation mode.
+"""Decoding: the open hypotheses of a batch, one a row, and the model that continues them.
 
-Only `Decoding` calls a model. It runs the encoder once, keeps one row for every open hypothesis, and computes how
-likely each next token is, given the tokens so far. The searches tell it which rows go on (`select`), and a key/value
-cache needs to know no more.
+`UncachedDecoding` runs the decoder over the whole prefix. `CachedDecoding` runs it over the newest position; on a CPU
+all its layers are one call where that computes the same (`fused.py`), and on a GPU CUDA graphs can replay it
+(`graphs.py`). `Ensemble` has several models. The searches tell them which rows go on (`select`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import ops
+from ..layers.attention import layer_mask
 from ..models import Decoder
 from . import graphs, quantization
-from .cache import as_lengths
+from .cache import DecoderCache, as_lengths
 from .config import GenerationConfig
 from .forms import Form, form_of
-from .fused import BeamSteps, Several
-from .steps import CachedStep, UncachedStep
+from .fused import BeamSteps, fused_step
+from .request import Request
+from .span_cache import SpanCache
 from .topk import Choice
-from .weights import WeightLayout
-
-Lengths = int | Sequence[int] | Tensor | None
+from .weights import WeightLayout, prepack
 
 ENCODED_TOKENS = 1024
 """That a CPU encodes at a time: what layers leave of more does not stay in its caches."""
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-
-@dataclass(frozen=True)
-class Request:
-    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, tokens of the longest answers (B,), the ids that
-    begin and end an answer, and the stream of random numbers of each sentence (B,)."""
-
-    src: Tensor
-    src_mask: Tensor | None
-    limits: Tensor
-    bos: int
-    eos: int
-    streams: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-
-    def lengths(self) -> Tensor:
-        """(B,) how many source positions are read."""
-        return _source_lengths(self.src, self.src_mask)
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """One translation. tokens: target ids without BOS and EOS. score: log_prob over the length penalty, plus the
-    coverage penalty. log_prob: the natural log of its probability. finished: False if max_length cut it off before
-    EOS. alignment: (len(tokens), S) attention to the source, where it was asked for."""
-
-    tokens: list[int]
-    score: float
-    log_prob: float
-    finished: bool
-    alignment: Tensor | None = field(default=None, compare=False)
-
-
-def check_request(
-    model: nn.Module,
-    src: Tensor,
-    *,
-    src_lengths: Tensor | None,
-    src_mask: Tensor | None,
-    bos: int,
-    eos: int,
-    pad: int | None,
-    max_length: Lengths,
-) -> Request:
-    """Refuse what cannot be decoded, name what was wrong, and bring the rest to one form."""
-    if not isinstance(src, Tensor) or src.dim() != 2 or src.dtype not in _INTEGERS:
-        got = f"{src.dtype} {tuple(src.shape)}" if isinstance(src, Tensor) else type(src).__name__
-        raise ValueError(f"src must be an integer tensor of token ids (batch, length), got {got}")
-    if src.shape[0] > 0 and src.shape[1] == 0:
-        raise ValueError(f"src has {src.shape[0]} sentences but no positions; expected at least one token each")
-    vocabulary = form_of(model).vocabulary
-    parameter = next(model.parameters(), None)
-    if parameter is not None and parameter.device != src.device:
-        raise ValueError(f"src is on {src.device} but the model is on {parameter.device}; expected one device")
-    for name, token in (("bos", bos), ("eos", eos)):
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"{name} must be a token id (an int >= 0), got {token!r}")
-        if vocabulary is not None and token >= vocabulary:
-            raise ValueError(f"{name} is token {token}, outside the model's target vocabulary of {vocabulary}")
-    mask = _source_mask(src, src_lengths, src_mask, pad)
-    return Request(src, mask, _limits(src, mask, max_length), bos, eos)
-
-
-def _source_mask(src: Tensor, lengths: Tensor | None, mask: Tensor | None, pad: int | None) -> Tensor | None:
-    batch, width = src.shape
-    if lengths is not None and mask is not None:
-        raise ValueError("give src_lengths or src_mask, not both")
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.shape != (batch, 1, width) or mask.is_floating_point():
-            got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"src_mask must be a bool keep mask of shape {(batch, 1, width)}, got {got}")
-        return mask.to(device=src.device, dtype=torch.bool)
-    if lengths is not None:
-        lengths = torch.as_tensor(lengths, device=src.device)
-        if lengths.shape != (batch,) or lengths.dtype not in _INTEGERS:
-            raise ValueError(
-                f"src_lengths must be {batch} integers, one for each sentence, got {lengths.dtype} "
-                f"{tuple(lengths.shape)}"
-            )
-        if batch and (int(lengths.min()) < 0 or int(lengths.max()) > width):
-            raise ValueError(f"src_lengths must lie in [0, {width}], the width of src, got {lengths.tolist()}")
-        return (torch.arange(width, device=src.device) < lengths[:, None]).unsqueeze(1)
-    return None if pad is None else (src != pad).unsqueeze(1)
-
-
-def _limits(src: Tensor, mask: Tensor | None, max_length: Lengths) -> Tensor:
-    if max_length is None:
-        return 2 * _source_lengths(src, mask) + 20
-    batch = src.shape[0]
-    limits = torch.as_tensor(max_length, device=src.device)
-    if limits.dtype not in _INTEGERS or limits.shape not in ((), (batch,)) or bool((limits < 1).any()):
-        raise ValueError(f"max_length must be an int >= 1, or {batch} of them, got {max_length!r}")
-    return limits.long().expand(batch)
-
-
-def _source_lengths(src: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.full((src.shape[0],), src.shape[1], device=src.device) if mask is None else mask.sum(dim=(1, 2))
-
-
-def pad_sources(sources: Sequence[Sequence[int]], device: torch.device, pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Source ids side by side: (B, S), filled up with `pad` on the right, and the lengths (B,)."""
-    lengths = [len(source) for source in sources]
-    rows = [[*source, *[pad] * (max(lengths) - len(source))] for source in sources]
-    return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
-
-
-class Decoding:
-    """The open hypotheses of a batch, one a row, and the models that continue them.
+def start(models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> Decoding:
+    """Encode the sources of a request, and return its decoding, which has one row per sentence.
 
     Args:
         models: each of a form that `form_of` knows; of several, the mean of their probabilities counts.
-        request: from `check_request`; one row for each sentence at first.
         config: says whether keys and values are cached where a model can (see `forms`), whether the cached steps are
             replayed as CUDA graphs, whether weights are quantised, whether tokens are drafted, and whether the
             attention to the source must be known.
@@ -153,34 +48,44 @@ class Decoding:
         ValueError: with `config.graph`, `config.quantize`, `config.draft_tokens` or `config.keep_weights`, where that
             cannot be; says why.
     """
+    if config.keep_weights and _is_trained(models):
+        raise ValueError(
+            "keep_weights=True is for models that are no longer trained, but there are parameters that require "
+            "gradients; expected model.requires_grad_(False) before"
+        )
+    if config.draft_tokens and len(models) > 1:
+        raise ValueError(f"draft_tokens={config.draft_tokens} cannot be: there are {len(models)} models; expected one")
+    layout = WeightLayout(config.quantize, config.keep_weights)
+    forms = [quantization.apply(form_of(model), layout) for model in models]
+    each = [_start_one(form, request, config, rows) for form in forms]
+    return each[0] if len(each) == 1 else Ensemble(each)
 
-    def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> None:
-        self._steps: list[CachedStep | UncachedStep] = []
-        self._draft: CachedStep | None = None
-        if config.keep_weights and _is_trained(models):
-            raise ValueError(
-                "keep_weights=True is for models that are no longer trained, but there are parameters that require "
-                "gradients; expected model.requires_grad_(False) before"
-            )
-        layout = WeightLayout(config.quantize, config.keep_weights)
-        self._forms = [quantization.apply(form_of(model), layout) for model in models]
-        mask, attention = request.src_mask, config.reads_attention
-        longest = int(request.limits.max()) if len(request.limits) else 1
-        for form in self._forms:
-            memory = _encode(form, request.src, mask)
-            decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
-            if config.graph and (reason := graphs.obstacle(request.src.device, mask, decoder is not None, attention)):
-                raise ValueError(f"graph=True cannot be: {reason}")
-            if config.quantize and decoder is None:
-                raise ValueError(f"quantize={config.quantize!r} cannot be: {form.no_cache()}")
-            if config.draft_tokens:
-                self._draft = self._draft_step(form, decoder, memory, mask, config)
-                rows *= config.draft_tokens + 1
-            if decoder is None:
-                self._steps.append(UncachedStep(form, memory, mask, attention=attention))
-            else:
-                spans = config.draft_tokens > 0
-                self._steps.append(CachedStep(decoder, form.out, memory, mask, config, rows=rows, spans=spans))
+
+def _start_one(form: Form, request: Request, config: GenerationConfig, rows: int) -> Decoding:
+    mask, attention = request.src_mask, config.reads_attention
+    memory = _encode(form, request.src, mask)
+    longest = int(request.limits.max()) if len(request.limits) else 1
+    decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
+    if config.graph and (reason := graphs.obstacle(request.src.device, mask, decoder is not None, attention)):
+        raise ValueError(f"graph=True cannot be: {reason}")
+    if config.quantize and decoder is None:
+        raise ValueError(f"quantize={config.quantize!r} cannot be: {form.no_cache()}")
+    reason = form.no_cache() if decoder is None else quantization.obstacle(form.model)
+    if config.draft_tokens and reason:
+        raise ValueError(f"draft_tokens={config.draft_tokens} cannot be: {reason}")
+    if decoder is None:
+        return UncachedDecoding(form, memory, mask, attention=attention)
+    return CachedDecoding(decoder, form.out, memory, request, config, rows=rows)
+
+
+class Decoding:
+    """The open hypotheses of a batch, one a row, and a model that continues them."""
+
+    @property
+    def attention(self) -> Tensor:
+        """(rows, S) fp32, where it was asked for: the newest position's attention to the source, the mean of all heads
+        of the last layer."""
+        raise NotImplementedError
 
     def next_logits(self, tokens: Tensor, *, check: bool = True) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
@@ -189,79 +94,197 @@ class Decoding:
         Raises FloatingPointError if a model answers NaN or infinity, which no search can rank; without `check` the
         caller asks `refuse_nan`.
         """
-        each = []
-        for step in self._steps:
-            logits = step.next_logits(tokens)
-            each.append(logits if logits.dtype == torch.float64 else logits.float())
-            if check:
-                refuse_nan(each[-1].amax(), tokens)  # a maximum of numbers with a NaN among them is NaN
-        if len(each) == 1:
-            return each[0]
-        return torch.stack([logits.log_softmax(dim=-1) for logits in each]).logsumexp(dim=0) - math.log(len(each))
+        logits = self._logits(tokens)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if check:
+            refuse_nan(logits.amax(), tokens)  # a maximum of numbers with a NaN among them is NaN
+        return logits
 
-    def greedy_steps(self, tokens: Tensor, several: Several) -> Choice | None:
-        """Several calls of `next_logits` in one, behind prefixes (rows, t), each row going on with its most likely
-        token: what `topk.choose` gives of each, (rows, steps). There is none behind one in which a row ends: chooses
-        EOS, has nothing to choose, or has a NaN in its normalizer. None, and nothing done, where steps cannot be taken
-        in one call."""
-        step = self._steps[0]
-        if len(self._steps) > 1 or not isinstance(step, CachedStep):
-            return None
-        return step.greedy_steps(tokens, several)
+    def greedy(self, tokens: Tensor, most: int) -> Choice | None:
+        """Take several steps in one call, behind prefixes (rows, t), each row going on with its most likely token that
+        is not suppressed: what `topk.choose` gives of each, (rows, steps). At most `most`, and none behind one in which
+        a row ends: chooses EOS, has nothing to choose, or has a NaN in its normalizer. None, and nothing done, where
+        steps cannot be taken in one call."""
+        return None
 
-    def beam_steps(
-        self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, several: Several
-    ) -> BeamSteps | None:
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> BeamSteps | None:
         """The same for beams of which all `width` hypotheses are open, whose rows stand side by side: steps up to the
         first in which one of the best `width` continuations ends. The caller selects the rows of the last step alone,
         of its best `candidates` continuations."""
-        step = self._steps[0]
-        if len(self._steps) > 1 or not isinstance(step, CachedStep):
-            return None
-        return step.beam_steps(tokens, log_prob, width, candidates, several)
-
-    def span_logits(self, ids: Tensor, held: Tensor) -> Tensor:
-        """With `draft_tokens`: ids (rows, span) behind so many positions, held (rows,) -> fp32 logits of what follows
-        each, (rows, span, vocabulary). What an earlier call gave for later positions is no longer known."""
-        (step,) = self._steps
-        assert isinstance(step, CachedStep)  # __init__ refuses all others
-        return step.span_logits(ids, held)
-
-    def draft_logits(self, ids: Tensor, held: Tensor) -> Tensor:
-        """The same by the draft, behind the last id alone, (rows, 1, vocabulary)."""
-        assert self._draft is not None
-        return self._draft.span_logits(ids, held, newest=True)
-
-    def draft_steps(self, newest: Tensor, held: Tensor, several: Several) -> Tensor | None:
-        """(rows, steps) tokens that the draft chooses behind `newest` (rows,), as `greedy_steps` does."""
-        assert self._draft is not None
-        return self._draft.span_steps(newest, held, several)
-
-    def _draft_step(
-        self, form: Form, decoder: Decoder | None, memory: Tensor, mask: Tensor | None, config: GenerationConfig
-    ) -> CachedStep:
-        """The steps of the same decoder with int8 weights."""
-        reason = quantization.obstacle(form.model)
-        if len(self._forms) > 1:
-            reason = f"there are {len(self._forms)} models; expected one"
-        elif decoder is None:
-            reason = form.no_cache()
-        if reason is not None or decoder is None:
-            raise ValueError(f"draft_tokens={config.draft_tokens} cannot be: {reason}")
-        config = dataclasses.replace(config, draft_tokens=0, quantize="int8")
-        return CachedStep(decoder, form.out, memory, mask, config, rows=2 * memory.shape[0], spans=True)
-
-    @property
-    def attention(self) -> Tensor:
-        """(rows, S) fp32: the newest position's attention to the source, the mean of all heads of the last layer."""
-        return torch.stack([step.attention for step in self._steps]).mean(dim=0)
+        return None
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order (a row may be named several times: its continuations)."""
-        for step in self._steps:
-            step.select(rows)
-        if self._draft is not None:
-            self._draft.select(rows)
+        raise NotImplementedError
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Ensemble(Decoding):
+    """Several models, the mean of whose probabilities decides."""
+
+    def __init__(self, each: Sequence[Decoding]) -> None:
+        self._each = each
+
+    def next_logits(self, tokens: Tensor, *, check: bool = True) -> Tensor:
+        each = [one.next_logits(tokens, check=check) for one in self._each]
+        return torch.stack([logits.log_softmax(dim=-1) for logits in each]).logsumexp(dim=0) - math.log(len(each))
+
+    @property
+    def attention(self) -> Tensor:
+        return torch.stack([one.attention for one in self._each]).mean(dim=0)
+
+    def select(self, rows: Tensor) -> None:
+        for one in self._each:
+            one.select(rows)
+
+
+class CachedDecoding(Decoding):
+    """A model that computes the newest position only.
+
+    Args:
+        decoder, out: of the model.
+        memory: (B, S, d_model), the encoder's outputs.
+        request, config: of the call; there must be no obstacle to what the config says.
+        rows: how many rows there will be at most.
+        spans: steps are `span_logits`, of several positions of each sentence, which has one hypothesis.
+
+    Attributes:
+        draft: with `config.draft_tokens`, the same decoder with int8 weights.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        out: nn.Module,
+        memory: Tensor,
+        request: Request,
+        config: GenerationConfig,
+        *,
+        rows: int,
+        spans: bool = False,
+    ) -> None:
+        self.draft: CachedDecoding | None = None
+        if config.draft_tokens:
+            int8, spans = dataclasses.replace(config, draft_tokens=0, quantize="int8"), True
+            self.draft = CachedDecoding(decoder, out, memory, request, int8, rows=2 * len(memory), spans=True)
+        rows = max(rows * (config.draft_tokens + 1), len(memory))
+        rows = graphs.row_class(rows) if config.graph else rows
+        layout = WeightLayout(config.quantize, config.keep_weights)
+        self._decoder, self._out = (prepack(module, rows, layout) for module in (decoder, out))
+        self._cache: DecoderCache
+        self._graphs, self._fused = None, None
+        if config.graph:
+            self._cache = cache = graphs.StaticCache(self._decoder, memory, request.src_mask, rows=rows)
+            self._graphs = graphs.StepGraphs(cache)
+        else:
+            kind, most = (SpanCache, len(memory)) if spans else (DecoderCache, rows)
+            self._cache = kind(self._decoder, memory, request.src_mask, rows=most, record=config.reads_attention)
+            self._fused = fused_step(self._decoder, self._out, self._cache, request.eos, config)
+
+    def greedy(self, tokens: Tensor, most: int) -> Choice | None:
+        found = None if self._fused is None else self._fused.greedy(self._cache.enter(tokens[:, -1]), most)
+        if found is None:
+            return None
+        self._cache.stepped(found.token.shape[1])
+        return Choice(*map(self._cache.leave, found))
+
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> BeamSteps | None:
+        found = None if self._fused is None else self._fused.beam(tokens[:, -1], log_prob, width, candidates, most)
+        if found is not None:
+            self._cache.stepped(found.history.shape[1] + 1)
+        return found
+
+    @property
+    def attention(self) -> Tensor:
+        return self._cache.leave(self._cache.weights)
+
+    def select(self, rows: Tensor) -> None:
+        self._cache.select(rows.tolist())
+        if self.draft is not None:
+            self.draft.select(rows)
+
+    def span_logits(self, ids: Tensor, held: Tensor, *, newest: bool = False) -> Tensor:
+        """ids (sentences, span) behind so many positions, held (sentences,) -> (sentences, span, vocabulary) logits of
+        what follows each, or of what follows the newest alone. For `spans`. What an earlier call gave for later
+        positions is no longer known."""
+        assert isinstance(self._cache, SpanCache)
+        self._cache.hold(held, ids.shape[1])
+        hidden = self._hidden(ids.flatten()).unflatten(0, ids.shape)
+        return self._out(hidden[:, -1:] if newest else hidden)
+
+    def span_steps(self, newest: Tensor, held: Tensor, most: int) -> Tensor | None:
+        """The tokens of steps as `greedy` takes them, (sentences, steps), behind `newest` (sentences,), which stand
+        behind `held` positions."""
+        assert isinstance(self._cache, SpanCache)
+        self._cache.hold(held, 1)
+        found = None if self._fused is None else self._fused.greedy(newest, most)
+        if found is None:
+            return None
+        self._cache.hold(held, found.token.shape[1])  # `select` keeps what the last step has written: all of these
+        return found.token
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        newest = tokens[:, -1]
+        logits = self._step(newest) if self._graphs is None else self._graphs(self._step, newest)
+        self._cache.stepped()
+        return logits
+
+    def _step(self, newest: Tensor) -> Tensor:
+        return self._out(self._cache.leave(self._hidden(self._cache.enter(newest))))
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        """ids (rows,) in the order of the cache -> (rows, d_model)."""
+        hidden = None if self._fused is None else self._fused(ids)
+        return self._decoder(ids[:, None], None, None, None, cache=self._cache)[:, -1] if hidden is None else hidden
+
+
+class UncachedDecoding(Decoding):
+    """A model that runs over the whole prefix: any model, and the oracle of `CachedDecoding`."""
+
+    def __init__(self, form: Form, memory: Tensor, mask: Tensor | None, *, attention: bool = False) -> None:
+        self._reader = form.reader() if attention else None
+        if attention and self._reader is None:
+            raise ValueError(f"{type(form.model.decoder).__name__} has no layers whose attention could be read")
+        self._form, self._mask, self._memory = form, mask, memory
+        self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=memory.device)
+        self._sentence = torch.arange(memory.shape[0], device=memory.device)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if self._causal.shape[-1] < length:
+            # Grown by doubling: a slice of one mask serves every step.
+            grown = torch.ones(2 * length, 2 * length, dtype=torch.bool, device=tokens.device)
+            self._causal = grown.tril().unsqueeze(0)
+        causal = self._causal[:, :length, :length]
+        if self._reader is None:
+            hidden = self._form.decode(tokens, self._memory, self._mask, causal)
+        else:
+            attention, queries, keys = self._reader
+            with attention.register_forward_pre_hook(functools.partial(self._record, queries, keys)):
+                hidden = self._form.decode(tokens, self._memory, self._mask, causal)
+        return self._form.out(hidden[:, -1])
+
+    def _record(self, queries: nn.Module, keys: nn.Module, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        newest, memory = inputs[0][:, -1:], inputs[1]
+        q, k = (
+            linear(x).unflatten(-1, (module.h, -1)).transpose(1, 2) for linear, x in ((queries, newest), (keys, memory))
+        )
+        weights = ops.attention(q, k, k, layer_mask(self._mask), return_weights=True)[1]
+        self._weights = weights.float().mean(dim=1).squeeze(1)
+
+    @property
+    def attention(self) -> Tensor:
+        return self._weights
+
+    def select(self, rows: Tensor) -> None:
+        sentence = self._sentence[rows]
+        if torch.equal(sentence, self._sentence):
+            return  # Rows of one sentence share its memory.
+        self._sentence = sentence
+        self._memory = self._memory[rows]
+        self._mask = None if self._mask is None else self._mask[rows]
 
 
 def _encode(form: Form, src: Tensor, mask: Tensor | None) -> Tensor:

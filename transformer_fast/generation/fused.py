@@ -17,6 +17,7 @@ from ..layers import DecoderLayer, Embedder, LayerNorm, MultiHeadAttention, Norm
 from ..layers.hooks import is_plain
 from ..models import Decoder
 from .cache import DecoderCache
+from .config import GenerationConfig
 from .topk import Choice
 from .weights import DROPOUTS, EMBEDDINGS, StepFeedForward, StepLinear
 
@@ -42,16 +43,6 @@ class _Ends(NamedTuple):
     out: StepLinear
 
 
-class Several(NamedTuple):
-    """Steps that are to be taken in one call: at most so many, and none behind one in which a hypothesis may have ended
-    with `eos`. suppressed, renormalize: as for `topk.choose`."""
-
-    most: int
-    eos: int
-    suppressed: list[int]
-    renormalize: bool
-
-
 class BeamSteps(NamedTuple):
     """Several steps of beams, by their rows. history (rows, steps): the tokens of all but the last step, and origin
     (rows,) the row that each one was before them; reached (rows,): its log-probability. total, parent, token (units,
@@ -70,8 +61,10 @@ class BeamSteps(NamedTuple):
 class FusedStep:
     """Steps of a prepacked decoder with its cache; from `fused_step`."""
 
-    def __init__(self, decoder: Decoder, cache: DecoderCache, layers: list[_Layer], ends: _Ends | None) -> None:
-        self._decoder, self._cache, self._layers, self._ends = decoder, cache, layers, ends
+    def __init__(
+        self, decoder: Decoder, cache: DecoderCache, layers: list[_Layer], ends: _Ends | None, options: tuple[Any, ...]
+    ) -> None:
+        self._decoder, self._cache, self._layers, self._ends, self._options = decoder, cache, layers, ends, options
         self._operands_by_rows: dict[int, list[Tensor] | None] = {}
 
     def __call__(self, tokens: Tensor) -> Tensor | None:
@@ -84,22 +77,22 @@ class FusedStep:
         x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, offset, length=length).squeeze(1)
         return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, *state))
 
-    def greedy(self, tokens: Tensor, several: Several) -> Choice | None:
+    def greedy(self, tokens: Tensor, most: int) -> Choice | None:
         """(rows,) newest ids -> what each step chose, as `choose` gives it, (rows, steps); the last is the first in
         which a row ended: chose EOS, had nothing to choose, or shows a NaN. The cache has the keys and values of all
         steps then. None as above."""
-        given = self._of_several(tokens.shape[0], several)
+        given = self._of_several(tokens.shape[0], most)
         if given is None:
             return None
         ends, state = given
         token, best, normalizer = torch.ops.transformer_fast.greedy_steps(tokens, *ends, *state)
         return Choice(best, token, normalizer)
 
-    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, several: Several) -> BeamSteps | None:
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> BeamSteps | None:
         """The same for beams of which all hypotheses are open, (units * width,) rows in the caller's order, up to the
         first step in which one of the best `width` continuations may end; who continues whom is in the cache, but for
         the last step."""
-        given = self._of_several(tokens.shape[0], several, cells=True)
+        given = self._of_several(tokens.shape[0], most, cells=True)
         if given is None:
             return None
         ends, state = given
@@ -107,7 +100,7 @@ class FusedStep:
         return BeamSteps(*torch.ops.transformer_fast.beam_steps(tokens, *ends, *beams, *state))
 
     def _of_several(
-        self, rows: int, several: Several, *, cells: bool = False
+        self, rows: int, most: int, *, cells: bool = False
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         """Arguments of search_steps.cpp besides the tokens: parts around the layers, and `_state`. None as there."""
         ends = self._ends
@@ -115,10 +108,10 @@ class FusedStep:
         state = None if weight is None else self._state(rows, cells=cells)
         if ends is None or state is None:
             return None
-        several = several._replace(most=min(several.most, self._cache.room()))
-        table = ends.positions.table(self._cache.length + several.most)
+        most = min(most, self._cache.room())
+        table = ends.positions.table(self._cache.length + most)
         behind = *ends.norm, weight, ends.out.bias, ends.out.outputs
-        return (*several, ends.embedding, table, ends.scale, *behind), state
+        return (most, *self._options, ends.embedding, table, ends.scale, *behind), state
 
     def _state(self, rows: int, *, cells: bool = False) -> tuple[Any, ...] | None:
         """Arguments of decoder_step besides the rows, which have room in the cache then; None where the modules are
@@ -152,7 +145,9 @@ class FusedStep:
         return operands
 
 
-def fused_step(decoder: nn.Module, out: nn.Module, cache: DecoderCache) -> FusedStep | None:
+def fused_step(
+    decoder: nn.Module, out: nn.Module, cache: DecoderCache, eos: int, config: GenerationConfig
+) -> FusedStep | None:
     """The fused steps of a prepacked decoder and what makes logits of its rows, or None where its modules must be
     called."""
     device, dtype = cache.cross.device, cache.cross.dtype
@@ -163,7 +158,8 @@ def fused_step(decoder: nn.Module, out: nn.Module, cache: DecoderCache) -> Fused
     layers = [_layer(layer, known.own.project) for layer, known in zip(decoder.layers, cache.layers, strict=True)]
     if None in layers or len({layer.options for layer in layers}) != 1:
         return None
-    return FusedStep(decoder, cache, layers, _ends(decoder, out, layers))
+    options = eos, sorted({*config.suppress}), config.renormalize
+    return FusedStep(decoder, cache, layers, _ends(decoder, out, layers), options)
 
 
 def _layer(layer: nn.Module, project: object) -> _Layer | None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from .beam import Search
 from .config import GenerationConfig, Span
-from .decoding import Hypothesis, Request, check_request, evaluating
+from .decoding import evaluating
 from .forms import form_of
 from .greedy import GreedySearch
+from .request import Hypothesis, Request, check_request
 from .rules import Rules
 from .search import SearchState
 from .speculative import SpeculativeSearch

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Hypothesis, Lengths, Request, check_request, evaluating, refuse_nan
+from .decoding import evaluating, refuse_nan
+from .request import Hypothesis, Lengths, Request, check_request
 from .rules import Rules
 from .sampling import Sampler
 from .scores import scored_hypothesis
@@ -132,8 +133,8 @@ class GreedySearch(SearchState):
 
     def _choose_several(self) -> Choice | None:
         """Run as many fused steps as possible: `_choose` of each, (rows, steps). None if unsupported."""
-        several = self._several() if self._attention is None else None
-        found = None if several is None else self.decoding.greedy_steps(self.tokens, several)
+        most = self._most_steps() if self._attention is None else 0
+        found = self.decoding.greedy(self.tokens, most) if most else None
         if found is not None:
             refuse_nan(found.normalizer[:, -1], torch.cat([self.tokens, found.token[:, :-1]], dim=1))
         return found

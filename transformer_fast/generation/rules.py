@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import GenerationConfig
-from .decoding import Request
+from .request import Request
 
 
 class Rules:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import GenerationConfig
-from .decoding import Hypothesis, Request
+from .request import Hypothesis, Request
 
 Length = TypeVar("Length", float, Tensor)
 

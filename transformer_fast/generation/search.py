@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Decoding, Hypothesis, Request, refuse_nan
-from .fused import Several
+from .decoding import refuse_nan, start
+from .request import Hypothesis, Request
 from .rules import Rules
 from .topk import Choice, best_tokens, choose, log_normalizer
 
@@ -24,7 +24,7 @@ class SearchState:
     """The sentences of a search, their open hypotheses and their answers. To be used within `evaluating`.
 
     Args:
-        models: whose probabilities decide, see `Decoding`.
+        models: whose probabilities decide, see `decoding.start`.
         request, config, rules: the batch, the options, and which tokens they allow.
         rows: the most rows per sentence.
 
@@ -40,7 +40,7 @@ class SearchState:
     ) -> None:
         batch, device = request.src.shape[0], request.src.device
         self.request, self.config, self.rules = request, config, rules
-        self.decoding = Decoding(models, request, config, rows=batch * rows)
+        self.decoding = start(models, request, config, rows=batch * rows)
         self.tokens = torch.full((batch, 1), request.bos, device=device)
         self.log_prob = torch.zeros(batch, device=device)
         self.start = torch.zeros(batch, dtype=torch.long, device=device)
@@ -74,14 +74,11 @@ class SearchState:
         allowed, probable = rules.apply(logits, tokens, self.sentences(), self.start)
         return Choice(*best_tokens(allowed, k), log_normalizer(probable))
 
-    def _several(self) -> Several | None:
-        """Options of a call of several steps, as far as rules and limits allow it; None for no such call."""
+    def _most_steps(self) -> int:
+        """Steps that one call may take, as far as rules and limits allow it; 0 for no such call."""
         width = self.tokens.shape[1]
         most = self.rules.plain_steps(width, MOST_STEPS)
-        if not most:
-            return None
-        left = int(self.limits[self.sentences()].min()) + 1 - width
-        return Several(min(most, left), self.request.eos, self.rules.suppressed, self.config.renormalize)
+        return min(most, int(self.limits[self.sentences()].min()) + 1 - width) if most else 0
 
     def answers(self, sentence: int) -> list[Hypothesis]:
         """The `n_best` hypotheses found for a sentence, the best first."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Hypothesis, Request, refuse_nan
-from .fused import Several
+from .decoding import CachedDecoding, refuse_nan
+from .request import Hypothesis, Request
 from .rules import Rules
 from .scores import scored_hypothesis
 from .search import SearchState
@@ -40,6 +40,9 @@ class SpeculativeSearch(SearchState):
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
         super().__init__(models, request, config, rules, rows=1)
+        model = self.decoding
+        assert isinstance(model, CachedDecoding) and model.draft is not None  # `start` refuses all others
+        self._model, self._draft = model, model.draft
         self._open = [Answer(sentence, [request.bos]) for sentence in range(len(self.found))]
 
     def sentences(self) -> Tensor:
@@ -54,7 +57,7 @@ class SpeculativeSearch(SearchState):
         count = min(self.config.draft_tokens, left - 1)  # behind the end of all answers there is nothing to draft
         tokens = self._with_drafts(count)
         held = torch.tensor([len(answer.tokens) - 1 for answer in self._open])
-        best, token, normalizer = self._choose_each(self.decoding.span_logits(tokens[:, -count - 1 :], held), tokens)
+        best, token, normalizer = self._choose_each(self._model.span_logits(tokens[:, -count - 1 :], held), tokens)
         best = best.squeeze(2)
         # -inf where every token is impossible: the answer ends there, without a last token.
         log_prob = torch.where((best == -torch.inf) & ~normalizer.isnan(), -torch.inf, best - normalizer).tolist()
@@ -101,7 +104,7 @@ class SpeculativeSearch(SearchState):
             held = lengths + drafted - unread
             several = self._draft_several(tokens, held, count - drafted) if unread == 1 else None
             if several is None:
-                logits = self.decoding.draft_logits(tokens[:, -unread:], held)
+                logits = self._draft.span_logits(tokens[:, -unread:], held, newest=True)
                 several = self._choose_each(logits, tokens).token.squeeze(2)
             tokens, unread = torch.cat([tokens, several], dim=1), 1
         return tokens
@@ -110,8 +113,7 @@ class SpeculativeSearch(SearchState):
         """(rows, steps) tokens that the draft chooses behind `tokens`, at most so many; None where it cannot take
         several steps at once."""
         most = self.rules.plain_steps(tokens.shape[1], most)
-        several = Several(most, self.request.eos, self.rules.suppressed, self.config.renormalize)
-        return self.decoding.draft_steps(tokens[:, -1], held, several) if most else None
+        return self._draft.span_steps(tokens[:, -1], held, most) if most else None
 
     def _choose_each(self, logits: Tensor, tokens: Tensor) -> Choice:
         """logits (rows, span, vocabulary) behind each of the last tokens -> the most likely next tokens by the rules,

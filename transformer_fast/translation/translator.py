@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..generation import GenerationConfig, Hypothesis, generate
-from ..generation.decoding import pad_sources
 from ..generation.generate import length_obstacle, models_obstacle
+from ..generation.request import pad_sources
 from .errors import ConfigError
 from .pair_tokenizer import PairTokenizer
 from .parts import SPACE, Part, parts_of
