@@ -220,7 +220,7 @@ class Wheel(bdist_wheel):
 UNITS = {
     "attention": (
         *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager", "ops/attention_weights"),
-        *("ops/decoder_step", "ops/multihead", "triton/launch_attention", "triton/launch_cache"),
+        *("ops/decoder_session", "ops/multihead", "triton/launch_attention", "triton/launch_cache"),
     ),
     "rows": (
         *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/linear"),

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import transformer_fast as tfast
 from transformer_fast import extension
-from transformer_fast.generation import decoding, fused, weights
+from transformer_fast.generation import decoding, weights
 from transformer_fast.reference import layers as reference
 
 VOCAB, PAD, BOS, EOS = 8000, 0, 2, 3
@@ -156,9 +156,9 @@ def make_timed_side(name: str, case: Case, device: str, threads: int | None = No
 def leave_out(path: str) -> None:
     """Switch a path of PATHS off in this process, unless an option of the config does that."""
     if path == "several steps in a call":
-        fused.FusedStep._of_several = lambda *_, **__: None
+        decoding.CachedDecoding.greedy = decoding.CachedDecoding.beam = lambda *_: None
     elif path == "fused steps":
-        decoding.fused_step = lambda *_: None
+        decoding.new_session = lambda *_: None
     elif path == "packed weights":
         weights.StepLinear.operand = lambda *_: None
 

@@ -31,7 +31,7 @@ from transformer_fast.generation.weights import QuantizedLinear, WeightLayout
 from transformer_fast.ops import linear
 
 KINDS = {
-    "layers in one call": ("decoder_step",),
+    "layers in one call": ("DecoderSession",),
     "products": ("linear", "addmm", "aten::mm", "matmul", "aten::mv", "addmv", "aten::bmm"),
     "weights rearranged": ("pack_step_weight", "pack_quantized_weight", "_reorder_linear_weight"),
     "attention": ("attention",),
@@ -43,7 +43,7 @@ KINDS = {
     "norms": ("norm",),
 }
 """A kind of work and what names of ops have in them; the first that fits counts, so rearranging is asked first. Layers
-in one call are products, attention and norms of all layers together (generation/fused.py)."""
+in one call are products, attention and norms of all layers together (generation/session.py)."""
 SIDES = ("ours", "ours int8", "Marian", "CTranslate2", "CTranslate2 int8")
 
 

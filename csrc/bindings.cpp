@@ -1,5 +1,5 @@
 // The Python module transformer_fast._C. Loading it registers every op in torch.ops.transformer_fast; what it gives to
-// Python itself is the ops' eager fast path (ops/eager.h).
+// Python itself is the ops' eager fast path (ops/eager.h) and decoding (ops/decoder_session.h).
 //
 // Each op stands in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/triton. Those
 // of cpu/ are libraries of their own, one for each instruction set, of which load_kernels() takes one.
@@ -9,6 +9,7 @@
 #include "build_config.h"
 #include "cpu/attention/attention_params.h"
 #include "instruction_set.h"
+#include "ops/decoder_session.h"
 #include "ops/eager.h"
 #include "ops/linear.h"
 #include "triton/launch_cache.h"
@@ -57,5 +58,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("add_positional", &eager::add_positional);
   m.def("draw_seed", &eager::draw_seed);
   m.def("draw_number", &eager::draw_number);
+  transformer_fast::bind_decoder_session(m);
   transformer_fast::bind_launch_cache(m);
 }

@@ -10,7 +10,7 @@ from torch import nn
 from transformer_fast import GenerationConfig, extension, greedy
 from transformer_fast.generation.beam import Search
 from transformer_fast.generation.cache import DecoderCache, assign_slots, move_rows
-from transformer_fast.generation.fused import FusedStep
+from transformer_fast.generation.session import Session
 from transformer_fast.testing import assert_as_exact_as_eager
 
 
@@ -43,7 +43,7 @@ def test_a_cache_is_free_when_its_call_ends(options):
     gc.disable()
     try:
         answers(tiny(), batch(), max_length=5, **options)
-        assert not {DecoderCache, FusedStep, Search} & {type(thing) for thing in gc.get_objects()}
+        assert not {DecoderCache, Session, Search} & {type(thing) for thing in gc.get_objects()}
     finally:
         gc.enable()
 

@@ -141,7 +141,7 @@ def test_tokens_are_those_of_the_model_s_own_loop(seed: int, change: str) -> Non
 def test_a_step_of_the_accelerated_model_is_one_call_of_the_extension() -> None:
     if not extension.load():
         pytest.skip("needs the extension")
-    assert steps(accelerated())._fused is not None
+    assert steps(accelerated())._session is not None
 
 
 def test_beams_scores_and_alignments_with_and_without_a_cache() -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformer_fast as tfast
 from transformer_fast import extension
 from transformer_fast.generation import weights
-from transformer_fast.generation.fused import FusedStep
+from transformer_fast.generation.session import Session
 from transformer_fast.layers import DecoderLayer
 from transformer_fast.layers.norm import make_norm
 from transformer_fast.testing import assert_as_exact_as_eager
@@ -67,17 +67,17 @@ def test_positions_are_found_in_the_slots_that_wrote_them(monkeypatch: pytest.Mo
     src = torch.randint(2, VOCAB, (3, 6), generator=generator)
     lengths, rows = torch.tensor([6, 2, 4]), 12
     in_slots: list[bool] = []
-    call = FusedStep.__call__
+    prepare = Session.prepare
 
-    def sometimes(self: FusedStep, tokens: torch.Tensor) -> torch.Tensor | None:
+    def sometimes(self: Session, *given: int, **options: bool) -> object:
         in_slots.append(self._cache._cells is None)
-        return None if len(in_slots) % 23 == 0 else call(self, tokens)
+        return None if len(in_slots) % 23 == 0 else prepare(self, *given, **options)
 
     with torch.inference_mode():
         exact, ours = (decoding(model, (src, lengths), rows) for model in models[:2])
         with by_modules():
             modules = decoding(models[2], (src, lengths), rows)
-        monkeypatch.setattr(FusedStep, "__call__", sometimes)
+        monkeypatch.setattr(Session, "prepare", sometimes)
         tokens = torch.full((3, 1), BOS)
         for step in range(180):
             got, eager, expected = (one.next_logits(tokens) for one in (ours, modules, exact))

@@ -16,13 +16,13 @@ from torch import nn
 import transformer_fast as tfast
 from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation import search
-from transformer_fast.generation.fused import FusedStep
+from transformer_fast.generation.decoding import CachedDecoding
 from transformer_fast.layers import Embedder
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many steps each call of an op took."""
+    """How many steps each call of the session took."""
     steps: list[int] = []
 
     def counted(taken: Callable, count: Callable[[Any], int]) -> Callable:
@@ -34,8 +34,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
         return call
 
-    monkeypatch.setattr(FusedStep, "greedy", counted(FusedStep.greedy, lambda found: found.token.shape[1]))
-    monkeypatch.setattr(FusedStep, "beam", counted(FusedStep.beam, lambda found: found.history.shape[1] + 1))
+    greedy, beam = CachedDecoding.greedy, CachedDecoding.beam
+    monkeypatch.setattr(CachedDecoding, "greedy", counted(greedy, lambda found: found.token.shape[1]))
+    monkeypatch.setattr(CachedDecoding, "beam", counted(beam, lambda found: found.history.shape[1] + 1))
     return steps
 
 

@@ -123,8 +123,8 @@ def test_a_step_of_several_positions_is_as_exact_as_the_modules(form: dict) -> N
     with torch.inference_mode():
         memories = [model.encoder(src, mask[:, None]) for model in models]
         exact, ours, modules = map(step_of, models, memories)
-        assert ours._fused is not None and exact._fused is None
-        modules._fused = None
+        assert ours._session is not None and exact._session is None
+        modules._session = None
         held, kept = torch.zeros(4, dtype=torch.long), torch.arange(4)
         while int(held.max()) < 130:
             span = int(torch.randint(1, 7, (), generator=generator))

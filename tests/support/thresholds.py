@@ -229,7 +229,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     # decoding
     "csrc/cpu/generation/quantized_linear.cpp:kBlock": step_linear,
     "csrc/cpu/generation/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
-    "csrc/ops/search_steps.cpp:kLogitRows": lambda n: generated(n, 4),
+    "csrc/ops/decoder_session.cpp:kLogitRows": lambda n: generated(n, 4),
     "transformer_fast/generation/decoding.py:ENCODED_TOKENS": lambda n: generated(4, 3, scaled(n, 4)),
     "transformer_fast/generation/search.py:MOST_STEPS": lambda n: generated(3, n),
     "transformer_fast/generation/sampling.py:STEPS_AHEAD": drawn,

@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 import safetensors.torch
 from marian_folders import BASE, TEXT, answers, load, write_marian
 
-from transformer_fast.generation import Hypothesis, fused, generate
+from transformer_fast.generation import Hypothesis, generate
+from transformer_fast.generation.session import Session
 from transformer_fast.translation import Trained, load_trained
 from transformer_fast.translation.checkpoints import import_marian
 from transformer_fast.translation.translator import Translator
@@ -64,15 +65,15 @@ def opus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
 def fused_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A step that is not the fused one fails; returns the rows of each call, which takes one step or several."""
     calls: list[int] = []
-    state_of = fused.FusedStep._state
+    prepare = Session.prepare
 
-    def called(self: fused.FusedStep, rows: int, **options: bool) -> object:
-        state = state_of(self, rows, **options)
-        assert state is not None, "the step needs the modules"
+    def called(self: Session, rows: int, *steps: int, **options: bool) -> object:
+        session = prepare(self, rows, *steps, **options)
+        assert session is not None, "the step needs the modules"
         calls.append(rows)
-        return state
+        return session
 
-    monkeypatch.setattr(fused.FusedStep, "_state", called)
+    monkeypatch.setattr(Session, "prepare", called)
     return calls
 
 

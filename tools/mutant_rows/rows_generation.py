@@ -237,7 +237,7 @@ ROWS = (
     Fault(
         name="drafts of sentences that go on lose their keys when others end",
         path=PACKAGE + "decoding.py",
-        old="        self._cache.hold(held, found.token.shape[1])",
+        old="        self._cache.hold(held, tokens.shape[1])",
         new="",
         tests=SPECULATIVE,
     ),

@@ -105,10 +105,6 @@ class DecoderCache:
                 move_rows(self._states, moves, self.length)
         self._slots_changed()
 
-    def room(self) -> int:
-        """Return how many further positions have room; at least one after `own_in_cells`."""
-        return 0 if self._states is None else self._states.shape[4] - self.length
-
     def stepped(self, steps: int = 1) -> None:
         """Every row holds so many positions more."""
         self.length += steps

@@ -1,7 +1,7 @@
 """Decoding: the open hypotheses of a batch, one a row, and the model that continues them.
 
 `UncachedDecoding` runs the decoder over the whole prefix. `CachedDecoding` runs it over the newest position; on a CPU
-all its layers are one call where that computes the same (`fused.py`), and on a GPU CUDA graphs can replay it
+all its layers are one call where that computes the same (`session.py`), and on a GPU CUDA graphs can replay it
 (`graphs.py`). `Ensemble` has several models. The searches tell them which rows go on (`select`).
 """
 
@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ from . import graphs, quantization
 from .cache import DecoderCache, as_lengths
 from .config import GenerationConfig
 from .forms import Form, form_of
-from .fused import BeamSteps, fused_step
 from .request import Request
+from .session import new_session
 from .span_cache import SpanCache
 from .topk import Choice
 from .weights import WeightLayout, prepack
@@ -70,8 +71,7 @@ def _start_one(form: Form, request: Request, config: GenerationConfig, rows: int
         raise ValueError(f"graph=True cannot be: {reason}")
     if config.quantize and decoder is None:
         raise ValueError(f"quantize={config.quantize!r} cannot be: {form.no_cache()}")
-    reason = form.no_cache() if decoder is None else quantization.obstacle(form.model)
-    if config.draft_tokens and reason:
+    if config.draft_tokens and (reason := form.no_cache() if decoder is None else quantization.obstacle(form.model)):
         raise ValueError(f"draft_tokens={config.draft_tokens} cannot be: {reason}")
     if decoder is None:
         return UncachedDecoding(form, memory, mask, attention=attention)
@@ -107,10 +107,10 @@ class Decoding:
         steps cannot be taken in one call."""
         return None
 
-    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> BeamSteps | None:
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> Any | None:
         """The same for beams of which all `width` hypotheses are open, whose rows stand side by side: steps up to the
         first in which one of the best `width` continuations ends. The caller selects the rows of the last step alone,
-        of its best `candidates` continuations."""
+        of its best `candidates` continuations. Returns the `BeamSteps` of csrc/ops/decoder_session.cpp."""
         return None
 
     def select(self, rows: Tensor) -> None:
@@ -174,26 +174,29 @@ class CachedDecoding(Decoding):
         layout = WeightLayout(config.quantize, config.keep_weights)
         self._decoder, self._out = (prepack(module, rows, layout) for module in (decoder, out))
         self._cache: DecoderCache
-        self._graphs, self._fused = None, None
+        self._graphs, self._session = None, None
         if config.graph:
             self._cache = cache = graphs.StaticCache(self._decoder, memory, request.src_mask, rows=rows)
             self._graphs = graphs.StepGraphs(cache)
         else:
             kind, most = (SpanCache, len(memory)) if spans else (DecoderCache, rows)
             self._cache = kind(self._decoder, memory, request.src_mask, rows=most, record=config.reads_attention)
-            self._fused = fused_step(self._decoder, self._out, self._cache, request.eos, config)
+            self._session = new_session(self._decoder, self._out, self._cache, request.eos, config)
 
     def greedy(self, tokens: Tensor, most: int) -> Choice | None:
-        found = None if self._fused is None else self._fused.greedy(self._cache.enter(tokens[:, -1]), most)
-        if found is None:
+        session, cache = self._prepared(len(tokens), most), self._cache
+        if session is None:
             return None
-        self._cache.stepped(found.token.shape[1])
-        return Choice(*map(self._cache.leave, found))
+        found = session.greedy(cache.enter(tokens[:, -1]), most)
+        cache.stepped(found.token.shape[1])
+        return Choice(cache.leave(found.best), cache.leave(found.token), cache.leave(found.normalizer))
 
-    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> BeamSteps | None:
-        found = None if self._fused is None else self._fused.beam(tokens[:, -1], log_prob, width, candidates, most)
-        if found is not None:
-            self._cache.stepped(found.history.shape[1] + 1)
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> Any | None:
+        session, cache = self._prepared(len(tokens), most, cells=True), self._cache
+        if session is None:
+            return None
+        found = session.beam(tokens[:, -1], log_prob, cache.places(), width, candidates, most)
+        cache.stepped(found.history.shape[1] + 1)
         return found
 
     @property
@@ -219,11 +222,16 @@ class CachedDecoding(Decoding):
         behind `held` positions."""
         assert isinstance(self._cache, SpanCache)
         self._cache.hold(held, 1)
-        found = None if self._fused is None else self._fused.greedy(newest, most)
-        if found is None:
+        session = self._prepared(len(newest), most)
+        if session is None:
             return None
-        self._cache.hold(held, found.token.shape[1])  # `select` keeps what the last step has written: all of these
-        return found.token
+        tokens = session.greedy(newest, most).token
+        self._cache.hold(held, tokens.shape[1])  # `select` keeps what the last step has written: all of these
+        return tokens
+
+    def _prepared(self, rows: int, steps: int = 0, *, cells: bool = False) -> Any | None:
+        """As `Session.prepare`; None also where there is no session."""
+        return None if self._session is None else self._session.prepare(rows, steps, cells=cells)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         newest = tokens[:, -1]
@@ -236,8 +244,10 @@ class CachedDecoding(Decoding):
 
     def _hidden(self, ids: Tensor) -> Tensor:
         """ids (rows,) in the order of the cache -> (rows, d_model)."""
-        hidden = None if self._fused is None else self._fused(ids)
-        return self._decoder(ids[:, None], None, None, None, cache=self._cache)[:, -1] if hidden is None else hidden
+        session = self._prepared(len(ids))
+        if session is None:
+            return self._decoder(ids[:, None], None, None, None, cache=self._cache)[:, -1]
+        return self._decoder.norm(session.step(ids))
 
 
 class UncachedDecoding(Decoding):

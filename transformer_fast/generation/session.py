@@ -1,0 +1,180 @@
+"""Cached steps with all layers in one call of the C++ extension, and several steps of a search in one:
+`DecoderSession` of `csrc/ops/decoder_session.cpp`, and where it may stand for the modules of a decoder.
+
+Some hundred calls of small ops a step are a fifth of it on one thread of a CPU, and more on two, since nothing runs
+beside them. Taken only where it is sure to compute what the modules would; they are its oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import backends, extension
+from ..layers import DecoderLayer, LayerNorm, Norm, PositionalEncoder, RMSNorm
+from ..layers.hooks import is_plain
+from .cache import DecoderCache
+from .config import GenerationConfig
+from .weights import DROPOUTS, StepFeedForward, StepLinear
+
+_KINDS: dict[type[nn.Module], str] = {Norm: "std", LayerNorm: "layer", RMSNorm: "rms"}
+"""By the class of a norm, the kind of the op that it calls."""
+
+
+class _Layer(NamedTuple):
+    """A decoder layer in the order of `Part` in decoder_session.cpp, and what must be the same in all layers."""
+
+    norms: list[Tensor]  # weight and bias of each; RMSNorm has an empty bias
+    linears: list[StepLinear]
+    options: tuple[bool, str, float, str]  # norm_first, kind of the norms, eps, activation
+
+
+class _End(NamedTuple):
+    """Parts behind the last layer: parameters of a norm, or None, and the linear layer that makes logits."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    out: StepLinear
+
+
+class Session:
+    """A `DecoderSession` for a prepacked decoder with its cache; from `new_session`."""
+
+    def __init__(
+        self,
+        native: Any,
+        cache: DecoderCache,
+        layers: list[_Layer],
+        positions: PositionalEncoder,
+        end: _End | None,
+    ) -> None:
+        self._native, self._cache, self._layers, self._positions, self._end = native, cache, layers, positions, end
+        self._rows, self._takes_rows = 0, False
+
+    def prepare(self, rows: int, steps: int = 0, *, cells: bool = False) -> Any | None:
+        """The `DecoderSession`, ready for so many rows, with room in the cache for a step at least.
+
+        steps: how many a call of `greedy` or `beam` may take; 0 for `step`. None where the modules are needed, where
+        there are steps and no end by which they could choose tokens, or with `cells` where there is no table of them.
+        """
+        cache = self._cache
+        general_mask = cache.source_mask is not None and cache.source_lengths is None
+        if general_mask or torch.is_autocast_enabled("cpu") or (steps > 0 and self._end is None):
+            return None
+        if rows != self._rows:
+            self._rows, self._takes_rows = rows, self._set_weights(rows)
+        if not self._takes_rows:
+            return None
+        own, table = cache.own_in_cells(rows, always=cells)
+        if cells and table is None:
+            return None
+        slots, entries, _ = cache.grid or (None, None, 0)
+        self._native.set_cache(
+            own=own,
+            cross=cache.cross,
+            positions=self._positions.table(cache.length + max(cache.span, steps)),
+            length=cache.length,
+            lengths=cache.keys(),
+            cells=table,
+            source_lengths=cache.source_lengths,
+            row_of_slot=slots,
+            slot_of_row=entries,
+        )
+        return self._native
+
+    def _set_weights(self, rows: int) -> bool:
+        """Set the weights as so many rows are multiplied with them. Returns False where modules must do that."""
+        tensors = []
+        for layer in self._layers:
+            tensors += layer.norms
+            for linear in layer.linears:
+                weight = linear.operand(rows)
+                if weight is None:
+                    return False
+                tensors += [weight, linear.bias]
+        if self._end is not None:
+            norm_weight, norm_bias, out = self._end
+            weight = out.operand(rows)
+            if weight is None:
+                return False
+            self._native.set_end(
+                norm_weight=norm_weight,
+                norm_bias=norm_bias,
+                out=weight,
+                out_bias=out.bias,
+                vocabulary=out.outputs,
+            )
+        self._native.set_layers(tensors)
+        return True
+
+
+def new_session(
+    decoder: nn.Module, out: nn.Module, cache: DecoderCache, eos: int, config: GenerationConfig
+) -> Session | None:
+    """The session of a prepacked decoder that takes a cache and what makes logits of its rows, or None where its
+    modules must be called. eos, config: which tokens it may choose, and where it stops."""
+    device, dtype, embed = cache.cross.device, cache.cross.dtype, decoder.embed
+    if (device.type, dtype, embed.lut.weight.dtype) != ("cpu", torch.float32, torch.float32) or cache.record:
+        return None
+    if not extension.load() or backends.choose("attention", device, dtype)[0] != "native":
+        return None
+    layers = [_layer(layer, known.own.project) for layer, known in zip(decoder.layers, cache.layers, strict=True)]
+    if None in layers or len({layer.options for layer in layers}) != 1:
+        return None
+    norm_first, kind, eps, activation = layers[0].options
+    native = extension.module().DecoderSession(
+        embedding=embed.lut.weight,
+        scale=embed.scale,
+        norm_first=norm_first,
+        norm=kind,
+        eps=eps,
+        activation=activation,
+        eos=eos,
+        suppressed=sorted({*config.suppress}),
+        renormalize=config.renormalize,
+    )
+    return Session(native, cache, layers, decoder.pe, _end(decoder.norm, out, kind, eps))
+
+
+def _layer(layer: DecoderLayer, project: object) -> _Layer | None:
+    """The parts of a decoder layer; None for one that is not made of plain modules in fp32."""
+    if not isinstance(layer.ff, StepFeedForward):
+        return None
+    norms = layer.norm_1, layer.norm_2, layer.norm_3
+    if not all(is_plain(norm, *_KINDS) for norm in norms) or len({(type(n), n.eps) for n in norms}) != 1:
+        return None
+    linears = [project, layer.attn_1.out, layer.attn_2.q_linear, layer.attn_2.out, layer.ff.linear_1, layer.ff.linear_2]
+    if not all(is_plain(one, *DROPOUTS) for one in (layer.dropout_1, layer.dropout_2, layer.dropout_3)):
+        return None
+    if not all(isinstance(linear, StepLinear) for linear in linears):
+        return None
+    tensors = [t for norm in norms for t in _parameters(norm)]
+    if any(t is None or t.dtype != torch.float32 for t in (*tensors, *(linear.bias for linear in linears))):
+        return None
+    kind = _KINDS[type(layer.norm_1)]
+    return _Layer(tensors, linears, (layer.norm_first, kind, _eps(layer.norm_1), layer.ff.activation))
+
+
+def _end(norm: nn.Module, out: nn.Module, kind: str, eps: float) -> _End | None:
+    """The last norm and `out`; None if one is no plain module in fp32, or the norm another one than the layers'."""
+    if not isinstance(out, StepLinear):
+        return None
+    if is_plain(norm, nn.Identity):
+        return _End(None, None, out)
+    if not is_plain(norm, *_KINDS) or (_KINDS[type(norm)], _eps(norm)) != (kind, eps):
+        return None
+    parameters = _parameters(norm)
+    return None if any(t is None or t.dtype != torch.float32 for t in parameters) else _End(*parameters, out)
+
+
+def _eps(norm: Norm | LayerNorm | RMSNorm) -> float:
+    return torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # as nn.RMSNorm has it
+
+
+def _parameters(norm: Norm | LayerNorm | RMSNorm) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias of a norm, as `_Layer` has them."""
+    if isinstance(norm, RMSNorm):
+        return norm.weight, torch.empty(0)
+    return norm.alpha if isinstance(norm, Norm) else norm.weight, norm.bias
