@@ -224,7 +224,7 @@ UNITS = {
     ),
     "rows": (
         *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/linear"),
-        *("ops/norm", "ops/search_steps", "ops/seed"),
+        *("ops/norm", "ops/seed"),
     ),
     "module": ("bindings", "instruction_set"),
 }

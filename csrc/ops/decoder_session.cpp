@@ -321,7 +321,7 @@ class DecoderSession {
     const AttentionForward<float, float> call{p,
                                               {out.mutable_data_ptr<float>(), {p.Lq * d, p.D, d, 1}},
                                               {logsumexp.mutable_data_ptr<float>(), {p.H * p.Lq, p.Lq, 1, 1}}};
-    kernels().of<float>().attention_forward(call);
+    kernels().of<float>().attention_forward({&call, 1});
     return out;
   }
 
