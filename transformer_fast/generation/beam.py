@@ -135,8 +135,10 @@ class Search(SearchState):
     def _all_go_on(self, total: Tensor, token: Tensor, last: Tensor) -> bool:
         """Return True if all units keep all slots, so that there is nothing to record or decide. last (units,): True
         where answers may not be longer."""
+        if total.shape[1] != self.width:
+            return False
         stop = (token == self.request.eos) | (total == -torch.inf) | (last | (self.finished > 0))[:, None]
-        return total.shape[1] == self.width and not bool(stop.any())
+        return not bool(stop.any())
 
     def _of_units(self, sentences: Tensor) -> Tensor:
         """Values per sentence repeated per unit, (sentences,) -> (units,)."""
@@ -154,8 +156,10 @@ class Search(SearchState):
 
     def _has_slot(self, total: Tensor, finished: Tensor) -> Tensor:
         """(units, candidates) bool: those that may be. A slot that closed stays closed, and -inf is no hypothesis."""
+        if self.keeps_slots:
+            return total > -torch.inf
         slots = max(self.quota, self.width) - finished
-        return (total > -torch.inf) & (torch.arange(total.shape[1], device=total.device) < slots[:, None])
+        return (total > -torch.inf) & (torch.arange(self.width, device=total.device) < slots[:, None])
 
     def _after_several(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Run as many fused steps as possible, and return the last one's `_best_continuations`; None if unsupported."""
