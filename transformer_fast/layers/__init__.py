@@ -1,8 +1,8 @@
-"""Drop-in layers: the classes of :mod:`transformer_fast.reference.layers`, on the fused ops; and ``RMSNorm``,
-which stands for ``torch.nn``'s.
+"""Drop-in layers: the classes of :mod:`transformer_fast.reference.layers` on the fused ops, and ``RMSNorm``, a
+replacement of ``torch.nn.RMSNorm``.
 
-Names, constructors, state-dict keys, outputs and gradients are the reference's, so
-``fast.load_state_dict(reference.state_dict())`` works, and the other way round.
+Names, constructors, state-dict keys, outputs and gradients are those of the reference. A state dict of either class
+loads into the other.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from .feed_forward import FeedForward
 from .linear import Linear
 from .norm import LayerNorm, Norm, RMSNorm
 
-# models/ imports the layers, so the root of the package sets these.
+# models/ imports the layers, so the package's __init__ assigns these three names.
 Decoder: Any
 """The class :class:`transformer_fast.models.Decoder`."""
 Encoder: Any

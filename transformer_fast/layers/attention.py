@@ -15,15 +15,16 @@ from .dropout import fused_p
 from .linear import apply_linear
 
 LayerMask = Tensor | AttentionMask | PackedMask | None
-"""What a layer takes for a mask: a keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int; an AttentionMask; a PackedMask,
-which says that its inputs are packed tokens (T, d_model); or None."""
+"""Mask argument of a layer: a keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int; an AttentionMask; a PackedMask for
+packed inputs (T, d_model); or None."""
 
 
 class KeyValues(Protocol):
-    """Keys and values that an attention module need not compute again: a part of a generation cache."""
+    """Cached keys and values of one attention module: a part of a generation cache."""
 
     def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        """x (rows, 1, d_model), what the newest queries are made of -> the heads' outputs (rows, 1, d_model)."""
+        """Attend from x (rows, 1, d_model), the newest position, to the cache -> outputs of the heads (rows, 1,
+        d_model)."""
 
 
 @overload
@@ -31,12 +32,12 @@ def layer_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | None: ...
 @overload
 def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None: ...
 def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None:
-    """A layer's mask in normal form: keep masks (B, 1, Lk) and (B, Lq, Lk) become an
-    :class:`~transformer_fast.AttentionMask`, and get their head axis here.
+    """Normalise a layer's mask: a keep mask (B, 1, Lk) or (B, Lq, Lk) gets a head axis and becomes an
+    :class:`~transformer_fast.AttentionMask`.
 
     Raises:
-        ValueError: for a tensor of another rank; a (B, L) padding mask is named as such.
-        TypeError: for a float tensor, which can be read two ways.
+        ValueError: for a tensor of another rank; the message for a (B, L) padding mask says how to reshape the mask.
+        TypeError: for a float tensor, which is ambiguous: additive or a keep mask.
     """
     if mask is None or isinstance(mask, AttentionMask | PackedMask):
         return mask
@@ -65,7 +66,7 @@ def attention(
         d_k: the scale is ``1 / sqrt(d_k)``.
         mask: keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int, or an AttentionMask; a PackedMask where q, k and v are
             packed.
-        dropout: acts on the weights when it is in training mode.
+        dropout: module applied to the weights, active in training mode.
         verbose: print the weights after dropout; padded only.
     """
     scale = 1.0 / math.sqrt(d_k)
@@ -94,10 +95,10 @@ def attend(
     return_weights: bool | str = False,
     **options: Any,
 ) -> Any:
-    """:func:`transformer_fast.attention` with a module for the dropout of its weights.
+    """:func:`transformer_fast.attention` with a module that drops attention weights.
 
-    A plain dropout is a part of the fused op. Any other module is called with the weights (B, H, Lq, Lk), which are
-    computed for it. Returns the output, or with ``return_weights`` a tuple of it and the weights.
+    A plain dropout runs inside the fused op. For any other module the weights (B, H, Lq, Lk) are computed and the
+    module is called with them. Returns the output, or with ``return_weights`` the tuple (output, weights).
     """
     p = 0.0 if dropout is None else fused_p(dropout)
     if p is not None:
@@ -112,7 +113,7 @@ def attend(
 def _padded_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, dropout: nn.Module | None, scale: float
 ) -> Tensor:
-    """Attention of packed q (Tq, h, d), k and v (Tk, h, d) on padded rows, for a dropout that must see the weights."""
+    """Attention of packed q (Tq, h, d), k and v (Tk, h, d), padded for a dropout module that needs the weights."""
     queries, keys = (
         packing_of(p.cu_seqlens.diff(), p.batch, p.max_length, q.device) for p in (mask.queries, mask.keys)
     )
@@ -177,10 +178,10 @@ class MultiHeadAttention(nn.Module):
         *,
         cache: KeyValues | None = None,
     ) -> Tensor:
-        """q (B, Lq, d_model); k, v (B, Lk, d_model); mask as in :func:`attention` -> (B, Lq, d_model).
+        """Attend: q (B, Lq, d_model); k, v (B, Lk, d_model); mask as in :func:`attention` -> (B, Lq, d_model).
 
         With a PackedMask q is (Tq, d_model), k and v (Tk, d_model), and the result (Tq, d_model). With a cache q is the
-        newest position, (rows, 1, d_model), and the cache stands for k, v and mask.
+        newest position, (rows, 1, d_model); the cache replaces k, v and mask.
         """
         if cache is not None:
             return apply_linear(self.out, cache.attend(self, q))

@@ -1,7 +1,7 @@
-"""Tokens that a padded tensor carries from one layer to the next.
+"""Packed tokens stored on a padded tensor, passed from one layer to the next.
 
-A layer that leaves padding out returns (B, L, d) like any other, for whoever looks. The next such layer needs the
-tokens alone. It finds them on the tensor, so they need not be taken out again, and gradients pass no padded rows.
+A layer that skips padding still returns a padded tensor (B, L, d). The next layer that skips padding reads the packed
+tokens (T, d) from an attribute of that tensor. So the tokens are packed once, and gradients skip the padding.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class _Carried:
 
 
 def with_tokens(tokens: Tensor, packing: Packing) -> Tensor:
-    """Put the padding back, zeros: tokens (T, d) -> (B, L, d), which carries them."""
+    """Pad tokens (T, d) with zeros to (B, L, d), and store the tokens on the result."""
     padded = unpack(tokens, packing)
-    if not padded.is_inference():  # which has no version
+    if not padded.is_inference():  # an inference tensor has no version counter
         setattr(padded, _TOKENS, _Carried(tokens, packing, padded._version))
     return padded
 
 
 def tokens_of(x: Tensor, packing: Packing) -> Tensor:
-    """The tokens (T, d) of x (B, L, d): those that it carries, if they are packed in this way."""
+    """Tokens (T, d) of x (B, L, d): the stored tokens if they have this packing, else packed anew."""
     held: _Carried | None = getattr(x, _TOKENS, None)
     if held is None or held.version != x._version or not _same(held.packing, packing):
         return take(x, packing)
-    # A reentrant checkpoint gives x a history that its tokens lack.
+    # A reentrant checkpoint gives x an autograd history that the stored tokens lack.
     return held.tokens if held.tokens.requires_grad == x.requires_grad else take(x, packing)
 
 
 def without_tokens(x: Tensor) -> Tensor:
-    """Let x carry nothing: somebody may write to it."""
+    """Remove the tokens stored on x, because x may be written to."""
     x.__dict__.pop(_TOKENS, None)
     return x
 

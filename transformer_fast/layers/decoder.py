@@ -13,7 +13,7 @@ from .norm import Sublayer, make_norm, post_norm, pre_norm
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of a decoder layer's two attentions, which later calls need not compute again."""
+    """Cached keys and values of a decoder layer's two attentions."""
 
     own: KeyValues
     cross: KeyValues
@@ -61,12 +61,12 @@ class DecoderLayer(nn.Module):
         *,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """x (B, L_trg, d_model) and e_outputs (B, L_src, d_model) -> (B, L_trg, d_model).
+        """Run the layer: x (B, L_trg, d_model) and e_outputs (B, L_src, d_model) -> (B, L_trg, d_model).
 
         src_mask: over the encoder's outputs, keep mask (B, 1, L_src) or an AttentionMask; trg_mask: over x, keep
-        mask (B, L_trg, L_trg) or an AttentionMask such as ``AttentionMask.causal()``. With a PackedMask for each, x is
-        (T_trg, d_model) and e_outputs (T_src, d_model). With a cache x is the newest position, (rows, 1, d_model), and
-        the cache stands for the other three.
+        mask (B, L_trg, L_trg) or an AttentionMask such as ``AttentionMask.causal()``. If both are a PackedMask, x is
+        (T_trg, d_model) and e_outputs (T_src, d_model). With a cache x is the newest position, (rows, 1, d_model); the
+        cache replaces e_outputs and both masks.
         """
         sublayers = self.sublayers(e_outputs, src_mask, trg_mask, cache)
         return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
@@ -74,7 +74,7 @@ class DecoderLayer(nn.Module):
     def sublayers(
         self, e_outputs: Tensor, src_mask: LayerMask, trg_mask: LayerMask, cache: LayerCache | None = None
     ) -> tuple[Sublayer, ...]:
-        """The three sublayers in their order, for these inputs."""
+        """The three sublayers in order, bound to these inputs."""
         own, cross = ({}, {}) if cache is None else ({"cache": known} for known in cache)
         return (
             (self.norm_1, self.dropout_1, lambda x: self.attn_1(x, x, x, trg_mask, **own)),
@@ -84,8 +84,8 @@ class DecoderLayer(nn.Module):
 
 
 def subsequentmask(size: int) -> Tensor:
-    """The look-ahead keep mask: bool (1, size, size), True on and below the diagonal.
+    """Look-ahead keep mask: bool (1, size, size), True on and below the diagonal.
 
-    :meth:`transformer_fast.AttentionMask.causal` says the same without a tensor.
+    :meth:`transformer_fast.AttentionMask.causal` is the same mask without a tensor.
     """
     return torch.ones(1, size, size, dtype=torch.bool).tril()

@@ -16,32 +16,32 @@ from ..tracing import is_traced
 from .by_torch import by_torch
 from .hooks import is_plain
 
-# Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
+# Bound at import, so that torch's function stays reachable if a program patches torch.nn.functional.
 TORCH, TORCH_BUILTIN = F.dropout, torch.dropout
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """``torch.nn.functional.dropout`` on the fused op; it may replace it anywhere.
+    """Drop-in replacement of ``torch.nn.functional.dropout`` on the fused op.
 
-    A call that the op does not serve is torch's own: other devices than the CPU (nothing was measured there), compiled
-    and traced ones, ``inplace``, ``p`` of 0 or 1, no elements, integer, complex, sparse and nested tensors, subclasses,
-    views with gaps, transforms of ``torch.func``, forward-mode differentiation, a machine without kernels, and every
-    wrong call, so that its error is torch's too. The mask differs from torch's; ``torch.manual_seed`` governs both.
-    Backward draws it again, and cannot be differentiated itself.
+    A call that the op does not serve goes to torch: devices other than the CPU (not measured), compiled and traced
+    calls, ``inplace``, ``p`` of 0 or 1, no elements, integer, complex, sparse and nested tensors, subclasses, views
+    with gaps, transforms of ``torch.func``, forward-mode differentiation, a machine without kernels, and every invalid
+    call, so that torch raises its own error. The mask differs from torch's; ``torch.manual_seed`` governs both.
+    The backward pass draws the mask again, and cannot be differentiated itself.
 
     Args:
         input: (...), float32, float16, bfloat16 or float64, of one dimension or more.
         p: probability of dropping an element.
-        training: without it the result is ``input`` itself.
+        training: False returns ``input`` itself.
         inplace: write the result into ``input``.
 
     Returns:
-        (...) in the dtype and with the strides that torch's has.
+        (...) with the dtype and the strides of torch's result.
 
     Raises:
-        ValueError, TypeError, RuntimeError: torch's own, for whatever it would refuse.
+        ValueError, TypeError, RuntimeError: torch's own errors, for invalid calls.
     """
     out = None if inplace is not False else _served(input, p, training)
     return TORCH(input, p, training, inplace) if out is None else out
@@ -54,13 +54,13 @@ def builtin_dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """``nn.Dropout`` on the fused op; :func:`dropout` says which calls are torch's."""
+    """``nn.Dropout`` on the fused op; :func:`dropout` lists the calls that go to torch."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(...) -> (...), of the same dtype; ``input`` itself in evaluation."""
+        """Drop elements: (...) -> (...), of the same dtype; ``input`` itself in evaluation."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.dropout(input, self.p, self.training, self.inplace)
-        else:  # torch.jit.script compiles what follows an if, but not this
+        else:  # torch.jit.script compiles the branches of an if, but not this expression
             return self._computed(input)
 
     def _computed(self, input: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Dropout(nn.Dropout):
 def dropout_of_any(
     x: Tensor, p: float, *, bias: Tensor | None = None, residual: Tensor | None = None, relu: bool = False
 ) -> Tensor:
-    """:func:`transformer_fast.ops.dropout`; of tensors that the op does not take, the same by torch's operators."""
+    """:func:`transformer_fast.ops.dropout`, or torch's operators for tensors that the op does not take."""
     if is_served(x, bias, residual):
         return fused_dropout(x, p, bias=bias, residual=residual, relu=relu)
     x = x if bias is None else x + bias
@@ -81,13 +81,13 @@ def dropout_of_any(
 
 
 KINDS = (nn.Dropout, Dropout)
-"""The classes of dropout modules whose work a fused op may do without calling them."""
+"""Dropout classes that a fused op may compute without calling the module."""
 
 
 def fused_p(module: nn.Module) -> float | None:
     """Return the probability that a plain dropout module applies now: its ``p`` in training, 0 in evaluation.
 
-    None for a module that must be called: a subclass, a hooked or patched dropout, or any other module in its place.
+    None for a module that must be called: a subclass, a hooked or patched dropout, or a module of another class.
     """
     if not is_plain(module, *KINDS):
         return None
@@ -95,7 +95,7 @@ def fused_p(module: nn.Module) -> float | None:
 
 
 def apply_dropout(drop: nn.Module | float, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-    """Compute ``[residual +] drop(x)`` for a dropout or its probability, in one pass where the module is plain."""
+    """Compute ``[residual +] drop(x)`` for a dropout module or a probability, in one pass if the module is plain."""
     if not isinstance(drop, nn.Module):
         return dropout_of_any(x, drop, residual=residual)
     p = fused_p(drop)
@@ -106,7 +106,7 @@ def apply_dropout(drop: nn.Module | float, x: Tensor, *, residual: Tensor | None
 
 
 def _served(x: Any, p: Any, training: Any) -> Tensor | None:
-    """The result of the fused op, or x itself in evaluation; None where the call is torch's."""
+    """Result of the fused op, or x itself in evaluation; None for calls that go to torch."""
     if torch.compiler.is_compiling() or is_traced():
         return None
     if (type(x) is not Tensor and type(x) is not Parameter) or type(p) is not float or not 0.0 < p < 1.0:
@@ -120,7 +120,7 @@ def _served(x: Any, p: Any, training: Any) -> Tensor | None:
     if x.is_contiguous():
         return fused_dropout(x, p)
     strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda i: -strides[i])  # torch keeps the order of the strides
+    order = sorted(range(x.dim()), key=lambda i: -strides[i])  # torch's result keeps the order of the strides
     inner = x.permute(order)
     if not inner.is_contiguous():
         return None

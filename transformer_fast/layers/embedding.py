@@ -20,8 +20,8 @@ class Embedder(nn.Module):
     Args:
         vocab: number of token ids.
         d_model: width.
-        padding_idx: this id's row starts at zero and gets no gradient.
-        scale: of the embeddings; None is ``sqrt(d_model)``.
+        padding_idx: id whose row starts at zero and gets no gradient.
+        scale: factor of the embeddings; None is ``sqrt(d_model)``.
     """
 
     def __init__(self, vocab: int, d_model: int, *, padding_idx: int | None = None, scale: float | None = None) -> None:
@@ -31,7 +31,7 @@ class Embedder(nn.Module):
         self.lut = nn.Embedding(vocab, d_model, padding_idx=padding_idx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """ids (B, L), int -> (B, L, d_model). Raises IndexError for an id outside the vocabulary (on CPU)."""
+        """Embed ids (B, L), int -> (B, L, d_model). Raises IndexError for an id outside the vocabulary (on CPU)."""
         if not is_lookup(self.lut):
             return self.lut(x) * self.scale
         return embed(x, self.lut.weight, scale=self.scale, padding_idx=self.lut.padding_idx)
@@ -46,10 +46,10 @@ class Embedder(nn.Module):
 def embed_with_positions(
     embedder: nn.Module, positions: nn.Module, x: Tensor, offset: int | Tensor = 0, *, length: int | None = None
 ) -> Tensor:
-    """``positions(embedder(x))`` for ids (B, L), in one pass where all modules concerned are plain.
+    """Compute ``positions(embedder(x))`` for ids (B, L), in one pass if both modules are plain.
 
-    The first id stands at position ``offset``; with a tensor (B,) each sequence's own does, and ``length`` says how
-    many positions there are.
+    The first id is at position ``offset``. A tensor (B,) gives one offset per sequence; ``length`` is then the number
+    of positions.
     """
     if is_plain(positions, PositionalEncoder) and is_plain(embedder, Embedder) and is_lookup(embedder.lut):
         p = fused_p(positions.dropout)
@@ -68,7 +68,7 @@ def embed_with_positions(
 
 
 def is_lookup(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Return True for an embedding that looks rows up and does nothing else, so that it need not be called."""
+    """Return True for an embedding that only looks rows up, so that the module need not be called."""
     if not (is_plain(module, nn.Embedding) or has_role(module, LOOKS_UP)):
         return False
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
@@ -77,19 +77,20 @@ def is_lookup(module: nn.Module) -> TypeGuard[nn.Embedding]:
 class SinusoidalTable(nn.Module):
     """The sinusoidal positional encoding (Vaswani et al., 2017, section 3.5) as a buffer of the module.
 
-    The buffer is (1, max_len, d_model), fp32, and part of the state dict: one computed elsewhere, of any length, is
-    honoured. Positions past it are computed as they are needed.
+    The buffer is (1, max_len, d_model), fp32, and part of the state dict. A loaded table may have any length. Positions
+    past the table are computed when needed.
 
     Args:
         d_model: width; may be odd.
         max_len: length of the stored table.
-        layout: of the columns, see :func:`transformer_fast.positional_table`.
+        layout: order of the columns, see :func:`transformer_fast.positional_table`.
     """
 
     table_name = "pe"
-    """What the buffer is called."""
+    """Name of the buffer."""
     table_is_stored = True
-    """Whether a state dict must have it; where not, one without it leaves the table as it was made."""
+    """True if a state dict must hold the buffer. If False, a state dict without the buffer leaves the table
+    unchanged."""
     _extended: Tensor | None
 
     def __init__(self, d_model: int, max_len: int, layout: str = "interleaved") -> None:
@@ -99,7 +100,7 @@ class SinusoidalTable(nn.Module):
         self.register_buffer("_extended", None, persistent=False)
 
     def table(self, length: int) -> Tensor:
-        """The encoding of at least ``length`` positions: (>= length, d_model)."""
+        """Encoding of at least ``length`` positions: (>= length, d_model)."""
         stored = getattr(self, self.table_name)[0]
         length = number(length)
         if length <= sizes(stored)[0]:
@@ -123,13 +124,13 @@ class SinusoidalTable(nn.Module):
 class PositionalEncoder(SinusoidalTable):
     """Adds the sinusoidal positional encoding, then dropout (Vaswani et al., 2017, sections 3.5 and 5.4).
 
-    The buffer ``pe`` is described at :class:`SinusoidalTable`.
+    :class:`SinusoidalTable` describes the buffer ``pe``.
 
     Args:
         d_model: width; may be odd.
         dropout: probability.
         max_len: length of the stored table.
-        layout: of the columns, see :func:`transformer_fast.positional_table`.
+        layout: order of the columns, see :func:`transformer_fast.positional_table`.
     """
 
     def __init__(self, d_model: int, dropout: float, max_len: int = 5000, layout: str = "interleaved") -> None:
@@ -137,9 +138,9 @@ class PositionalEncoder(SinusoidalTable):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
-        """x (B, L, d_model) -> ``dropout(x + pe[:, offset : offset + L])``.
+        """Compute ``dropout(x + pe[:, offset : offset + L])`` for x (B, L, d_model).
 
-        With an integer tensor (B,) each sequence has an offset of its own.
+        An integer tensor (B,) gives one offset per sequence.
         """
         last = int(offset.max()) if isinstance(offset, Tensor) else offset
         table, p = self.table(last + sizes(x)[-2]), fused_p(self.dropout)

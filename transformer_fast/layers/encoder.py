@@ -12,7 +12,7 @@ from .norm import Sublayer, make_norm, post_norm, pre_norm
 class EncoderLayer(nn.Module):
     """Self-attention and feed-forward, each with norm, dropout and residual (Vaswani et al., 2017, section 3.1).
 
-    Dropout, residual addition and the norm that follows run as one op.
+    Dropout, residual addition and the next norm run as one op.
 
     Args:
         d_model, heads: width and number of heads.
@@ -49,7 +49,7 @@ class EncoderLayer(nn.Module):
         self.dropout_2 = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: LayerMask) -> Tensor:
-        """x (B, L, d_model); mask: keep mask (B, 1, L) or (B, L, L), an AttentionMask, or None.
+        """Run the layer on x (B, L, d_model); mask: keep mask (B, 1, L) or (B, L, L), an AttentionMask, or None.
 
         With a PackedMask x is packed, (T, d_model).
         """
@@ -57,7 +57,7 @@ class EncoderLayer(nn.Module):
         return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
 
     def sublayers(self, mask: LayerMask) -> tuple[Sublayer, ...]:
-        """The two sublayers in their order, for this mask."""
+        """The two sublayers in order, bound to this mask."""
         return (
             (self.norm_1, self.dropout_1, lambda x: self.attn(x, x, x, mask)),
             (self.norm_2, self.dropout_2, self.ff),

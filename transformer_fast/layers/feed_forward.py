@@ -14,8 +14,8 @@ from .dropout import dropout_of_any as fused_dropout
 from .linear import apply_linear, is_linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "swish": F.silu, "gelu": F.gelu}
-"""By name: ReLU; x * sigmoid(x) (Ramachandran et al., 2017, "Searching for Activation Functions"); x times the normal
-distribution's cumulative function (Hendrycks and Gimpel, 2016, "Gaussian Error Linear Units")."""
+"""Activations by name: ReLU; x * sigmoid(x) (Ramachandran et al., 2017, "Searching for Activation Functions"); x times
+the normal distribution's cumulative function (Hendrycks and Gimpel, 2016, "Gaussian Error Linear Units")."""
 
 
 class FeedForward(nn.Module):
@@ -41,7 +41,7 @@ class FeedForward(nn.Module):
         self.linear_2 = nn.Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., d_model) -> (..., d_model)."""
+        """Apply the network: x (..., d_model) -> (..., d_model)."""
         if self.activation == "relu":
             return apply_linear(self.linear_2, linear_relu_dropout(self.linear_1, x, self.dropout))
         inner = ACTIVATIONS[self.activation](apply_linear(self.linear_1, x))
@@ -49,17 +49,17 @@ class FeedForward(nn.Module):
 
 
 def linear_relu_dropout(linear: nn.Module, x: Tensor, drop: nn.Module | float | None) -> Tensor:
-    """``drop(relu(linear(x)))``; in Triton with the bias in the same pass as ReLU and dropout.
+    """Compute ``drop(relu(linear(x)))``; in Triton, one pass adds the bias and applies ReLU and dropout.
 
-    So the bias costs nothing forward, and its gradient no further pass over the gradient of all activations. Without
-    dropout it is left to the matrix product, which on a GPU adds it for nothing too, and ReLU overwrites the product.
-    On a CPU it is left there always: in the pass after it was 0.77 to 1.02 times as fast
+    That pass makes the bias free in the forward, and saves a pass over the activations' gradient in the backward.
+    Without dropout, the matrix product adds the bias, free on a GPU too, and ReLU overwrites the product. On a CPU the
+    matrix product always adds the bias: adding it in the later pass was 0.77 to 1.02 times as fast
     (benchmarks/bench_feed_forward.py).
 
     Args:
         linear: an ``nn.Linear``; any other module is called as it is.
         x: (..., d_in).
-        drop: a dropout, its probability now, or None; any other module is called as it is.
+        drop: a dropout module, a probability, or None; any other module is called as it is.
     """
     if isinstance(drop, nn.Module):
         p = fused_p(drop)
@@ -73,5 +73,5 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, drop: nn.Module | float | 
         return fused_dropout(F.linear(x, linear.weight), p, bias=linear.bias, relu=True)
     inner = apply_linear(linear, x)
     if p == 0.0 and type(inner) is Tensor and not is_traced():
-        return inner.relu_()  # in place, because no one else has this tensor
+        return inner.relu_()  # in place, because no other code holds this tensor
     return fused_dropout(inner, p, relu=True)

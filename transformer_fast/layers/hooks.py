@@ -1,4 +1,4 @@
-"""The one predicate by which a fused parent decides to compute a child without calling it."""
+"""``is_plain``: the test that lets a fused parent compute a child module without calling it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.nn.modules import module as _module
 Kind = TypeVar("Kind", bound=nn.Module)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The attributes in which a module keeps its hooks."""
+"""Attributes that hold the hooks of a module."""
 
 
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
-    """Return True if a module computes what its class computes, so that a parent need not call it.
+    """Return True if calling a module would only run the forward of its class, so that a parent need not call it.
 
     A plain module has no hooks, its ``forward`` was not replaced on the instance, and it was not compiled in place. No
-    global hook is set. Where kinds are given, its class is exactly one of them; a subclass, a parametrized module and
-    an adapter are not plain then.
+    global hook is set. If kinds are given, the module's class must be exactly one of them; a subclass, a parametrized
+    module and an adapter are then not plain.
     """
     if (kinds and type(module) not in kinds) or "forward" in module.__dict__:
         return False
@@ -30,13 +30,13 @@ def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
 
 
 TAKES_RESIDUAL = "takes_residual"
-"""The role of a norm whose ``forward`` takes ``residual`` and ``dropout_p``."""
+"""Role of a norm whose ``forward`` takes ``residual`` and ``dropout_p``."""
 LOOKS_UP = "looks_up"
-"""The role of an embedding that returns rows of its ``weight``."""
+"""Role of an embedding that returns rows of its ``weight``."""
 TAKES_NEED_WEIGHTS = "takes_need_weights"
-"""The role of an attention, or of a layer of it, whose ``forward`` takes ``need_weights``."""
+"""Role of an attention module or attention layer whose ``forward`` takes ``need_weights``."""
 SCALED_DOT_PRODUCT = "scaled_dot_product"
-"""The role of an attention without projections, which its parent may compute for all heads at once."""
+"""Role of an attention module without projections, which the parent may compute for all heads at once."""
 
 
 def in_role(role: str) -> Callable[[type[Kind]], type[Kind]]:
@@ -50,5 +50,5 @@ def in_role(role: str) -> Callable[[type[Kind]], type[Kind]]:
 
 
 def has_role(module: nn.Module, role: str) -> bool:
-    """Return True for a plain module whose class itself, and no base of it, was marked by :func:`in_role`."""
+    """Return True for a plain module whose class, not a base class, was marked by :func:`in_role`."""
     return getattr(type(module), role, None) is type(module) and is_plain(module)

@@ -1,4 +1,4 @@
-"""The linear layer as a drop-in module, and a plain ``nn.Linear`` on the same op."""
+"""The linear layer as a drop-in module, and functions that run a plain ``nn.Linear`` on the same op."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Linear(nn.Linear):
     """``nn.Linear`` by the faster of PyTorch's two libraries (:func:`transformer_fast.ops.linear`)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """x (..., in_features) -> (..., out_features)."""
+        """Apply the layer: x (..., in_features) -> (..., out_features)."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.linear(input, self.weight, self.bias)
-        else:  # torch.jit.script compiles what follows an if, but not this
+        else:  # torch.jit.script compiles the branches of an if, but not this expression
             return self._computed(input)
 
     def _computed(self, input: Tensor) -> Tensor:
-        if type(input) is not Tensor:  # of other weights the op is F.linear itself
+        if type(input) is not Tensor:  # for other weights the op is F.linear itself
             return by_torch(nn.Linear, self, input)
         return linear(input, self.weight, self.bias)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return True if a module is ``x weight^T + bias`` and nothing is missed where it is not called."""
+    """Return True if a module is a plain ``x weight^T + bias``, which need not be called."""
     return is_plain(module, nn.Linear, Linear)
 
 
 def apply_in_order(module: nn.Module, x: Tensor) -> Tensor:
-    """``module(x)``; the linear layers of an ``nn.Sequential`` by our op."""
+    """Compute ``module(x)``; the linear layers of an ``nn.Sequential`` run on our op."""
     if not is_plain(module, nn.Sequential):
         return module(x)
     for child in module:
@@ -44,5 +44,6 @@ def apply_in_order(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """``module(x)``; an ``nn.Linear`` by our op. Another module, such as a quantised one, is called as it is."""
+    """Compute ``module(x)``; an ``nn.Linear`` runs on our op. Any other module, such as a quantised layer, is
+    called."""
     return linear(x, module.weight, module.bias) if is_linear(module) else module(x)

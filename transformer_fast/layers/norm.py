@@ -1,4 +1,4 @@
-"""The norms as drop-in modules; all can take the residual addition and the dropout before it along."""
+"""Norms as drop-in modules; each can fuse the dropout and the residual addition before the norm."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Norm(nn.Module):
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass."""
+        """Normalise x (..., d_model); with ``residual`` return (norm of s, s), ``s = residual + dropout(x)``, in one
+        pass."""
         return layer_norm(x, self.alpha, self.bias, self.eps, kind="std", residual=residual, dropout_p=dropout_p)
 
 
@@ -60,7 +61,8 @@ class LayerNorm(nn.LayerNorm):
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass."""
+        """Normalise x (..., d_model); with ``residual`` return (norm of s, s), ``s = residual + dropout(x)``, in one
+        pass."""
         _check_width(self, x)
         return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
 
@@ -73,7 +75,7 @@ class RMSNorm(nn.RMSNorm):
         normalized_shape: width, or a sequence of it alone.
         eps: added to the mean of the squares; None is the machine epsilon of the statistics' dtype (float32's for
             16-bit rows).
-        elementwise_affine: whether there is a ``weight``.
+        elementwise_affine: True adds a ``weight``.
 
     Raises:
         ValueError: for a ``normalized_shape`` of several dimensions.
@@ -100,13 +102,14 @@ class RMSNorm(nn.RMSNorm):
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass."""
+        """Normalise x (..., d_model); with ``residual`` return (norm of s, s), ``s = residual + dropout(x)``, in one
+        pass."""
         _check_width(self, x)
         return layer_norm(x, self.weight, None, self.eps, kind="rms", residual=residual, dropout_p=dropout_p)
 
 
 def _check_width(norm: LayerNorm | RMSNorm, x: Tensor) -> None:
-    """Raise for an x of another width than a norm without weight was made for; the op compares a weight itself."""
+    """Raise if x does not have the width of a norm without weight; with a weight the op checks the width."""
     if norm.weight is None and sizes(x)[-1:] != norm.normalized_shape:
         shape = tuple(norm.normalized_shape)
         raise ValueError(
@@ -116,7 +119,8 @@ def _check_width(norm: LayerNorm | RMSNorm, x: Tensor) -> None:
 
 
 def make_norm(kind: str, d_model: int) -> Norm | LayerNorm | RMSNorm:
-    """The norm of a layer: "std" (:class:`Norm`), "layer" (:class:`LayerNorm`) or "rms" (:class:`RMSNorm`, eps 1e-6).
+    """Norm of a layer by name: "std" (:class:`Norm`), "layer" (:class:`LayerNorm`) or "rms" (:class:`RMSNorm`, eps
+    1e-6).
 
     Raises:
         ValueError: for any other kind.
@@ -131,7 +135,7 @@ def make_norm(kind: str, d_model: int) -> Norm | LayerNorm | RMSNorm:
 
 
 class Unsummed(NamedTuple):
-    """``x + dropout(y)``, not computed yet: the norm that follows computes it in its own pass."""
+    """The sum ``x + dropout(y)``, deferred: the next norm computes the sum in its own pass."""
 
     x: Tensor
     y: Tensor
@@ -143,9 +147,9 @@ class Unsummed(NamedTuple):
 
 
 def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
-    """Return ``x + drop(y)``, not summed yet, for a dropout or its probability.
+    """Return ``x + drop(y)`` as a deferred sum, for a dropout module or a probability.
 
-    Only a plain dropout is left to the norm; any other module is called.
+    Only a plain dropout is deferred to the norm; any other module is called.
     """
     p = 0.0
     if not isinstance(drop, nn.Module):
@@ -158,7 +162,7 @@ def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
 
 
 def norm_and_sum(norm: nn.Module, x: Tensor | Unsummed) -> tuple[Tensor, Tensor]:
-    """Return (norm of x, x), for an x that may not be summed yet. A norm that is not plain is called with the sum."""
+    """Return (norm of x, x), where x may be a deferred sum. A norm that is not plain is called with the sum."""
     if isinstance(x, Unsummed):
         if has_role(norm, TAKES_RESIDUAL):
             return norm(x.y, residual=x.x, dropout_p=x.dropout_p)
@@ -171,7 +175,8 @@ Sublayer = tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]
 
 
 def pre_norm(x: Tensor | Unsummed, sublayers: Iterable[Sublayer]) -> Unsummed:
-    """``x + dropout(function(norm(x)))`` for each sublayer in turn; the last sum is left to the norm that follows."""
+    """Compute ``x + dropout(function(norm(x)))`` per sublayer, in order; the last sum stays deferred to the next
+    norm."""
     for norm, drop, function in sublayers:
         normed, x = norm_and_sum(norm, x)
         x = unsummed(x, function(normed), drop)
@@ -180,7 +185,7 @@ def pre_norm(x: Tensor | Unsummed, sublayers: Iterable[Sublayer]) -> Unsummed:
 
 
 def post_norm(x: Tensor, sublayers: Iterable[Sublayer]) -> Tensor:
-    """``norm(x + dropout(function(x)))`` for each sublayer in turn."""
+    """Compute ``norm(x + dropout(function(x)))`` per sublayer, in order."""
     for norm, drop, function in sublayers:
         x, _ = norm_and_sum(norm, unsummed(x, function(x), drop))
     return x

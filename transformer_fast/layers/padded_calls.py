@@ -1,7 +1,7 @@
-"""Modules that leave the padding of a batch out, and the calls in which they could not.
+"""Record of calls in which a module that skips padding had to compute a batch with its padding.
 
-``accelerate(model, packed=True)`` gives such a module a :class:`PaddedCalls`, which goes where the module goes: into a
-copy and into a pickle.
+``accelerate(model, packed=True)`` sets a :class:`PaddedCalls` on each module that skips padding. Copies and pickles of
+the module keep the record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..masks.packing import PackedMask
 
 WITHOUT_PADDING = "_without_padding"
-"""The attribute of a module that leaves padding out; its value is a :class:`PaddedCalls`."""
+"""Name of the attribute that holds the :class:`PaddedCalls` of a module that skips padding."""
 
 GAPS = "padding stands between tokens, and attention counts the distance between them"
 NO_TOKEN = "a batch has no token at all"
@@ -30,27 +30,27 @@ _LISTS = ("layers", "enc_layers", "dec_layers", "blks")
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The layers of a stack; of a layer, the layer itself."""
+    """Layers of a stack; a single layer is returned as it is."""
     lists = (module._modules.get(name) for name in _LISTS)
     return next((list(layers) for layers in lists if isinstance(layers, nn.ModuleList | nn.Sequential)), []) or [module]
 
 
 class StaysPaddedError(Exception):
-    """Reason for which a module computes a batch with its padding."""
+    """Error whose text is the reason why a module computes a batch with its padding."""
 
 
 class PaddedCalls:
-    """Counts of the calls that kept their padding, by the reason.
+    """Number of calls that kept their padding, by reason.
 
     Attributes:
-        reasons: counts by reason, in the order in which the reasons were first met.
+        reasons: counts by reason, in order of first occurrence.
     """
 
     def __init__(self) -> None:
         self.reasons: dict[str, int] = {}
 
     def add(self, reason: str) -> None:
-        """Count a reason; the first time it is logged as well."""
+        """Count a reason; log it at its first occurrence."""
         if reason not in self.reasons:
             _LOG.info("a batch runs with its padding: %s", reason)
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
@@ -58,13 +58,13 @@ class PaddedCalls:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One call of a layer or a stack that leaves padding out where it can.
+    """One call of a layer or a stack that skips padding if possible.
 
     Attributes:
         module: the layer or the stack.
-        positions: how many positions the batch has, B * L.
-        tokens: how many of them are tokens; None where the call kept its padding.
-        reason: for keeping it, or "".
+        positions: number of positions in the batch, B * L.
+        tokens: number of tokens among the positions; None if the call kept its padding.
+        reason: reason for keeping the padding, or "".
     """
 
     module: nn.Module
@@ -78,7 +78,7 @@ _passes: ContextVar[list[Pass] | None] = ContextVar("passes", default=None)
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Pass]]:
-    """Record the passes of this thread."""
+    """Record the calls of this thread."""
     passes: list[Pass] = []
     token = _passes.set(passes)
     try:
@@ -88,26 +88,26 @@ def recorded() -> Iterator[list[Pass]]:
 
 
 def record(module: nn.Module, positions: int, tokens: int | None, reason: str = "") -> None:
-    """Add a pass to the record, if there is one."""
+    """Add a call to the record, if recording is on."""
     if (passes := _passes.get()) is not None:
         passes.append(Pass(module, positions, tokens, reason))
 
 
 def stays_padded(module: nn.Module, calls: PaddedCalls, x: Tensor, reason: Exception) -> None:
-    """Count the reason for which a module computes x (B, L, d), or (L, B, d), with its padding."""
+    """Count the reason why a module computes x (B, L, d), or (L, B, d), with its padding."""
     calls.add(str(reason))
     record(module, x.shape[0] * x.shape[1], None, str(reason))
 
 
 def check_sources(cross: PackedMask) -> None:
-    """Raise StaysPaddedError where a row has queries and no keys.
+    """Raise StaysPaddedError if a sequence has queries and no keys.
 
-    A query without keys attends to all padded keys in most models, and to nothing where they are packed.
+    In most models, a query without keys attends to all padded keys; in a packed batch it would attend to nothing.
     """
     if bool(((cross.keys.cu_seqlens.diff() == 0) & (cross.queries.cu_seqlens.diff() > 0)).any()):
         raise StaysPaddedError(NO_SOURCE)
 
 
 def padded_calls(module: nn.Module) -> PaddedCalls | None:
-    """Return the record of a module that leaves padding out; None for every other."""
+    """Return the record of a module that skips padding; None for other modules."""
     return module.__dict__.get(WITHOUT_PADDING)

@@ -1,4 +1,4 @@
-"""The masks of ``torch.nn``'s attention modules in normal form."""
+"""Masks of ``torch.nn``'s attention modules, converted to one normal form."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..tracing import is_traced, unrecorded
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TorchMask:
-    """``attn_mask``, ``key_padding_mask`` and ``is_causal`` of one attention, worked out once for a whole stack.
+    """Normal form of ``attn_mask``, ``key_padding_mask`` and ``is_causal``, made once per stack.
 
     Attributes:
-        keys: what they block.
-        bias: what they add to the scores: (N|1, heads|1, L|1, S) float, or None.
-        original: the three as they were given, for a module that wants them so.
+        keys: the blocked keys, as an AttentionMask.
+        bias: float added to the scores: (N|1, heads|1, L|1, S) float, or None.
+        original: the three arguments as given, for modules that were not swapped.
     """
 
     keys: AttentionMask
@@ -36,18 +36,18 @@ def torch_mask(
     is_causal: bool | None,
     shape: tuple[int, int, int, int],
 ) -> TorchMask:
-    """Masks as ``nn.MultiheadAttention`` takes them: bool True = blocked, float = added to the scores.
+    """Convert masks of ``nn.MultiheadAttention``: bool True = blocked, float = added to the scores.
 
     Args:
         attn_mask: (L, S) or (N * heads, L, S); or a TorchMask, which is returned.
         key_padding_mask: (N, S), or (S,) for an unbatched input.
-        is_causal: the hint that ``attn_mask`` is the look-ahead mask, which is then not read. On the CPU it is
-            recognised without a hint.
+        is_causal: hint that ``attn_mask`` is the look-ahead mask; its values are then not read. On the CPU the
+            look-ahead mask is recognised without the hint.
         shape: (N, heads, L, S).
 
     Raises:
         TypeError: for a mask that is neither bool nor float.
-        RuntimeError: for one of another shape.
+        RuntimeError: for a mask of another shape.
     """
     if isinstance(attn_mask, TorchMask):
         return attn_mask
@@ -81,12 +81,13 @@ TorchMasks = tuple[Tensor | None, Tensor | None, bool]
 
 
 def original_masks(mask: Tensor | TorchMask | None, padding: Tensor | None, causal: bool) -> TorchMasks:
-    """Return the masks as the caller of the stack gave them, for a module that was not swapped."""
+    """Return the masks that the stack was called with, for a module that was not swapped."""
     return mask.original if isinstance(mask, TorchMask) else (mask, padding, causal)
 
 
 def encoder_masks(x: Tensor, mask: Tensor | TorchMask | None, padding: Tensor | None, causal: bool) -> TorchMasks:
-    """Return the original masks as ``torch.nn``'s encoder passes them on: bool becomes 0 and -inf in x's dtype."""
+    """Return the original masks in the form that ``torch.nn``'s encoder passes to layers: bool becomes 0 and -inf in
+    x's dtype."""
     mask, padding, causal = original_masks(mask, padding, causal)
     return _added(mask, x), _added(padding, x), causal
 
@@ -106,9 +107,9 @@ def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None
 
 
 def is_look_ahead(mask: Tensor | None, is_causal: bool | None) -> bool:
-    """Return True if a mask is the square look-ahead mask, by the caller's hint or by its values.
+    """Return True if a mask is the square look-ahead mask, by the caller's hint or by the values.
 
-    Values are read only on the CPU, where nothing waits, and in no graph.
+    Values are read only on the CPU, where reading is immediate, and never while a graph is made.
     """
     if is_causal:
         return True

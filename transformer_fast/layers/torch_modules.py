@@ -1,11 +1,12 @@
-"""The modules of ``torch.nn`` on the fused ops: what :func:`transformer_fast.accelerate` turns a module into.
+"""The modules of ``torch.nn`` on the fused ops: the classes that :func:`transformer_fast.accelerate` swaps in.
 
 Each is a subclass of the module it stands for and adds no state, so that ``accelerate`` only changes the class of an
 existing module: parameters, hooks, mode, dtype and device stay as they are. Two things differ from ``torch.nn``: a
 query with every key blocked attends to nothing (attention output 0), never NaN; and ``is_causal`` needs no
 ``attn_mask``. The stacks are in ``torch_stacks``.
 
-A submodule that is not plain (``hooks.is_plain``) is called as ``torch.nn`` calls it, and costs the fusion around it.
+A submodule that is not plain (``hooks.is_plain``) is called as ``torch.nn`` calls it; the ops around it are then not
+fused.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 
 @in_role(TAKES_RESIDUAL)
 class LayerNorm(_norm.LayerNorm):
-    """``nn.LayerNorm``, which may take the residual addition and the dropout before it along."""
+    """``nn.LayerNorm``, optionally fused with the dropout and the residual addition before it."""
 
     def forward(
         self, input: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """input (..., d) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(input)`` in one pass.
+        """Normalise input (..., d); with ``residual`` return (norm of s, s), ``s = residual + dropout(input)``, in one
+        pass.
 
         Under autocast on a GPU the norm of a 16-bit input is float32, as in ``torch.nn``.
         """
@@ -60,12 +62,12 @@ class LayerNorm(_norm.LayerNorm):
 
 @in_role(TAKES_RESIDUAL)
 class RMSNorm(_norm.RMSNorm):
-    """``nn.RMSNorm``, which may take the residual addition and the dropout before it along."""
+    """``nn.RMSNorm``, optionally fused with the dropout and the residual addition before it."""
 
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., d) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass.
+        """Normalise x (..., d); with ``residual`` return (norm of s, s), ``s = residual + dropout(x)``, in one pass.
 
         Under autocast on a GPU the norm of a 16-bit x is float32, as in ``torch.nn``.
         """
@@ -86,7 +88,8 @@ class Embedding(nn.Embedding):
     """``nn.Embedding`` without ``max_norm``, ``scale_grad_by_freq`` and ``sparse``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """ids (..., L), int -> (..., L, embedding_dim). Raises IndexError for an id outside the table (on CPU)."""
+        """Look up ids (..., L), int -> (..., L, embedding_dim). Raises IndexError for an id outside the table (on
+        CPU)."""
         usual = self.max_norm is None and not self.sparse and not self.scale_grad_by_freq
         if usual and type(input) is Tensor:
             found = eager_embed(input, self.weight, self.padding_idx)
@@ -111,9 +114,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``torch.nn.MultiheadAttention``. Weights are computed beside the fused kernel, after dropout, on request.
+        """See ``torch.nn.MultiheadAttention``. With ``need_weights``, a separate kernel computes the weights after
+        dropout.
 
-        With a PackedMask for ``attn_mask`` query, key and value are packed, (T, embed_dim), and there are no weights.
+        If ``attn_mask`` is a PackedMask, query, key and value are packed, (T, embed_dim), and no weights are returned.
 
         Raises:
             TypeError, RuntimeError: for masks that are neither bool nor float, or of another shape.
@@ -181,7 +185,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return by_torch(nn.MultiheadAttention, self, *given)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, ...]:
-        """Queries, keys and values by head, each (*, *, heads, head_dim)."""
+        """Project to queries, keys and values, each (*, *, heads, head_dim)."""
         by_head, weight, bias = (self.num_heads, self.head_dim), self.in_proj_weight, self.in_proj_bias
         if self._qkv_same_embed_dim and same:
             return ops.linear(query, weight, bias).view(*query.shape[:-1], 3, *by_head).unbind(-3)
@@ -202,7 +206,7 @@ class _Layer(nn.Module):
     """Base of the encoder layer and the decoder layer."""
 
     def _run(self, x: Tensor, *attentions: Callable[[Tensor], Tensor]) -> Tensor:
-        """The attentions and the feed-forward network, each with its norm, dropout and residual addition.
+        """Run the attentions and the feed-forward network, each with its norm, dropout and residual addition.
 
         A norm or a dropout that is not plain is called as ``torch.nn`` calls it.
         """
@@ -216,14 +220,14 @@ class _Layer(nn.Module):
         if activation is F.relu or (isinstance(activation, nn.Module) and is_plain(activation, nn.ReLU)):
             return apply_linear(self.linear2, linear_relu_dropout(self.linear1, x, self.dropout))
         inner = apply_linear(self.linear1, x)
-        # In place only what was made here: another module than a plain linear layer may keep what it returned.
+        # In place only if a plain linear layer made the tensor: any other module may keep its result.
         made_here = is_linear(self.linear1) and type(inner) is Tensor and not inner.requires_grad and not is_traced()
         inner = torch.ops.aten.gelu_(inner) if activation is F.gelu and made_here else activation(inner)
         return apply_linear(self.linear2, apply_dropout(self.dropout, inner))
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
-    """``nn.TransformerEncoderLayer``; dropout, residual addition and the norm that follows run as one op."""
+    """``nn.TransformerEncoderLayer``; dropout, residual addition and the next norm run as one op."""
 
     def forward(
         self,
@@ -243,7 +247,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
-    """``nn.TransformerDecoderLayer``; dropout, residual addition and the norm that follows run as one op."""
+    """``nn.TransformerDecoderLayer``; dropout, residual addition and the next norm run as one op."""
 
     def forward(
         self,
@@ -281,7 +285,7 @@ def _attend(
     padding: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    if isinstance(mask, TorchMask) and not is_plain(attention):  # hooks see the masks that were given
+    if isinstance(mask, TorchMask) and not is_plain(attention):  # hooks get the original masks
         mask, padding, causal = mask.original
     return attention(x, memory, memory, attn_mask=mask, key_padding_mask=padding, is_causal=causal, need_weights=False)[
         0

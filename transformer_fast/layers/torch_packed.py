@@ -1,4 +1,4 @@
-"""The stacks of ``torch.nn`` on the tokens of a batch alone, where ``accelerate(model, packed=True)`` asked for it."""
+"""The stacks of ``torch.nn`` computed without padding, for ``accelerate(model, packed=True)``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .torch_modules import MultiheadAttention, TransformerDecoderLayer, Transfor
 
 
 def packed_encoder(stack: nn.TransformerEncoder, src: Tensor, masks: TorchMasks) -> Tensor | None:
-    """The output of an encoder, zeros at the padding of its input; None where it runs with the padding.
+    """Output of an encoder, zero at padded positions; None if the encoder must run with the padding.
 
     Args:
         src, masks: as ``nn.TransformerEncoder`` takes them.
@@ -44,7 +44,7 @@ def packed_encoder(stack: nn.TransformerEncoder, src: Tensor, masks: TorchMasks)
 def packed_decoder(
     stack: nn.TransformerDecoder, tgt: Tensor, memory: Tensor, masks: TorchMasks, memory_masks: TorchMasks
 ) -> Tensor | None:
-    """The output of a decoder, as :func:`packed_encoder`."""
+    """Output of a decoder; see :func:`packed_encoder`."""
     if (calls := _packs(stack, tgt)) is None or memory.dim() != 3:
         return None
     try:
@@ -70,7 +70,8 @@ def packed_decoder(
 
 
 def takes_packed(layer: nn.Module) -> bool:
-    """Return True if a layer computes each token by itself, but for its attentions, which take a PackedMask."""
+    """Return True if a layer can run packed: its attentions take a PackedMask, and all other parts work token by
+    token."""
     if not is_plain(layer, TransformerEncoderLayer, TransformerDecoderLayer):
         return False
     attentions = [m for name, m in layer._modules.items() if name in ("self_attn", "multihead_attn")]
@@ -118,13 +119,13 @@ def _packing(keep: Tensor | None, x: Tensor, stack: nn.Module) -> Packing:
 
 
 def _padding(stack: nn.Module, x: Tensor, masks: TorchMasks) -> tuple[Tensor | None, bool]:
-    """(bool (N, L), True at tokens, or None; whether there is a look-ahead mask)."""
+    """Pair: bool (N, L), True at tokens, or None; and True for a look-ahead mask."""
     mask, padding, is_causal = masks
     causal = is_look_ahead(mask, is_causal)
     if padding is None:
         keep = None
     elif tuple(padding.shape) != tuple(_batch_first(stack, x).shape[:2]):
-        return None, False  # an error, which the layers raise
+        return None, False  # invalid, so that the layers raise their error
     elif padding.dtype == torch.bool:
         keep = ~padding
     else:

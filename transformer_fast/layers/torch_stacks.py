@@ -1,7 +1,7 @@
 """The stacks of ``torch.nn`` on the fused ops: see ``torch_modules``.
 
-Where ``torch.nn``'s encoder takes the padding out of a batch (a nested tensor, in evaluation without gradients), so
-does this one.
+In evaluation without gradients, ``torch.nn``'s encoder removes padding by a nested tensor. This encoder removes padding
+in the same cases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .torch_packed import packed_decoder, packed_encoder, takes_packed
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """``nn.TransformerEncoder``; its masks are worked out once for all layers."""
+    """``nn.TransformerEncoder``; the masks are converted once for all layers."""
 
     def forward(
         self,
@@ -50,9 +50,9 @@ class TransformerEncoder(nn.TransformerEncoder):
         return src if self.norm is None else self.norm(src)
 
     def _packing(self, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> Packing | None:
-        """Packing of the batch where ``torch.nn`` would make a nested tensor of it; else None.
+        """Packing of the batch if ``torch.nn`` would make a nested tensor; else None.
 
-        The result is 0 at padded positions then, before the last norm, as it is there.
+        As with the nested tensor, the result is 0 at padded positions, before the last norm.
         """
         if padding is None or mask is not None or padding.dtype != torch.bool or src.dim() != 3:
             return None
@@ -78,7 +78,7 @@ class TransformerEncoder(nn.TransformerEncoder):
 
 
 class TransformerDecoder(nn.TransformerDecoder):
-    """``nn.TransformerDecoder``; its masks are worked out once for all layers."""
+    """``nn.TransformerDecoder``; the masks are converted once for all layers."""
 
     def forward(
         self,
@@ -127,7 +127,7 @@ def _stack_mask(
     padding: Tensor | None,
     causal: bool | None,
 ) -> TorchMask | None:
-    """Return the masks of the attentions of this name in normal form; None where no layer has a plain one."""
+    """Return the masks of the attentions of this name in normal form; None if none of these attentions is plain."""
     found = (layer._modules.get(name) for layer in stack.layers)
     attention = next((m for m in found if m is not None and is_plain(m, MultiheadAttention)), None)
     if attention is None:
