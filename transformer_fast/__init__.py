@@ -1,4 +1,4 @@
-"""transformer_fast: the classic masked Transformer, fast, without changing what it computes."""
+"""transformer_fast: fast kernels and modules for the classic masked Transformer; the results stay those of PyTorch."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from .ops import (
 if TYPE_CHECKING:
     from .accelerate import accelerate
 else:
-    from . import accelerate  # the package itself, which can be called
+    from . import accelerate  # the package itself, which is callable
 
 layers.Decoder, layers.Encoder, layers.Transformer = Decoder, Encoder, Transformer
 

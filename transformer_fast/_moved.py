@@ -28,7 +28,7 @@ MOVED = {
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds a moved module, or one inside it, under its old path."""
+    """Import finder for the old paths of moved modules and of their submodules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -36,7 +36,7 @@ class Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if new_path(fullname) else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of the new path in the place of the one that is being imported."""
+        """Replace the module under import by the module of the new path."""
         old, new = module.__name__, new_path(module.__name__)
         assert new is not None
         warnings.warn(f"{old} is {new} now; the old path works until 2027-06-30", DeprecationWarning, stacklevel=2)
@@ -44,7 +44,7 @@ class Finder(MetaPathFinder, Loader):
 
 
 def new_path(fullname: str) -> str | None:
-    """Return where a module of an old path is now; None for any other."""
+    """Return the new path of a moved module; None for other modules."""
     root, _, inside = fullname.partition(".")
     if root != __package__:
         return None
@@ -55,10 +55,10 @@ def new_path(fullname: str) -> str | None:
 
 
 def attribute(name: str) -> ModuleType:
-    """Return a moved module as an attribute of the package, for its ``__getattr__``."""
+    """Return a moved module as an attribute of the package; the package's ``__getattr__`` calls this."""
     if name not in MOVED:
         raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__package__}.{name}")
 
 
-sys.meta_path.insert(0, Finder())  # before an empty folder of the old name
+sys.meta_path.insert(0, Finder())  # before the path finder, which would import an empty folder of the old name

@@ -1,4 +1,4 @@
-"""Mask, scale and dropout of a call of attention, as one value."""
+"""Mask, scale and dropout of an attention call, as one value."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Places of the sequences in a packed batch.
+    """Boundaries of the sequences in a packed batch.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: sequence b has the queries, and sees the
-            keys, from entry b to entry b + 1.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk. Sequence b has the queries and the keys
+            from entry b to entry b + 1.
         max_q, max_k: at least the length of the longest sequence.
-        seqused_k: int32 (B,), how many keys of each sequence there are, from its first one on; None for all of them.
+        seqused_k: int32 (B,), number of keys in use per sequence, counted from its first key; None for all.
         bias_starts: int64 (B + 1,), where the pairs of each sequence begin in the bias; None without a bias.
-        bottom_right: positions count from the end of a sequence: its last query is at its last key.
+        bottom_right: align the last query of a sequence with its last key, for causal, window and distances.
     """
 
     cu_seqlens_q: Tensor
@@ -31,17 +31,17 @@ class PackedBatch:
 
     @property
     def query_lengths(self) -> Tensor:
-        """Queries of each sequence, int32 (B,)."""
+        """Number of queries per sequence, int32 (B,)."""
         return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
 
     @property
     def stored_keys(self) -> Tensor:
-        """Keys that are stored for each sequence, int32 (B,)."""
+        """Number of stored keys per sequence, int32 (B,)."""
         return self.cu_seqlens_k[1:] - self.cu_seqlens_k[:-1]
 
     @property
     def key_lengths(self) -> Tensor:
-        """Keys of each sequence that are used, int32 (B,)."""
+        """Number of keys in use per sequence, int32 (B,)."""
         return self.stored_keys if self.seqused_k is None else self.seqused_k
 
 
@@ -55,23 +55,23 @@ class AttentionParams:
     Args:
         keep: bool, broadcastable to (B, H, Lq, Lk), any strides; True = visible.
         key_keep: bool (B|1, H|1, 1, Lk), a second mask on keys alone.
-        lengths: int32 (B,) or (B, Lq): keys at or past it are blocked; 0 <= length <= Lk.
-        bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks. Of a packed batch
-            (H|1, pairs), contiguous: the (Lq, Lk) of one sequence after the other.
-        distance_bias: fp32 or fp64 (B|1, H|1, Lq + Lk - 1), last stride 1, added to the scaled scores: for query i and
-            key j entry Lq - 1 + j - i; -inf blocks. Of a packed batch (1, H|1, max_q + max_k - 1), entry
-            max_q - 1 + j - i; with bottom_right, entry max_k - 1 + j - (i + keys - queries of the sequence).
-        query_ids, key_ids: int32 (B|1, Lq) and (B|1, Lk), last stride 1: query i sees the keys j of its own id. Of a
+        lengths: int32 (B,) or (B, Lq): keys at or past the length are blocked; 0 <= length <= Lk.
+        bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks. For a packed batch
+            (H|1, pairs), contiguous: the (Lq, Lk) biases of the sequences, concatenated.
+        distance_bias: fp32 or fp64 (B|1, H|1, Lq + Lk - 1), last stride 1, added to the scaled scores: query i and key
+            j get entry Lq - 1 + j - i; -inf blocks. For a packed batch (1, H|1, max_q + max_k - 1), entry max_q - 1 + j
+            - i; with bottom_right, entry max_k - 1 + j - (i + keys - queries of the sequence).
+        query_ids, key_ids: int32 (B|1, Lq) and (B|1, Lk), last stride 1: query i sees the keys with its own id. For a
             packed batch (Tq,) and (Tk,). Both or neither.
-        sinks: fp32 or fp64 (H,), contiguous, for every query of a head the score of one more key, which has no value.
+        sinks: fp32 or fp64 (H,), contiguous: per head, the score of one additional key without a value.
         causal: query i sees keys j <= i + causal; None for no such bound.
         window: query i sees keys j >= i + window; None for no such bound.
-        softcap: scaled scores s become softcap * tanh(s / softcap) before anything is added; None for no cap.
+        softcap: scaled scores s become softcap * tanh(s / softcap) before biases are added; None for no cap.
         scale: multiplies q k^T.
-        dropout_p, seed: dropout on the weights; seed int64 (1,) on q's device, the number itself, or None.
-        zero_empty_rows: a row without keys is 0 rather than the mean of v.
-        packed: for q (Tq, H, D), k and v (Tk, Hkv, D), which sequences they hold; then keep, key_keep and lengths are
-            None, and queries and keys count within each sequence. None for a padded batch.
+        dropout_p, seed: dropout on the weights; seed is int64 (1,) on q's device, an int, or None.
+        zero_empty_rows: a query without visible keys gets 0 rather than the mean of v.
+        packed: boundaries of the sequences in q (Tq, H, D), k and v (Tk, Hkv, D). Then keep, key_keep and lengths are
+            None, and positions count within each sequence. None for a padded batch.
     """
 
     keep: Tensor | None = None
@@ -92,7 +92,7 @@ class AttentionParams:
     packed: PackedBatch | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """Arguments that the schema of an op has between its inputs and the backend, by name."""
+        """Keyword arguments of the op, by name: those between the inputs and the backend in its schema."""
         options = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
         options = (*options, "distance_bias", "query_ids", "key_ids", "sinks", "softcap")
         if self.packed is None:
@@ -102,7 +102,7 @@ class AttentionParams:
 
     @classmethod
     def from_keywords(cls, **options: Any) -> AttentionParams:
-        """The value whose :meth:`keywords` these are. What is left out has its default."""
+        """Inverse of :meth:`keywords`; arguments that are left out have their defaults."""
         if "cu_seqlens_q" in options:
             options["packed"] = PackedBatch(**{name: options.pop(name) for name in _SEQUENCES if name in options})
         return cls(**options)

@@ -8,10 +8,10 @@
 ``"reference"``  plain eager PyTorch, the same numbers, the same dropout mask
 ================ ===========================================================================================
 
-On the meta device nothing is computed: every op tells shapes and dtypes.
+On the meta device every op returns shapes and dtypes and computes nothing.
 
 Choose with the context manager ``transformer_fast.backend(name)`` or the environment variable
-``TRANSFORMER_FAST_BACKEND``. Only "auto" ever falls back, and it says so once.
+``TRANSFORMER_FAST_BACKEND``. Only "auto" falls back to another backend; it warns once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _default = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
 
 
 class _Chosen(threading.local):
-    """The backend of each thread's innermost context manager; None outside. torch.compile guards on the attribute."""
+    """Backend of the innermost context manager, per thread; None outside. torch.compile guards on the attribute."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -52,21 +52,21 @@ class _Chosen(threading.local):
 _chosen = _Chosen()
 _active: list[str] = []  # of all threads
 
-# PyTorch hands the objects that a thread keeps under a key to the threads in which it computes gradients. On CUDA,
-# layers are computed again there by activation checkpointing.
+# PyTorch passes the objects that a thread stores under a key to the threads that compute gradients. On CUDA, activation
+# checkpointing recomputes layers in those threads.
 _KEY = "transformer_fast.backend"
 _stash, _has, _get = torch._C._stash_obj_in_tls, torch._C._is_key_in_tls, torch._C._get_obj_in_tls
 _forget = getattr(torch._C, "_remove_obj_from_tls", None)  # since torch 2.13
 
 
 def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.assume_constant_result``, which would import the whole compiler to set this one mark."""
+    """Mark a function as ``torch.compiler.assume_constant_result`` does, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class BackendError(RuntimeError):
-    """The backend that was asked for cannot run this call.
+    """Error: the requested backend cannot run this call.
 
     Example:
         >>> try:
@@ -85,7 +85,8 @@ def _checked(name: str, origin: str) -> str:
 
 
 def current() -> str:
-    """The backend in force: the innermost context manager's, else what the environment said at import, else "auto"."""
+    """Current backend: that of the innermost context manager, else ``TRANSFORMER_FAST_BACKEND`` at import, else
+    "auto"."""
     name = _chosen.name
     if name is None:
         name = _default if torch.compiler.is_compiling() or not _active else _of_backward() or _default
@@ -96,8 +97,8 @@ def current() -> str:
 def backend(name: str) -> Iterator[None]:
     """Run the calls inside on one backend: "auto", "native", "triton" or "reference".
 
-    It holds for the thread that enters it and for backward passes that begin inside. Another thread that the program
-    starts has its own choice, and begins with that of the environment.
+    The choice holds for the thread that enters the block, and for backward passes that begin inside the block. Every
+    other thread has its own choice, at first that of the environment.
 
     Raises:
         ValueError: for another name.
@@ -123,7 +124,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 def _keep_for_backward(name: str | None) -> None:
-    if torch.compiler.is_compiling():  # compiled code has made its choice, for its backward pass too
+    if torch.compiler.is_compiling():  # compiled code has chosen its backend already, for the backward pass too
         return
     if name is None and _forget is not None:
         _forget(_KEY)
@@ -132,18 +133,18 @@ def _keep_for_backward(name: str | None) -> None:
 
 
 def _of_backward() -> str | None:
-    """The backend of the thread that began a backward pass, in the threads that PyTorch runs it in."""
+    """Backend of the thread that began a backward pass, read in PyTorch's backward threads."""
     return _get(_KEY) if _has(_KEY) else None
 
 
 def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The backend a call of ``op`` takes, and the reason as text.
+    """Backend for a call of ``op``, and the reason as text.
 
     Args:
         op: "attention", "norm", "dropout", "cross_entropy" or "embedding".
 
     Raises:
-        BackendError: where a backend named explicitly cannot run the call; says what would help.
+        BackendError: if a backend that was named explicitly cannot run the call; the message says what would help.
     """
     return _choose(current(), op, device, dtype)
 
@@ -167,9 +168,10 @@ def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tu
 
 
 def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
-    """:func:`choose` without the reason; warns once where "auto" had to fall back to the reference.
+    """Backend from :func:`choose`, without the reason; warns once if "auto" falls back to the reference.
 
-    "plain", which nobody can ask for, where a graph is made of PyTorch's own operators (``ops/_plain.py``).
+    The result is "plain" if a graph may hold only PyTorch's own operators (``ops/_plain.py``). "plain" cannot be
+    requested.
     """
     if needs_plain_ops():
         return "plain"
@@ -185,12 +187,12 @@ def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def in_transform() -> bool:
-    """Return True inside a transform of torch.func (vmap, grad), where the values of tensors cannot be read."""
+    """Return True inside a transform of torch.func (vmap, grad); tensor values cannot be read there."""
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
 def refuse_transform(op: str) -> None:
-    """Say that an op has no rules for torch.func."""
+    """Raise because the op has no rules for torch.func."""
     raise BackendError(
         f"{op} cannot run inside vmap, grad or another transform of torch.func: the kernels take whole batches and "
         'have no rules for it. Add a batch dimension instead, or use transformer_fast.backend("reference")'
@@ -228,7 +230,7 @@ def _automatic(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, 
 
 
 def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason for which a backend cannot run a call, or None."""
+    """Reason why a backend cannot run a call, or None."""
     if name == "native":
         if not extension.load():
             return extension.obstacle()

@@ -1,4 +1,4 @@
-"""``explain``: the path a call of attention takes on this machine, and why, as text."""
+"""``explain``: backend, mask and share of work of an attention call on this machine, as text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _PATHS = {
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, **options: Any) -> str:
-    """Say which path ``attention(q, k, v, mask, **options)`` takes here, and why. Nothing is computed.
+    """Describe which kernels ``attention(q, k, v, mask, **options)`` would use here, and why; attention is not
+    computed.
 
     Args:
         q, k, v, mask, options: as for :func:`transformer_fast.attention`.
@@ -34,7 +35,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         A few lines of text.
 
     Raises:
-        BackendError, ValueError: where the backend that was asked for cannot run the call, as the call itself would.
+        BackendError, ValueError: as ``attention`` itself: if the requested backend cannot run the call.
 
     Example:
         >>> q = torch.zeros(2, 4, 10, 64)
@@ -73,7 +74,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
 
 
 def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str) -> str:
-    """Text on the forward's tiles that hold work. Reads the mask; on a GPU this waits for the device."""
+    """Text on the forward tiles that hold work. Reads the mask; on a GPU this waits for the device."""
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     tile = NATIVE_TILE
     if backend == "triton":
@@ -105,7 +106,7 @@ def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
 
 
 def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str, Any]) -> AttentionParams:
-    """Parameters that decide on the kernels of a call and on the tiles they step through."""
+    """Parameters that decide which kernels run and which tiles they visit."""
     documents: dict[str, Any] = {}
     if mask.document_ids is not None:
         numbers = document_numbers(*mask.document_ids)

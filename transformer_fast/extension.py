@@ -1,15 +1,15 @@
-"""Loads the C++/CUDA extension ``transformer_fast._C``, or says why it cannot and what to run.
+"""Load the C++/CUDA extension ``transformer_fast._C``, or report why loading failed and which command helps.
 
-A file of the extension is for one minor version of torch and one of Python, and its name says which:
-``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``. A package may have several; the one that fits is taken.
+Each file of the extension serves one minor version of torch and one of Python. Its name says which:
+``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``. A package may have several files; the one that fits is loaded.
 
-A package whose extension is missing, broken, built for another torch or without kernels for this CPU still imports,
-and :func:`status` tells which it is. The text the build left in the file is read *before* the file is loaded, since a
-module built for another torch can crash the interpreter instead of failing.
+The package imports even if its extension is missing, broken, built for another torch, or lacks kernels for this CPU;
+:func:`status` names the problem. The build record is read from the file *before* the file is loaded, because an
+extension built for another torch can crash the interpreter.
 
-The kernels for the CPU are libraries beside it, one for each instruction set (``libtransformer_fast_cpu_avx2.so``,
-``libtransformer_fast_cpu_avx512.so``, ...), each for every torch and every Python. The best one that the processor runs
-is taken, or the one that the environment variable ``TRANSFORMER_FAST_CPU`` names.
+The CPU kernels are separate libraries, one per instruction set (``libtransformer_fast_cpu_avx2.so``,
+``libtransformer_fast_cpu_avx512.so``, ...). Each serves every torch and every Python. The best library that the
+processor can run is loaded, or the one that the environment variable ``TRANSFORMER_FAST_CPU`` names.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _REMEDY = _IN_A_CHECKOUT if (_PACKAGE.parent / "setup.py").is_file() else _INSTA
 _MEANWHILE = "the eager reference runs instead: the same numbers, slower"
 _MARK = b"transformer_fast build: "
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "generic")
-"""What there are kernels for: AVX-512 with and without products of bfloat16, AVX2 with FMA, any CPU that is not x86."""
+"""Instruction sets with kernels: AVX-512 with and without bfloat16 products, AVX2 with FMA, any CPU that is not x86."""
 
 
 def load() -> bool:
-    """Load the native kernels (``torch.ops.transformer_fast``) on the first call; return True if they are there.
+    """Load the native kernels (``torch.ops.transformer_fast``) on the first call; return True if they are loaded.
 
     Raises:
-        ValueError: where ``TRANSFORMER_FAST_CPU`` names kernels that there are not, or that this CPU cannot run.
+        ValueError: if ``TRANSFORMER_FAST_CPU`` names kernels that do not exist or that this CPU cannot run.
     """
     return _outcome().loaded
 
@@ -58,20 +58,20 @@ def module() -> ModuleType | None:
 
 
 def status() -> str:
-    """One line for people: loaded and with what, or what is wrong, what to run, and what runs until then."""
+    """State of the extension in one line: its build, or the problem, the command that helps, and the fallback."""
     return _outcome().message if load() else f"{obstacle()}; {_MEANWHILE}"
 
 
 def obstacle() -> str:
-    """Reason for which the extension is not loaded, and the command to run; empty if it is loaded."""
+    """Reason why the extension is not loaded, and the command to run; empty if it is loaded."""
     return "" if load() else _outcome().message
 
 
 def build_info() -> dict[str, Any]:
     """Record of the extension's build; empty if it is not loaded.
 
-    Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``compiler``; ``instruction_set``, of
-    :data:`INSTRUCTION_SETS`, the one whose kernels are in use; and ``file``, the name of the extension's file.
+    Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``compiler``; ``instruction_set``, the entry of
+        :data:`INSTRUCTION_SETS` whose kernels are in use; and ``file``, the name of the extension's file.
     """
     return dict(_outcome().record or {})
 
@@ -87,14 +87,14 @@ def config() -> dict[str, Any]:
 
 
 def usable_instruction_sets() -> list[str]:
-    """Those that this CPU runs and that were built, the best first; ``TRANSFORMER_FAST_CPU`` may name one of them."""
+    """Instruction sets that this CPU runs and that were built, best first: the values of ``TRANSFORMER_FAST_CPU``."""
     if not load():
         return []
     return [name for name in module().supported_instruction_sets() if _library(name)]
 
 
 class _Outcome(NamedTuple):
-    """Result of loading: whether it is loaded, what was loaded or what is wrong, and the build record."""
+    """Result of loading: success, a message, and the build record."""
 
     loaded: bool
     message: str
@@ -103,7 +103,7 @@ class _Outcome(NamedTuple):
 
 @functools.cache
 def _outcome() -> _Outcome:
-    """Load the extension, once; the first use logs the outcome."""
+    """Load the extension once and log the outcome."""
     outcome = _tried()
     _LOG.info(
         "the C++ extension is %s", outcome.message if outcome.loaded else f"not loaded: {outcome.message}; {_MEANWHILE}"
@@ -138,7 +138,7 @@ def _tried() -> _Outcome:
 
 
 def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:
-    """The instruction set to take, or None, and why. `supported`: those that the CPU runs, the best first."""
+    """Instruction set to load, or None, and the reason. `supported`: the instruction sets of the CPU, best first."""
     built = [name for name in INSTRUCTION_SETS if _library(name)]
     usable = [name for name in supported if name in built]
     if asked:

@@ -1,4 +1,4 @@
-"""The check of the targets of a loss, where reading them does not stall a device."""
+"""Check of the targets of a loss, for devices on which reading values does not stall."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from torch import Tensor
 
 
 def check_targets(target: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """Raise for a target outside the vocabulary, one of those that count, as the native kernel does.
+    """Raise for a target that is outside the vocabulary and not ``ignore_index``, as the native kernel does.
 
     Args:
         target: (rows,) int64 on a CPU.
-        ignore_index: the target of rows that do not count.
+        ignore_index: target of rows that are left out.
         vocabulary: number of classes.
 
     Raises:
-        IndexError: names the first such target and its place.
+        IndexError: the message names the first invalid target and its place.
     """
     wrong = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
     if wrong.any():

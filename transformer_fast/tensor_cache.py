@@ -1,9 +1,9 @@
-"""Results computed from a tensor, kept on the tensor until it is written to.
+"""Cache of results computed from a tensor, stored on the tensor until the tensor is written to.
 
-A write is seen where PyTorch counts it: by an op on the tensor or on one of its views. It is not seen through `.data`,
-DLPack or numpy, nor by a CUDA graph that is replayed. So on a CPU nothing that decides a result is kept by this alone:
-lengths and ids are read in every call, and kept weights have a `stamp`. On a GPU the lengths and ids in int32, the bits
-of a mask and the tiles that hold work are kept: whether they still hold cannot be seen without waiting for the device.
+A write is detected by PyTorch's version counter: an op on the tensor or on one of its views. Writes through `.data`,
+DLPack, numpy or a replayed CUDA graph are not detected. So on a CPU the cache never decides a result alone: lengths and
+ids are read in every call, and cached weights have a `stamp`. On a GPU, lengths and ids in int32, mask bits and the
+list of tiles that hold work are cached without a stamp, because checking them would wait for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 T = TypeVar("T")
 
 ENTRIES = 32
-"""Results kept on one tensor; the oldest goes. A buffer of which every call takes another slice would grow without."""
+"""Maximum number of results per tensor; the oldest is dropped. The limit bounds a buffer that is sliced anew in each
+call."""
 
 
 def get_or_compute(
@@ -28,18 +29,18 @@ def get_or_compute(
     compute: Callable[[], T],
     stamp: Hashable = None,
 ) -> T:
-    """`compute()`, or what it gave the last time for this key, if nothing was written to `holder` or `others` since.
+    """Return `compute()`, or its last result for this key if `holder` and `others` were not written to since.
 
-    Kept as an attribute of the holder for the current stream. A view counts as the part of its base that it shows: two
-    layers that both unsqueeze one mask share what is kept. Nothing is kept or used while a CUDA graph is captured,
-    whose memory is its own, nor for inference tensors, which count no writes.
+    The result is stored as an attribute of the holder, for the current stream. Equal views of one base share results:
+    two layers that both unsqueeze one mask use the same entry. The cache is off during CUDA graph capture, whose memory
+    is private, and for inference tensors, which have no version counter.
 
     Args:
         holder: the tensor that keeps the result.
-        key: what else the result depends on.
-        others: further tensors the result depends on.
-        compute: makes the result.
-        stamp: what the caller has read of the tensors' contents; a result of another stamp is replaced.
+        key: everything else that the result depends on.
+        others: further tensors that the result depends on.
+        compute: function that makes the result.
+        stamp: value that the caller has read from the tensors; a result with another stamp is replaced.
     """
     tensors = (holder, *[t for t in others if t is not None])
     stream = _stream_that_keeps(*tensors)
@@ -55,14 +56,14 @@ def get_or_compute(
     value = compute()
     results.pop(key, None)
     if len(results) >= ENTRIES:
-        results.pop(next(iter(results)), None)  # another thread may be quicker
+        results.pop(next(iter(results)), None)  # another thread may have removed the entry
     made_from = [_Source(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)]
     results[key] = _Result(value, made_from, stamp)
     return value
 
 
 def get(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
-    """Result that ``get_or_compute(holder, key, (), ...)`` would give without computing it, or None."""
+    """Cached result of ``get_or_compute(holder, key, (), ...)``, or None."""
     base = _base(holder)
     results = getattr(base, "_tensor_cache", None)
     if results is None or (stream := _stream_that_keeps(holder)) is None:
@@ -72,7 +73,7 @@ def get(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
 
 
 def results_of(base: Tensor) -> dict[Any, Any]:
-    """Results kept on a tensor that owns its memory. The launch cache keeps its calls there, under "launches"."""
+    """Results stored on a tensor that owns its memory. The launch cache stores its calls there, under "launches"."""
     results = getattr(base, "_tensor_cache", None)
     if type(results) is not _Results:
         results = base._tensor_cache = _Results()  # type: ignore[attr-defined]
@@ -80,28 +81,28 @@ def results_of(base: Tensor) -> dict[Any, Any]:
 
 
 class _Results(dict[Any, Any]):
-    """Results of a tensor. Nothing of them is copied or saved with it."""
+    """Results of a tensor; they are neither copied nor saved with the tensor."""
 
     def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[()]]:
         return dict, ()
 
 
 class _Source(NamedTuple):
-    """A tensor that owns memory, and the number of writes to it that were seen."""
+    """A tensor that owns memory, and its version counter at the time of caching."""
 
     tensor: weakref.ref[Tensor]
     version: int
 
 
 class _Result(NamedTuple):
-    """A result, and what it was made from."""
+    """A cached result and its source tensors."""
 
     value: Any
     made_from: list[_Source]
     stamp: Hashable
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Return True if the result was made from these tensors as they are now."""
+        """Return True if the result was made from these tensors in their current version."""
         for (ref, version), t in zip(self.made_from, tensors):
             base = _base(t)
             if ref() is not base or version != base._version:
@@ -116,7 +117,7 @@ def _base(t: Tensor) -> Tensor:
 
 
 def _stream_that_keeps(*tensors: Tensor) -> int | None:
-    """The stream for which results are kept on the first tensor, 0 on the CPU; None where nothing may be kept."""
+    """Stream for which results are cached on the first tensor, 0 on the CPU; None if caching is off."""
     for t in tensors:
         if t.is_inference():
             return None

@@ -1,4 +1,4 @@
-"""The kinds of tensors that the fused ops take."""
+"""Kinds of tensors that the fused ops take."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.nn import Parameter
 Kind = TypeVar("Kind", bound=Tensor)
 
 _IN_GRAPHS = (FakeTensor, FunctionalTensor)
-"""The classes of tensors that torch.export and AOTAutograd call modules with; the ops have rules for both."""
+"""Tensor classes that torch.export and AOTAutograd pass to modules; the ops have rules for both."""
 
 
 def is_served(*values: Any) -> bool:
-    """Return True if the fused ops take these values, here and now.
+    """Return True if the fused ops take these values in the current context.
 
-    They take no nested and no sparse tensors, none of a class that they do not know, such as DTensor, and no proxies of
-    torch.fx; nothing inside a transform of torch.func (vmap, grad), and nothing in forward-mode differentiation. None,
-    tensors of classes that :func:`made_when_read` marks, and values of other classes are no obstacle.
+    The ops refuse nested and sparse tensors, unknown tensor classes such as DTensor, and proxies of torch.fx. The ops
+    refuse all tensors inside a transform of torch.func (vmap, grad) and in forward-mode differentiation. None, values
+    that are not tensors, and tensors of classes marked by :func:`made_when_read` are accepted.
     """
     for value in values:
         if value is None or (kind := type(value)) is Parameter:
@@ -38,7 +38,8 @@ def is_served(*values: Any) -> bool:
 
 
 def made_when_read(kind: type[Kind]) -> type[Kind]:
-    """Mark a class of this package, and its subclasses, whose tensors become plain ones where an op reads them."""
+    """Mark a tensor class of this package and its subclasses: its tensors become plain tensors when an op reads
+    them."""
     kind.made_when_read = True  # type: ignore[attr-defined]
     return kind
 
@@ -48,7 +49,7 @@ def _is_made_when_read(kind: type) -> bool:
 
 
 def _in_transform() -> bool:
-    """Return True inside a transform of torch.func. torch.compile calls this function, and does not read it."""
+    """Return True inside a transform of torch.func. torch.compile calls this function without tracing into it."""
     return maybe_current_level() is not None
 
 

@@ -1,11 +1,11 @@
 """Calls recorded into a graph that runs later: by torch.compile, torch.export or torch.jit.trace.
 
-A graph of torch.jit.trace and one for ONNX leave PyTorch, or run where this package is not installed: ops are written
-into them as plain PyTorch. torch.jit.trace records sizes too, as tensors; a comparison of two is then a warning and a
-constant of the graph.
+Graphs of torch.jit.trace and for ONNX may run outside PyTorch or without this package. So ops are recorded in them as
+plain PyTorch operators. torch.jit.trace also records sizes, as tensors; comparing two sizes then gives a warning and a
+constant in the graph.
 
-Whether anything at all records a call is asked in place: ``torch.compiler.is_compiling() or is_traced()``. A function
-that asks it would be compiled by itself where torch.compile breaks a graph, and say yes to the eager code there.
+Callers check in place if a call is recorded: ``torch.compiler.is_compiling() or is_traced()``. A helper function would
+be wrong: after a graph break torch.compile compiles the helper alone, and it returns True to eager code.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 is_traced = torch.jit.is_tracing  # type: ignore[attr-defined]
-"""Whether torch.jit.trace records a call, or the ONNX exporter that uses it."""
+"""Return True if torch.jit.trace, or the ONNX exporter that uses it, records a call."""
 
 
 def needs_plain_ops() -> bool:
-    """Return True if a call becomes part of a graph in which only PyTorch's own operators may be."""
+    """Return True if a call is recorded into a graph that may hold only PyTorch's own operators."""
     return is_traced() or (torch.compiler.is_compiling() and _goes_to_onnx())
 
 
 def _goes_to_onnx() -> bool:
-    onnx = sys.modules.get("torch.onnx")  # importing it takes a while, and nobody exports without it
+    onnx = sys.modules.get("torch.onnx")  # the import is slow, and every export has imported the module already
     return onnx is not None and onnx.is_in_onnx_export()
 
 
-# As torch.compiler.assume_constant_result, which would import the whole compiler to set this one mark.
+# As torch.compiler.assume_constant_result does, without importing the compiler.
 _goes_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
-    """A function of which torch.jit.trace records nothing: sizes are numbers in it, and may be compared."""
+    """Hide a function from torch.jit.trace: inside the function sizes are ints and may be compared."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,9 +57,9 @@ def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def sizes(t: Tensor) -> torch.Size:
-    """``t.shape``, in numbers also while torch.jit.trace runs: what of it is computed with is a constant of the graph.
+    """Shape of a tensor as ints, also under torch.jit.trace; the sizes become constants of the graph.
 
-    For what a graph may hold fixed, such as a width, and for checks.
+    Use it for sizes that a graph may fix, such as a width, and for checks.
     """
     return _fixed_shape(t) if is_traced() else t.shape
 
@@ -71,12 +71,12 @@ def _fixed_shape(t: Tensor) -> torch.Size:
 
 @unrecorded
 def number(n: int) -> int:
-    """A size that torch.jit.trace may have recorded, for checks."""
+    """Convert a size that torch.jit.trace may have recorded to an int, for checks."""
     return int(n) if isinstance(n, Tensor) else n
 
 
 def refuse_dropout(op: str, p: float) -> None:
-    """Raise for an op with dropout in a graph of plain operators, which is not for training."""
+    """Raise for dropout in a graph of plain operators, because such a graph is not for training."""
     if p > 0.0:
         raise RuntimeError(
             f"{op}: torch.jit.trace, ONNX and decompositions() write no dropout into a graph, and here it is {p}: call "

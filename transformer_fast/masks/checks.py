@@ -13,27 +13,27 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def checked_offset(name: str, offset: int) -> int:
-    """The offset, an int or the symbol of one in a graph; a TypeError that names it for anything else."""
+    """Return the offset, an int or a symbolic int of a graph; raise a TypeError for other types."""
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(offset).__name__}")
     return offset
 
 
 def kind_of(given: object) -> object:
-    """Kind of an argument, for a message: a tensor's dtype, or the name of another type."""
+    """Text for a message: the dtype of a tensor, or the type's name."""
     return given.dtype if isinstance(given, Tensor) else type(given).__name__
 
 
 def is_plain_on_cpu(t: Tensor) -> bool:
-    """Return True if values can be read without waiting: a CPU tensor of no subclass, outside transforms of torch.func.
+    """Return True if values can be read at once: a plain CPU tensor outside transforms of torch.func.
 
-    The caller asks in place whether a graph is made (see tracing.py).
+    The caller checks by itself if a graph is being made (see tracing.py).
     """
     return t.device.type == "cpu" and type(t) in (Tensor, Parameter) and not in_transform()
 
 
 def check_dense(name: str, t: Tensor) -> None:
-    """A TypeError that names a sparse or nested tensor."""
+    """Raise a TypeError for a sparse or nested tensor."""
     if t.layout != torch.strided or t.is_nested:
         kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
         raise TypeError(f"{name}: expected a dense tensor, got {kind}; a sparse one is dense as t.to_dense()")
@@ -72,9 +72,9 @@ def check_leading(mask: Tensor) -> None:
 
 
 def may_be_keep(lengths: Tensor, Lk: int) -> bool:
-    """Return True if lengths per query (B, Lq) hold only 0 and 1 though there are several keys, as a keep mask does.
+    """Return True if lengths per query (B, Lq) look like a keep mask: only 0 and 1, with several keys.
 
-    False where the values cannot be read without waiting, and for one query, whose only length may well be 1.
+    False if the values cannot be read at once, and for a single query, whose length may be 1.
     """
     if torch.compiler.is_compiling() or is_traced() or lengths.dim() != 2 or Lk <= 1 or not is_plain_on_cpu(lengths):
         return False
@@ -82,7 +82,7 @@ def may_be_keep(lengths: Tensor, Lk: int) -> bool:
 
 
 def four_dimensions(mask: Tensor) -> Tensor:
-    """The mask or bias with the axes it lacks in front, by its rank alone."""
+    """The mask or bias with four dimensions; missing axes are added in front, by rank."""
     if not 1 <= mask.dim() <= 4:
         raise ValueError(
             f"mask: expected 1 to 4 dimensions broadcastable to (B, H, Lq, Lk), got shape {tuple(mask.shape)}"
@@ -91,10 +91,10 @@ def four_dimensions(mask: Tensor) -> Tensor:
 
 
 def not_a_mask(other: object) -> TypeError:
-    """Error for ``mask & other``; it says what to write instead."""
+    """Error for ``mask & other``, with the expressions to write instead."""
     if not isinstance(other, Tensor):
         return TypeError(f"AttentionMask & {type(other).__name__}: both sides must be an AttentionMask")
-    # Libraries differ in what True means, and in whether the head axis is already there, so nothing is guessed.
+    # Libraries differ in the meaning of True and in the presence of the head axis, so no reading is chosen here.
     keep, blocked = "AttentionMask.keep(t) if nonzero means kept", "AttentionMask.blocked(t) if nonzero means blocked"
     readings = [keep, blocked]
     if other.is_floating_point():

@@ -1,7 +1,7 @@
-"""``AttentionMask``: every mask dialect becomes one small normal form.
+"""``AttentionMask``: one normal form for the masks of all libraries.
 
-A mask says which keys a query may attend to, and what is added to their scores. It is kept in parts, and a key is
-allowed only when every part allows it:
+A mask says which keys a query may attend to, and what is added to their scores. A mask consists of parts. A key is
+allowed only if every part allows the key:
 
 ============= ====================== ===========================================================================
 part          shape                  key ``j`` is allowed for query ``i`` of head ``h``, batch ``b``
@@ -17,8 +17,7 @@ part          shape                  key ``j`` is allowed for query ``i`` of hea
 ``relative``  (buckets, H)           everywhere; ``weight[bucket(j - i - offset), h]`` is added to the score
 ============= ====================== ===========================================================================
 
-Masks combine with ``&``. The parts stay apart, so combining them never builds a (Lq, Lk) tensor that the caller did not
-give.
+Masks combine with ``&``. The parts stay separate, so combining masks never builds a tensor of size (Lq, Lk).
 """
 
 from __future__ import annotations
@@ -112,9 +111,9 @@ class AttentionMask:
     def lengths(cls, lengths: Tensor) -> AttentionMask:
         """Valid lengths: integer (B,), or (B, Lq) for one per query; keys at or past the length are blocked.
 
-        The values are read when the mask is used. There a length outside [0, Lk] is a ValueError on a CPU, and cut on a
-        GPU. Lengths (B, Lq) of nothing but 0 and 1, with several queries and keys, are a ValueError on a CPU, as they
-        may be a keep mask.
+        The values are read when the mask is used. On a CPU, a length outside [0, Lk] raises a ValueError; on a GPU it
+        is clamped. Lengths (B, Lq) that are all 0 or 1, with several queries and keys, raise a ValueError on a CPU,
+        because they may be a keep mask.
 
         Raises:
             TypeError: for anything but a dense integer tensor.
@@ -148,12 +147,12 @@ class AttentionMask:
     def window(cls, left: int | None, right: int | None = 0, offset: int = 0) -> AttentionMask:
         """A sliding window: query ``i`` sees keys ``i + offset - left <= j <= i + offset + right``; None is no bound.
 
-        By default, as in Mistral, no key after the query is seen. Keys outside are not read, and no tensor of size
-        Lq x Lk is made: the cost of a call grows with the window.
+        By default, as in Mistral, a query sees no later key. Keys outside the window are not read, and no tensor of
+        size Lq x Lk is made. The cost of a call grows with the window.
 
         Raises:
-            TypeError: for a bound that is no int.
-            ValueError: for bounds between which there is no key.
+            TypeError: for a bound that is not an int.
+            ValueError: for bounds that exclude every key.
 
         Example:
             >>> tfast.AttentionMask.window(1).dense(3, 3)[0, 0].int()  # a query's own key, and the one before
@@ -173,14 +172,14 @@ class AttentionMask:
         """Documents packed side by side: query ``i`` sees key ``j`` where ``query_ids[b, i] == key_ids[b, j]``.
 
         Tiles of keys that share no document with a tile of queries are not read, and no tensor of size Lq x Lk is made.
-        The ids of one document may lie anywhere, but only where they lie together is work saved.
+        The tokens of a document may be scattered, but only contiguous documents save work.
 
         Args:
-            query_ids: integer (B, Lq), or (1, Lq) for all.
-            key_ids: integer (B, Lk), or (1, Lk); those of the queries by default.
+            query_ids: integer (B, Lq), or (1, Lq) for all sequences.
+            key_ids: integer (B, Lk), or (1, Lk) for all sequences; ``query_ids`` by default.
 
         Raises:
-            TypeError: for ids that are no integer tensors.
+            TypeError: for ids that are not integer tensors.
             ValueError: for other shapes.
 
         Example:
@@ -208,7 +207,7 @@ class AttentionMask:
             offset: position of the first query among the keys: a cache of n keys decodes with offset n.
 
         Raises:
-            TypeError: for slopes that are no float tensor, or an offset that is no int.
+            TypeError: for slopes that are not a float tensor, or an offset that is not an int.
             ValueError: for another shape.
 
         Example:
@@ -229,12 +228,12 @@ class AttentionMask:
         Args:
             weight: float (buckets, H); a gradient reaches it, summed in a fixed order.
             max_distance: from here on all distances share the last bucket.
-            bidirectional: half of the buckets are for keys after the query, as in an encoder; else (a decoder) keys
-                after the query count as at distance 0.
+            bidirectional: half of the buckets are for keys after the query, as in an encoder; if False (a decoder),
+                keys after the query count as distance 0.
             offset: position of the first query among the keys.
 
         Raises:
-            TypeError: for a weight that is no float tensor, or numbers that are no ints.
+            TypeError: for a weight that is not a float tensor, or other arguments that are not ints.
             ValueError: for another shape, or fewer buckets than the distances near the query need.
 
         Example:
@@ -278,7 +277,7 @@ class AttentionMask:
         """Keys that both masks allow; biases add up.
 
         Raises:
-            TypeError: for a tensor, which could be read two ways; the message names the constructors to choose from.
+            TypeError: for a tensor, whose meaning is ambiguous; the message lists the constructors to choose from.
         """
         if not isinstance(other, AttentionMask):
             raise not_a_mask(other)
@@ -294,15 +293,16 @@ class AttentionMask:
         )
 
     def __repr__(self) -> str:
-        """The constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor by its kind."""
+        """Constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor is shown by dtype and
+        shape."""
         return written(*(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     def __rand__(self, other: object) -> AttentionMask:
-        """``tensor & mask``: the same error as ``mask & tensor``."""
+        """Raise for ``tensor & mask`` the error of ``mask & tensor``."""
         raise not_a_mask(other)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parts that are tensors, by name, and the tensors that others hold."""
+        """Tensors of the mask, by name: parts that are tensors, and tensors inside other parts."""
         parts = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         tensors = {name: part for name, part in parts if isinstance(part, Tensor)}
         if self.document_ids is not None:
@@ -321,7 +321,7 @@ class AttentionMask:
         return dataclasses.replace(self, **moved)
 
     def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
-        """The whole mask as one bool keep tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
+        """The whole mask as one bool keep tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
         parts = (self.keep_mask, self.key_keep_mask, self.key_lengths, self.causal_offset, self.window_offset)
         allowed = dense_keep(*parts, Lq, Lk, next((t.device for t in self.tensors().values()), device))
         if self.document_ids is not None:
@@ -329,7 +329,7 @@ class AttentionMask:
         return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
 
     def added(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """All that is added to the scores, as one tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
+        """Sum of all biases as one tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
         table = self.table(Lq, Lk, dtype)
         if table is None:
             return self.additive_bias
@@ -347,7 +347,7 @@ _PARTS = tuple(field.name for field in dataclasses.fields(AttentionMask))
 
 
 def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
-    """Convert what ``tfast.attention(mask=...)`` accepts: an AttentionMask, a bool or integer keep mask, or None."""
+    """Convert a ``mask`` argument of ``tfast.attention``: an AttentionMask, a bool or integer keep mask, or None."""
     if mask is None:
         return _NO_MASK
     return mask if isinstance(mask, AttentionMask) else AttentionMask.keep(mask)
@@ -363,14 +363,15 @@ def parts_beside(mask: AttentionMask, *names: str) -> list[str]:
         names: fields of AttentionMask that the caller knows.
 
     Returns:
-        The fields of AttentionMask that the mask has besides them, in order.
+        The other fields of AttentionMask that the mask has, in order.
     """
     known = names if mask.distance_biases else (*names, "distance_biases")
     return [name for name in _PARTS if name not in known and getattr(mask, name) is not None]
 
 
 def and_causal(offset: int | None, causal: bool | int) -> int | None:
-    """The causal offset of a mask whose own is `offset`, and of ``tfast.attention(causal=...)``."""
+    """Combined causal offset of a mask with causal offset `offset` and of the argument ``causal`` of
+    ``tfast.attention``."""
     if causal is False:
         return offset
     return combine(offset, 0 if causal is True else checked_offset("causal offset", causal), min)

@@ -1,8 +1,8 @@
 """``pack`` and ``unpack``: a padded batch without its padding, and back.
 
-A packed batch is a tensor of tokens (T, ...), the sequences one after the other, and a :class:`Packing` that says where
-they stand. Everything that works token by token (projections, norms, feed-forward) runs on it as it is, and
-:func:`transformer_fast.attention_packed` keeps the sequences apart; so a whole model touches no padding.
+A packed batch is a tensor of tokens (T, ...), all sequences concatenated, and a :class:`Packing` with their boundaries.
+Layers that work token by token (projections, norms, feed-forward) take packed tokens directly.
+:func:`transformer_fast.attention_packed` keeps the sequences apart. So a whole model can run without padding.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from .mask import AttentionMask, parts_beside
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packing:
-    """Places of the tokens of a packed batch. :func:`pack` and :func:`packing_of` make it.
+    """Positions of the tokens of a packed batch. :func:`pack` and :func:`packing_of` return a Packing.
 
     Attributes:
         cu_seqlens: int32 (batch + 1,) on the tokens' device: sequence b is tokens ``cu_seqlens[b]`` to
             ``cu_seqlens[b + 1]``.
-        indices: int64 (total,) on that device: where each token stands in the padded batch, as
-            ``b * length + position``.
+        indices: int64 (total,) on that device: index of each token in the padded batch, ``b * length + position``.
         batch, length: size of the padded batch (B, L).
         max_length: length of the longest sequence, on the host.
         total: number of tokens T, on the host.
@@ -40,16 +39,16 @@ class Packing:
 
     @property
     def positions(self) -> Tensor:
-        """int64 (total,): the position of each token in its padded sequence."""
+        """Position of each token in its padded sequence, int64 (total,)."""
         if torch.compiler.is_compiling() or is_traced():
-            # The length may be open, and ONNX has no remainder by an open number.
+            # The length may be symbolic, and ONNX has no remainder by a symbolic number.
             position = torch.arange(self.length, device=self.indices.device)
             return position.expand(self.batch, -1).flatten().index_select(0, self.indices)
         return self.indices % max(self.length, 1)
 
     @property
     def is_full(self) -> bool:
-        """True if there is no padding at all; False while something traces, where it is unknown."""
+        """True if the batch has no padding; False under tracing, where this is unknown."""
         return not (torch.compiler.is_compiling() or is_traced()) and self.total == self.batch * self.length
 
 
@@ -58,7 +57,7 @@ class PackedMask:
     """Mask of a layer whose inputs are packed: the tokens of a sequence see each other.
 
     Attributes:
-        queries, keys: how the queries and the keys are packed; one object twice for self-attention.
+        queries, keys: packing of the queries and of the keys; the same object for self-attention.
         causal: query i of a sequence sees its keys up to i.
         window: ``AttentionMask.window``, counted inside each sequence, or None.
     """
@@ -70,18 +69,18 @@ class PackedMask:
 
 
 def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor, Packing]:
-    """Take the padding out of a batch.
+    """Remove the padding of a batch.
 
     Args:
         x: (B, L, ...), any dtype; gradients flow through.
-        mask: which positions are tokens: lengths, integer (B,); or a bool keep mask (B, L); or an
-            :class:`~transformer_fast.AttentionMask` of padding alone (lengths (B,), or a keep mask (B, 1, 1, L));
-            None for all.
+        mask: the positions that hold tokens: lengths, integer (B,); or a bool keep mask (B, L); or an
+            :class:`~transformer_fast.AttentionMask` of padding alone (lengths (B,), or a keep mask (B, 1, 1, L)); None
+            for all.
 
     Returns:
-        The tokens (T, ...), sequence after sequence, each in order, and their :class:`Packing`.
+        The tokens (T, ...), sequence by sequence and in order, and their :class:`Packing`.
 
-    On a GPU the host waits once, here, to learn T, and not at all where the lengths are on the CPU.
+    On a GPU the host waits once, to read T. With lengths on the CPU the host never waits.
 
     Raises:
         TypeError: for a mask of another type or dtype.
@@ -103,7 +102,7 @@ def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor,
 
 
 def take(x: Tensor, packing: Packing) -> Tensor:
-    """The tokens (T, ...) of x (B, L, ...) by a packing that is already there; differentiable."""
+    """Pack x (B, L, ...) to tokens (T, ...) by an existing packing; differentiable."""
     if not is_traced() and tuple(x.shape[:2]) != (packing.batch, packing.length):
         raise ValueError(f"pack: x is {tuple(x.shape)}, but the packing is of ({packing.batch}, {packing.length}, ...)")
     flat = x.flatten(0, 1)
@@ -111,18 +110,18 @@ def take(x: Tensor, packing: Packing) -> Tensor:
 
 
 def unpack(tokens: Tensor, packing: Packing, fill: float = 0.0) -> Tensor:
-    """Put the padding back.
+    """Restore the padding of a packed batch.
 
     Args:
         tokens: (T, ...) as :func:`pack` made them, or anything computed from them token by token.
-        packing: what :func:`pack` returned beside them.
-        fill: what padded positions hold.
+        packing: the :class:`Packing` that :func:`pack` returned with the tokens.
+        fill: value at padded positions.
 
     Returns:
         (B, L, ...), differentiable with respect to ``tokens``.
 
     Raises:
-        ValueError: where ``tokens`` has not the T rows of the packing.
+        ValueError: if the length of ``tokens`` is not the packing's T.
 
     Example:
         >>> tokens, packing = tfast.pack(torch.tensor([[7, 8, 9], [5, 0, 0]]), torch.tensor([3, 1]))
@@ -157,27 +156,27 @@ def packing_of(
     keep = _to(keep, device)
     counts = keep.sum(1)
     cu_seqlens = _running_sum(counts)
-    # A stable sort brings the tokens to the front in their order without asking how many there are.
+    # A stable sort moves the tokens to the front, in order; no token count is needed.
     order = torch.argsort((~keep).flatten().to(torch.uint8), stable=True)
-    total, longest = torch.stack((counts.sum(), counts.max())).tolist()  # the one wait
+    total, longest = torch.stack((counts.sum(), counts.max())).tolist()  # the only wait for the device
     return Packing(cu_seqlens, order[:total], batch, length, longest, total)
 
 
 def _from_lengths(lengths: Tensor, batch: int, length: int, device: torch.device) -> Packing:
-    host = lengths.tolist()  # waits where the lengths are on a GPU; nothing below does
+    host = lengths.tolist()  # waits for the device if the lengths are on a GPU; nothing below waits
     if host and (min(host) < 0 or max(host) > length):
         raise ValueError(f"pack: lengths must lie in [0, L = {length}], got {min(host)} to {max(host)}")
     total = sum(host)
     lengths = _to(lengths, device).long()
     cu_seqlens = _running_sum(lengths)
-    # Tokens before a token in the padded batch: those before it in the packed one, and the padding up to its sequence.
+    # Index in the padded batch: index in the packed batch plus the padding of all earlier sequences.
     padding = torch.arange(batch, device=device) * length - cu_seqlens[:-1]
     indices = torch.arange(total, device=device) + torch.repeat_interleave(padding, lengths, output_size=total)
     return Packing(cu_seqlens, indices, batch, length, max(host, default=0), total)
 
 
 def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> Packing:
-    """Packing in a graph under construction: the number of tokens is left open, and no sequence is longer than L."""
+    """Packing in a graph under construction: the number of tokens is symbolic, and max_length is L."""
     if lengths is not None:
         keep = torch.arange(length, device=device) < lengths.to(device)[:, None]
     assert keep is not None
@@ -190,7 +189,7 @@ def _running_sum(counts: Tensor) -> Tensor:
 
 
 def _to(t: Tensor, device: torch.device) -> Tensor:
-    """To the device; from the CPU to a GPU through pinned memory, so that the host does not wait."""
+    """Move to the device; from the CPU to a GPU through pinned memory, so that the host does not wait."""
     if t.device.type == "cpu" and device.type == "cuda":
         return t.pin_memory().to(device, non_blocking=True)
     return t.to(device)
@@ -199,7 +198,7 @@ def _to(t: Tensor, device: torch.device) -> Tensor:
 def _lengths_or_keep(
     mask: Tensor | AttentionMask | None, batch: int, length: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A padding mask as lengths (B,), or where that cannot say it as a bool keep mask (B, L); one of the two."""
+    """A padding mask as lengths (B,) if possible, else as a bool keep mask (B, L); the other value is None."""
     if mask is None or number(batch) * number(length) == 0:
         return torch.full((batch,), length), None
     if isinstance(mask, Tensor) and mask.dim() == 1:
@@ -222,7 +221,7 @@ def _lengths_or_keep(
 
 @unrecorded
 def _check_padding(mask: AttentionMask, batch: int, length: int) -> None:
-    """Raise unless a mask is padding of a batch (batch, length, ...), and no more."""
+    """Raise unless a mask holds only padding of a batch (batch, length, ...)."""
     lengths, keep = mask.key_lengths, mask.key_keep_mask
     per_query = lengths is not None and lengths.dim() == 2 and lengths.shape[1] > 1
     if per_query or parts_beside(mask, "key_keep_mask", "key_lengths"):

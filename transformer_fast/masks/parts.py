@@ -23,7 +23,7 @@ def dense_keep(
     Lk: int,
     device: torch.device | str | None,
 ) -> Tensor:
-    """The normal form as one bool tensor (B|1, H|1, Lq|1, Lk): True where the key is allowed."""
+    """The mask as one bool tensor (B|1, H|1, Lq|1, Lk): True where the key is allowed."""
     j = torch.arange(Lk, device=device)
     allowed = torch.ones(1, 1, 1, Lk, dtype=torch.bool, device=device)
     if keep is not None:
@@ -42,12 +42,12 @@ def dense_keep(
 
 
 def same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
-    """Bool (B|1, 1, Lq, Lk) of ids (B|1, Lq) and (B|1, Lk): True where they are equal."""
+    """Compare ids (B|1, Lq) and (B|1, Lk): bool (B|1, 1, Lq, Lk), True where the ids are equal."""
     return query_ids[:, None, :, None] == key_ids[:, None, None, :]
 
 
 def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The same ids as int32 numbers that are equal where those are, and in the same order."""
+    """Renumber ids as int32; equality and order of the ids stay."""
     ids = torch.cat([query_ids.reshape(-1), key_ids.reshape(-1)])
     values, places = ids.sort()
     changes = torch.cat([values[:1] != values[:1], values[1:] != values[:-1]]).cumsum(0)
@@ -58,7 +58,7 @@ def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Ids that are equal where both are."""
+    """Combine two sets of document ids: the new ids are equal where both old ids are equal."""
     first, second = ranked(*a), ranked(*b)
     most = sum(t.numel() for t in second) + 1
     queries, keys = (x.long() * most + y for x, y in zip(first, second, strict=True))
@@ -87,7 +87,8 @@ def written(
     documents: tuple[Tensor, Tensor] | None,
     distance_biases: tuple[DistanceBias, ...],
 ) -> str:
-    """A mask as the constructors that make it, each tensor by its dtype and shape; "AttentionMask()" for no parts."""
+    """Source text of the constructors that make a mask, each tensor by dtype and shape; "AttentionMask()" for no
+    parts."""
     named = ("keep", keep), ("keep", key_keep), ("lengths", lengths)
     calls = [f"{name}({_kind(t)})" for name, t in named if t is not None]
     calls += _bounds(causal, window)
@@ -105,7 +106,7 @@ def _kind(t: Tensor) -> str:
 
 
 def _bounds(causal: int | None, window: int | None) -> list[str]:
-    """The calls of ``causal`` and ``window`` that give these offsets."""
+    """Source text of the ``causal`` and ``window`` calls that give these offsets."""
     if window is None:
         return [] if causal is None else [f"causal({causal or ''})"]
     if causal is None or causal < window:

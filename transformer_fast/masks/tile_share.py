@@ -1,6 +1,7 @@
-"""Share of an attention call's (queries x keys) that holds work, in plain PyTorch: for people, plans and tests.
+"""Count the tiles of an attention call that hold work, in plain PyTorch: for ``explain``, benchmarks and tests.
 
-What :mod:`.triton.attention.tile_map` finds on the device, and the kernels' limits by arithmetic, counted tile by tile.
+The count covers the tiles that :mod:`.triton.attention.tile_map` finds on the device, and the limits that kernels
+compute by arithmetic.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import torch
 from torch import Tensor
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-"""Classes of a tile: no key allowed for any query, some, every key for every query."""
+"""Classes of a tile: no pair (query, key) allowed, some pairs, all pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkShare:
-    """Tiles of a call, counted.
+    """Number of tiles of a call, by class.
 
     Args:
-        tiles: all tiles of the padded (queries x keys), of every batch and of every head that has a mask of its own.
-        full: those without a blocked (query, key): they run without mask code.
-        partial: those with some.
+        tiles: all tiles of the padded (queries x keys), per batch entry and per head with its own mask.
+        full: tiles without a blocked (query, key); the kernels run them without mask code.
+        partial: tiles with allowed and blocked pairs.
     """
 
     tiles: int
@@ -31,7 +32,7 @@ class WorkShare:
 
     @property
     def share(self) -> float:
-        """The share of tiles that hold work: what the kernels visit. 0 where there are no tiles."""
+        """Share of tiles that hold work, which the kernels visit. 0 if there are no tiles."""
         return (self.full + self.partial) / self.tiles if self.tiles else 0.0
 
 
@@ -49,9 +50,9 @@ def tile_classes(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
 ) -> Tensor:
-    """The class of every tile: int8 (B, H|1, query tiles, key tiles).
+    """Class of each tile: int8 (B, H|1, query tiles, key tiles).
 
-    Without `keep`, `key_keep` and ids this takes memory for the tiles alone, else a bool for every (query, key).
+    Memory: one byte per tile, and with `keep`, `key_keep` or ids one bool per (query, key).
 
     Args:
         B, Lq, Lk: batch size, queries, keys; at least one of each.
@@ -67,7 +68,7 @@ def tile_classes(
     if lengths is not None:
         limit = torch.minimum(limit, lengths.view(B, -1))
     start = torch.zeros_like(i) if window is None else i + window
-    # Rows past the last repeat it; keys past the last are blocked.
+    # Queries past the last one repeat the last query; keys past the last one are blocked.
     row_tiles, key_tiles = -(-Lq // queries), -(-Lk // keys)
     rows = torch.arange(row_tiles * queries, device=device).clamp_max(Lq - 1)
     limit, start = limit[:, rows], start[rows]

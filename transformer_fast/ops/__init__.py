@@ -1,4 +1,4 @@
-"""The public functions of the ops: what they document, and their argument checks. The ops are in csrc/ops."""
+"""Public functions of the ops, with documentation and argument checks. The ops themselves are in csrc/ops."""
 
 import contextlib
 
@@ -29,6 +29,6 @@ __all__ = [
     "scaled_dot_product_attention",
 ]
 
-# torch.export.load finds the ops of a saved program only where they are registered. The first call reports load errors.
+# torch.export.load needs registered ops to load a saved program. The first call reports load errors.
 with contextlib.suppress(ValueError):
     extension.load()

@@ -1,9 +1,9 @@
-"""The loss of each row of a linear layer's outputs: with class weights, with probabilities as targets.
+"""Cross-entropy loss per row of a linear layer's outputs, with class weights or with probabilities as targets.
 
-Two ops in PyTorch's own operators, for what the op of csrc/ops/cross_entropy.cpp does not compute. That op makes the
-gradients in the forward pass, where every row counts alike. Here the gradient of each loss is known in the backward
-pass alone, so the logits are made again there: four products of matrices instead of three. Both passes hold the logits
-of one chunk of rows at a time.
+Two ops (forward and backward) in PyTorch's own operators, for the cases that csrc/ops/cross_entropy.cpp does not
+compute. The op in C++ makes the gradients in the forward pass, because every row has the same weight. Here the gradient
+of each loss is known only in the backward pass. So the backward pass makes the logits again: four matrix products
+instead of three. Both passes hold the logits of one chunk of rows at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _losses(
     ignore_index: int,
     chunk_elements: int,
 ) -> Tensor:
-    """The losses (rows,), in the type of the arithmetic: float32, or float64 for float64.
+    """Losses (rows,), in the dtype of the arithmetic: float32, or float64 for float64.
 
     Args:
         x: (rows, d).
@@ -50,7 +50,7 @@ def _losses(
         class_weight: (vocabulary,) float, or None for 1.
         smoothing: mass spread evenly over the vocabulary.
         ignore_index: a row with this target has loss 0.
-        chunk_elements: how many logits there are at a time, or those of 64 rows.
+        chunk_elements: number of logits in memory at a time; at least those of 64 rows.
     """
     if x.device.type == "cpu" and not target.is_floating_point():
         check_targets(target, ignore_index, weight.shape[0])
@@ -58,7 +58,7 @@ def _losses(
     for rows in _chunks(x, weight, chunk_elements):
         log_probabilities = _log_probabilities(x[rows], weight, bias)
         wanted = _wanted(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
-        # A class that is not wanted counts nothing, at a logit of -inf too.
+        # A class with target 0 adds nothing, even if its logit is -inf.
         losses[rows] = -(wanted * log_probabilities.masked_fill_(wanted == 0, 0.0)).sum(1)
     return losses
 
@@ -75,11 +75,11 @@ def _gradients(
     chunk_elements: int,
     gradients: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, bias and target, each in the dtype of its tensor; (0,) where not asked for.
+    """Gradients of x, weight, bias and target, each in the dtype of its tensor; shape (0,) if not requested.
 
     Args:
-        grad: (rows,), of the losses, in their dtype.
-        gradients: which are asked for.
+        grad: (rows,), gradient of the losses, in the dtype of the losses.
+        gradients: which gradients to compute.
     """
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients[0] else x.new_empty(0)
     grad_weight = grad.new_zeros(weight.shape if gradients[1] else 0)
@@ -93,7 +93,7 @@ def _gradients(
             grad_target[rows] = by_class * (row_grad * (scale * (smoothing - 1.0)))
         wanted = _wanted(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
         of_logits = log_probabilities.exp_().mul_(wanted.sum(1, keepdim=True)).sub_(wanted).mul_(row_grad)
-        if not target.is_floating_point():  # ignored logits may be anything
+        if not target.is_floating_point():  # logits of ignored rows may be inf or NaN
             of_logits.masked_fill_((target[rows] == ignore_index).unsqueeze(1), 0.0)
         if gradients[2]:
             grad_bias += of_logits.sum(0)
@@ -111,37 +111,38 @@ def _gradients(
 
 
 def autocast(t: Tensor) -> Tensor:
-    """The tensor as ``F.linear`` casts it under autocast."""
+    """Cast a tensor as ``F.linear`` does under autocast."""
     return t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(t.device.type))
 
 
 def _scale(grad: Tensor) -> Tensor:
-    """A power of two of the size of ``grad``: divided by it, products of 16-bit numbers neither overflow nor vanish."""
+    """Power of two near the largest entry of ``grad``. Products of 16-bit numbers divided by it neither overflow nor
+    vanish."""
     if grad.numel() == 0:
         return grad.new_ones(())
     return grad.abs().amax().clamp_(1e-30).log2_().ceil_().exp2_().nan_to_num_(1.0, 1.0)
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The type of the arithmetic."""
+    """Dtype of the arithmetic."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _chunks(x: Tensor, weight: Tensor, chunk_elements: int) -> Iterator[slice]:
-    """Slices of rows, together all rows of x."""
+    """Slices that cover the rows of x, chunk by chunk."""
     step = max(64, chunk_elements // max(1, weight.shape[0]))
     return (slice(start, start + step) for start in range(0, x.shape[0], step))
 
 
 def _log_probabilities(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(rows, vocabulary) in the type of the arithmetic, of rows of x."""
+    """Log probabilities (rows, vocabulary) of rows of x, in the dtype of the arithmetic."""
     return F.linear(x, weight, bias).log_softmax(1, dtype=_wide(x))
 
 
 def _wanted(target: Tensor, class_weight: Tensor | None, smoothing: float, ignore_index: int, like: Tensor) -> Tensor:
-    """The smoothed targets times the weights of the classes, of the shape and dtype of ``like``: (rows, vocabulary).
+    """Smoothed targets times class weights, (rows, vocabulary), with the shape and dtype of ``like``.
 
-    A row that is ignored is 0. A target outside the vocabulary, which only a GPU lets through, makes its row NaN.
+    An ignored row is 0. A row whose target is outside the vocabulary is NaN (only a GPU gets here; a CPU raises).
     """
     vocabulary = like.shape[1]
     if target.is_floating_point():

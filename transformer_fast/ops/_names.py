@@ -1,8 +1,8 @@
-"""Arguments under the names of other libraries: what to write here instead.
+"""Hints for keyword arguments that have another name in other libraries.
 
-The public ops take them in ``**unknown``, which costs an empty dictionary a call; a wrapper that catches the TypeError
-would cost several times that, at every call, for the sake of a message. Annotated as ``Never``, it is refused by type
-checkers as any unknown name is.
+The public ops collect unknown keyword arguments in ``**unknown``, which costs one empty dictionary per call. A wrapper
+that catches the TypeError would cost several times as much per call. ``**unknown`` is annotated as ``Never``, so type
+checkers refuse unknown names.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ HINTS: Mapping[str, Mapping[str, str]] = {
     "layer_norm": _NORM,
     "embed": _EMBED,
 }
-"""What to write instead, by the public op and by the name that somebody gave."""
+"""Hints by public op and by the given name."""
 
 
 def unknown_names(op: str, names: Iterable[str]) -> TypeError:
-    """The error for keyword arguments that an op does not have; of a well-known one it says what to write."""
+    """Error for unknown keyword arguments of an op; for the name of another library the message says what to write."""
     hints = HINTS[op]
     said = [f"{name}; write {hints[name]}" if name in hints else name for name in names]
     return TypeError(f"{op}() got an unexpected keyword argument: " + ". Also: ".join(said))

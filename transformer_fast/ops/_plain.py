@@ -1,9 +1,9 @@
 """The ops in PyTorch's own operators, for graphs that run without this package: torch.jit.trace, ONNX, ATen.
 
-Each function has the arguments and results of the op of its name (csrc/ops), and sizes need not be known yet. The
-formulas are those of :mod:`transformer_fast.reference`, but for one thing: the reference keeps a NaN in a blocked key
-from queries that do not see it, which costs a second product. These do not, as eager PyTorch does not. There is no
-dropout, which is for training. The functions of attention are in ``_plain_attention.py``.
+Each function has the arguments and results of the op with the same name (csrc/ops). Sizes may be symbolic. The formulas
+are those of :mod:`transformer_fast.reference`, with one exception: the reference needs a second matrix product to keep
+a NaN in a blocked key away from queries that do not see the key. The functions here let the NaN through, as eager
+PyTorch does. Dropout, which is for training, is missing. ``_plain_attention.py`` has the functions of attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ._plain_attention import attention, attention_decode, attention_packed, att
 
 
 def implementation(op: str, backend: str) -> Callable[..., Any]:
-    """Function that computes ``transformer_fast::<op>``: the op itself; for the backend "plain" its function here."""
+    """Function that computes ``transformer_fast::<op>``: for the backend "plain" the function of this module, else the
+    op."""
     if backend == "plain":
         return _PLAIN[op]
     return getattr(torch.ops.transformer_fast, op).default
@@ -30,9 +31,9 @@ def implementation(op: str, backend: str) -> Callable[..., Any]:
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """The ops in PyTorch's own operators, for ``torch.export``: ``program.run_decompositions(decompositions())``.
 
-    The result is a program of ATen operators, which runs, and can be compiled or converted, where this package is not
-    installed. Of the exported ops all are in it that a forward pass without dropout can hold. Empty where the extension
-    is not there, as then no program holds its ops.
+    The decomposed program consists of ATen operators. It runs, compiles and converts without this package. The table
+    covers every op that a forward pass without dropout can export. The table is empty without the extension, because
+    then no program can hold its ops.
 
     Example:
         >>> inputs = (torch.randn(2, 8),)
@@ -49,7 +50,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 
 
 def _by_position(op: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of an op as graphs call it: with arguments in the order of its schema."""
+    """Function of an op that takes positional arguments in the order of the op's schema, as graphs pass them."""
     names = [argument.name for argument in op._schema.arguments]
 
     def call(*given: Any, **named: Any) -> Any:
@@ -69,9 +70,10 @@ def layer_norm(
     seed: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The norm (..., d), what was normed (empty if x was), and the rows' mean (empty for "rms") and factor.
+    """The norm (..., d), the normed sum (empty if x itself was normed), and per row the mean (empty for "rms") and
+    factor.
 
-    LayerNorm is PyTorch's own, for which other programs have a kernel.
+    LayerNorm is PyTorch's own operator, because other runtimes have a kernel for it.
     """
     refuse_dropout("layer_norm", dropout_p)
     summed = x if residual is None else residual + x
@@ -92,7 +94,7 @@ def layer_norm(
 def dropout(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, p: float, seed: Tensor | None, backend: str
 ) -> Tensor:
-    """``[residual +] [relu] (x [+ bias])`` (..., d)."""
+    """Compute ``[residual +] [relu] (x [+ bias])`` (..., d)."""
     refuse_dropout("dropout", p)
     return reference.dropout.dropout(x, 0.0, None, bias=bias, residual=residual, relu=relu)
 
@@ -109,7 +111,7 @@ def embed(
     seed: Tensor | None,
     deterministic: bool,
 ) -> Tensor:
-    """``weight[ids] * scale + table[offset : offset + L]`` (..., L, d)."""
+    """Compute ``weight[ids] * scale + table[offset : offset + L]`` (..., L, d)."""
     refuse_dropout("embed", dropout_p)
     start = offset if offsets is None else offsets
     return reference.embedding.embed(ids, weight, table, scale=scale, offset=start, padding_idx=padding_idx)
@@ -118,7 +120,7 @@ def embed(
 def add_positional(
     x: Tensor, table: Tensor, offset: int, offsets: Tensor | None, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
-    """``x + table[offset : offset + L]`` (..., L, d)."""
+    """Compute ``x + table[offset : offset + L]`` (..., L, d)."""
     refuse_dropout("add_positional", dropout_p)
     return reference.embedding.add_positional(x, table, offset if offsets is None else offsets)
 
@@ -135,7 +137,7 @@ def linear_cross_entropy(
     chunk_elements: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, a scalar; in place of the gradients, and of their scale, there is nothing."""
+    """The loss, a scalar; the gradients and their scale, which the op returns too, are empty here."""
     if any(gradients):
         raise RuntimeError("linear_cross_entropy: a graph of plain operators has its value, not its gradients")
     reduction = "mean" if mean else "sum"
@@ -155,7 +157,7 @@ def linear_cross_entropy_rows(
     ignore_index: int,
     chunk_elements: int,
 ) -> Tensor:
-    """The loss of each row (rows,)."""
+    """Loss per row (rows,)."""
     return reference.cross_entropy.linear_cross_entropy(
         x,
         weight,

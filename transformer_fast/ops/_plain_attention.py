@@ -1,5 +1,5 @@
-"""Attention in PyTorch's own operators: see :mod:`transformer_fast.ops._plain`. What the schema of an op has behind its
-inputs is given by name, and read as AttentionParams."""
+"""Attention in PyTorch's own operators: see :mod:`transformer_fast.ops._plain`. Arguments after the inputs of an op's
+schema are passed by name and become an AttentionParams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..tracing import refuse_dropout, sizes
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
+    """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
     params = AttentionParams.from_keywords(**options)
     refuse_dropout("attention", params.dropout_p)
     scores, allowed = _scores_and_mask(q, k, params)
@@ -26,7 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) 
 
 
 def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor | None, *, backend: str, **options: Any) -> Tensor:
-    """The weights (B, H, Lq, Lk)."""
+    """Compute the weights (B, H, Lq, Lk)."""
     params = AttentionParams.from_keywords(**options)
     refuse_dropout("attention", params.dropout_p)
     return _weights(*_scores_and_mask(q, k, params), params, q.dtype)
@@ -35,14 +35,14 @@ def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor | None, *, backend
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
+    """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
     mask = {name: options.pop(name, None) for name in ("distance_bias", "query_ids", "key_ids", "causal", "window")}
     k, v, keep, bias = reference.attention.cached_keys(q, k_cache, v_cache, lengths, page_table, **mask)
     return attention(q, k, v, keep=keep, bias=bias, zero_empty_rows=True, **options)
 
 
 def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """out (Tq, H, D) and logsumexp (H, Tq), by the padded batch: it is put together, and taken apart again."""
+    """Compute out (Tq, H, D) and logsumexp (H, Tq): pad the batch, attend, and pack the results."""
     params = AttentionParams.from_keywords(**options)
     refuse_dropout("attention_packed", params.dropout_p)
     packed = params.packed
@@ -61,10 +61,10 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
         )
         params = replace(params, query_ids=query_ids, key_ids=key_ids)
     scores, allowed = _scores_and_mask(padded_q, padded_k, params)
-    assert allowed is not None  # as there are lengths
+    assert allowed is not None  # the lengths block padded keys
     if params.zero_empty_rows or params.sinks is not None:
         weights = _weights(scores, allowed, params, q.dtype)
-    else:  # a row without keys is uniform over those of its own sequence, and 0 where there are none
+    else:  # a query without visible keys is uniform over its sequence's keys; 0 without keys
         own = dense_keep(None, None, lengths, None, None, scores.shape[2], scores.shape[3], q.device)
         kept = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).masked_fill(~own, float("-inf"))
         weights = torch.softmax(kept, -1).masked_fill(~own.any(-1, keepdim=True), 0.0).to(q.dtype)
@@ -74,18 +74,18 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
 
 
 def _positioned(params: AttentionParams, packed: PackedBatch) -> AttentionParams:
-    """The params of the padded batch: its bias as (B, H|1, max_q, max_k), and what counts from the end written out."""
+    """Params of the padded batch: the bias as (B, H|1, max_q, max_k), and bottom-right positions as explicit parts."""
     device, max_k = packed.cu_seqlens_q.device, packed.max_k
     i = torch.arange(packed.max_q, device=device).unsqueeze(-1)
     j = torch.arange(max_k, device=device)
     bias = None
     if params.bias is not None and packed.bias_starts is not None:
         pairs = packed.bias_starts[:-1, None, None] + i * packed.stored_keys[:, None, None] + j
-        pairs = pairs.clamp(0, max(sizes(params.bias)[1] - 1, 0))  # past the end of a sequence any will do
+        pairs = pairs.clamp(0, max(sizes(params.bias)[1] - 1, 0))  # past the end of a sequence any index is valid
         bias = params.bias[:, pairs].transpose(0, 1)
     if not packed.bottom_right:
         return replace(params, bias=bias)
-    own = i + (packed.key_lengths - packed.query_lengths)[:, None, None, None]  # (B, 1, max_q, 1), the key of a query
+    own = i + (packed.key_lengths - packed.query_lengths)[:, None, None, None]  # (B, 1, max_q, 1): own key
     keep = torch.ones_like(own == j)
     if params.causal is not None:
         keep = keep & (j <= own + params.causal)
@@ -99,7 +99,8 @@ def _positioned(params: AttentionParams, packed: PackedBatch) -> AttentionParams
 
 
 def _scores_and_mask(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
-    """The scores (B, H, Lq, Lk) in float32 or wider, and which of them count, broadcastable to that; None: all."""
+    """Scores (B, H, Lq, Lk) in float32 or wider, and a bool mask of the visible scores, broadcastable; None: all
+    visible."""
     heads, key_heads = sizes(q)[1], sizes(k)[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (q @ _repeated(k, heads // key_heads).transpose(-2, -1)).to(wide) * params.scale
@@ -124,7 +125,7 @@ def _scores_and_mask(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[Ten
 
 
 def _weights(scores: Tensor, allowed: Tensor | None, params: AttentionParams, dtype: torch.dtype) -> Tensor:
-    """The softmax over the scores that count, beside a sink. A row of which none does is uniform, or 0."""
+    """Softmax over the visible scores and the sink. A row without visible scores is uniform, or 0."""
     if params.sinks is not None:
         kept = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
         return torch.softmax(_with_sinks(kept, params.sinks), -1)[..., :-1].to(dtype)
@@ -142,28 +143,28 @@ def _logsumexp(scores: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> 
 
 
 def _with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Scores (B, H, Lq, Lk) and the sink of each head, as one more key."""
+    """Append the sink of each head to scores (B, H, Lq, Lk), as one more key."""
     return torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand_as(scores[..., :1])], -1)
 
 
 def _per_head(weights: Tensor, v: Tensor) -> Tensor:
-    """Weights (B, H, Lq, Lk) times values (B, Hkv, Lk, D)."""
+    """Multiply weights (B, H, Lq, Lk) by values (B, Hkv, Lk, D)."""
     return weights @ _repeated(v, sizes(weights)[1] // sizes(v)[1])
 
 
 def _repeated(t: Tensor, groups: int) -> Tensor:
-    """Keys or values (B, Hkv, Lk, D), each head for ``groups`` heads of the queries."""
+    """Repeat each head of keys or values (B, Hkv, Lk, D) for ``groups`` heads of the queries."""
     return t if groups == 1 else t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
 def _places(cu_seqlens: Tensor, tokens: Tensor, length: int) -> Tensor:
-    """Place of each token of a packed batch in the padded one (B * length), int64 (T,)."""
+    """Index of each packed token in the padded batch of B * length tokens, int64 (T,)."""
     token = torch.arange(tokens.shape[0], device=tokens.device)
-    sequence = (token.unsqueeze(1) >= cu_seqlens[1:]).sum(1)  # as many sequences have ended before it
+    sequence = (token.unsqueeze(1) >= cu_seqlens[1:]).sum(1)  # number of sequences that end before the token
     return sequence * length + token - cu_seqlens.index_select(0, sequence)
 
 
 def _padded(tokens: Tensor, places: Tensor, batch: int, length: int) -> Tensor:
-    """Tokens (T, H, D) -> (B, H, length, D), 0 where there is none."""
+    """Pad tokens (T, H, D) to (B, H, length, D), with zeros."""
     padded = tokens.new_zeros(batch * length, *sizes(tokens)[1:]).index_copy(0, places, tokens)
     return padded.view(batch, length, *sizes(tokens)[1:]).transpose(1, 2)

@@ -34,7 +34,7 @@ MAX_TRITON_HEAD_DIM = 256
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of :func:`attention` that do not change what it returns."""
+    """Keyword arguments of :func:`attention` that do not change the number of results."""
 
     bias: Tensor | None
     causal: bool | int
@@ -45,7 +45,7 @@ class _Options(TypedDict, total=False):
     empty_rows: str
 
 
-# What a type checker reads: how many tensors come back.
+# Overloads for type checkers: the number of returned tensors depends on the options.
 @overload
 def attention(
     q: Tensor,
@@ -125,29 +125,29 @@ def attention(
         k, v: (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv) keys and values, with ``H % Hkv == 0`` (grouped heads).
         mask: an :class:`~transformer_fast.AttentionMask`, or a bool or integer keep mask broadcastable to
             (B, H, Lq, Lk).
-        bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); ``-inf`` blocks a key. It may require
-            a gradient, which comes in its own shape. ALiBi and T5's relative positions need no such tensor: see
-            ``AttentionMask.alibi`` and ``AttentionMask.relative``.
+        bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); ``-inf`` blocks a key. The bias may
+            require a gradient; the gradient has the shape of the bias. ALiBi and T5's relative positions need no bias
+            tensor: see ``AttentionMask.alibi`` and ``AttentionMask.relative``.
         causal: True (query i sees keys up to i) or an offset n (up to i + n); combines with ``mask``.
         scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)``, before a bias is added (Gemma 2).
-        sinks: float (H,), for every query of a head the score of one more key, whose value is 0 and whose weight is not
-            returned; a gradient reaches it (attention sinks, GPT-OSS). A query with no allowed key then gets 0.
+        sinks: float (H,): per head, the score of one additional key, whose value is 0 and whose weight is not returned
+            (attention sinks, GPT-OSS). Sinks may require a gradient. With sinks, a query with no allowed key gets 0.
         dropout_p: probability of dropping an attention weight; kept ones are scaled by ``1 / (1 - p)``.
             ``torch.manual_seed`` governs it. Every backend draws the same mask.
-        empty_rows: what a query with no allowed key gets: "uniform" weights over all Lk keys (what filling with
-            -1e9 computes) or "zero". Never NaN.
-        return_weights: True also returns the weights before dropout, "dropped" after it. They are computed again from
-            the logsumexp, one matrix product more. A gradient that reaches them is computed eagerly.
+        empty_rows: result of a query with no allowed key: "uniform" weights over all Lk keys (as filling with -1e9
+            gives) or "zero". Never NaN.
+        return_weights: True also returns the weights before dropout, "dropped" those after dropout. The weights are
+            recomputed from the logsumexp, which costs one more matrix product. Their gradient is computed eagerly.
         return_logsumexp: also return the logsumexp of each query's masked scores.
 
     Returns:
         (B, H, Lq, Dv) in q's dtype; or a tuple of it, the weights (B, H, Lq, Lk) in q's dtype if asked for, and the
-        logsumexp (B, H, Lq) in float32 (float64 for float64) if asked for: -inf for a query with no allowed key. It
-        counts the sinks.
+        logsumexp (B, H, Lq) in float32 (float64 for float64) if asked for: -inf for a query with no allowed key. The
+        logsumexp includes the sinks.
 
     Raises:
-        TypeError: for non-tensors, non-float or mixed dtypes, or a mask that can be read two ways.
+        TypeError: for non-tensors, non-float or mixed dtypes, or an ambiguous mask.
         ValueError: for shapes, lengths, devices or options that do not fit; the message names them.
 
     Example:
@@ -158,7 +158,7 @@ def attention(
     """
     if unknown:
         raise unknown_names("attention", unknown)
-    if not isinstance(q, Tensor):  # before a mask that may be one of the others is spoken of
+    if not isinstance(q, Tensor):  # check q first: with a wrong order of arguments the mask may be q, k or v
         raise TypeError(f"attention: q must be a tensor, got {type(q).__name__}; the order is attention(q, k, v, mask)")
     mask = as_attention_mask(mask)
     if type(dropout_p) is not float:
@@ -192,7 +192,7 @@ def attention(
     check_backend(backend, q, v)
     params = _params(q, k, mask, offset, scale, dropout_p, seed, empty_rows)
     if special:
-        open_lengths = q.shape[2], k.shape[2]  # which torch.jit.trace may record
+        open_lengths = q.shape[2], k.shape[2]  # torch.jit.trace may record sizes as tensors
         params = replace(
             params, **special_arguments("attention", q, mask, softcap, sinks, open_lengths, zero=q.shape[2] - 1)
         )
@@ -226,7 +226,7 @@ def _params(
     seed: Tensor | int | None,
     empty_rows: str,
 ) -> AttentionParams:
-    """The arguments of the op for a checked call."""
+    """Arguments of the op for a checked call."""
     (B, _, Lq, _), Lk = sizes(q), sizes(k)[2]
     key_keep, lengths = mask.key_keep_mask, mask.key_lengths
     if key_keep is not None and sizes(key_keep)[-1] != Lk:
@@ -252,7 +252,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> tupl
 
 
 def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
-    """Raise where the kernels of a backend cannot compute what this call asks."""
+    """Raise if the kernels of a backend cannot compute this call."""
     if backend == "triton" and max(q.shape[-1], v.shape[-1]) > MAX_TRITON_HEAD_DIM:
         raise ValueError(
             f"attention: the Triton kernels take a head_dim up to {MAX_TRITON_HEAD_DIM}, got q {tuple(q.shape)} and "
@@ -270,8 +270,8 @@ def _dropped(weights: Tensor, params: AttentionParams) -> Tensor:
 def weights_gradients(
     grad_weights: Tensor, q: Tensor, k: Tensor, params: AttentionParams, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, bias, distance bias and sinks, those that are ``needed``, from one of the weights, by the
-    reference."""
+    """Gradients of q, k, bias, distance bias and sinks from the gradient of the weights, computed by the reference;
+    only those that are ``needed``."""
     given: dict[str, Any] = {"q": q, "k": k, "bias": params.bias, "distance_bias": params.distance_bias}
     given["sinks"] = params.sinks
     with torch.enable_grad():

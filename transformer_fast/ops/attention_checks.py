@@ -1,4 +1,4 @@
-"""Checks of the public functions of attention, and the mask's parts as the kernels take them."""
+"""Argument checks of the public attention functions, and conversion of mask parts for the kernels."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], 
 
     Args:
         op: the public name, for the messages.
-        tensors: by the name of the argument.
-        layouts: what each must be, such as "(batch, heads, length, head_dim)".
+        tensors: tensors by argument name.
+        layouts: expected layout of each tensor, such as "(batch, heads, length, head_dim)".
     """
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
@@ -43,7 +43,7 @@ def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], 
 
 
 def shape_error(op: str, wrong: str, tensors: dict[str, Tensor]) -> ValueError:
-    """Error that says what is wrong, and every shape."""
+    """Error with the problem and all shapes."""
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
     return ValueError(f"{op}: {wrong}, got {shapes}")
 
@@ -72,31 +72,31 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
 
 
 def can_look(t: Tensor) -> bool:
-    """Return True if the values can be read without waiting for a device, and are there: no graph is made."""
+    """Return True if values can be read without waiting for a device and no graph is being made."""
     return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
 
 
 def as_number(op: str, name: str, given: Any) -> float:
-    """An option as a float.
+    """Convert an option to float.
 
     Raises:
-        TypeError: for a bool, a text and whatever else is no number; names the option.
+        TypeError: for a bool, a string or another type that is no number; the message names the option.
     """
     if not isinstance(given, bool):
         if isinstance(given, int | float):
             return float(given)
-        if hasattr(given, "__float__"):  # a number of numpy, or a tensor that holds one
+        if hasattr(given, "__float__"):  # a NumPy scalar, or a tensor with one element
             return float(given)
     raise TypeError(f"{op}: {name} must be a number, got {given!r}")
 
 
 def dropout_number(op: str, given: Any) -> float:
-    """The dropout probability; False, as in ``training and p``, is 0."""
+    """Convert the dropout probability to float; False, as in ``training and p``, is 0."""
     return 0.0 if given is False else as_number(op, "dropout_p", given)
 
 
 def scale_of(op: str, q: Tensor, given: Any) -> float:
-    """The factor of the scores: what was given, or 1 / sqrt(head_dim)."""
+    """Factor of the scores: the given scale, or 1 / sqrt(head_dim)."""
     return 1.0 / math.sqrt(sizes(q)[-1]) if given is None else as_number(op, "scale", given)
 
 
@@ -111,10 +111,10 @@ _BY_POSITION = ("causal_offset", "window_offset", "document_ids", "distance_bias
 
 
 def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_keep: bool = False) -> AttentionMask:
-    """The mask of a call that takes no part with lengths or a dense tensor of its own, its look-ahead included.
+    """Mask of a call that refuses ``lengths`` and dense parts, with the look-ahead mask included.
 
     Args:
-        takes_keep: it takes a keep mask of keys alone.
+        takes_keep: allow a keep mask over keys only.
     """
     if not isinstance(causal, bool):
         raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
@@ -131,7 +131,7 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_ke
 
 
 def is_special(mask: AttentionMask, softcap: float | None = None, sinks: Tensor | None = None) -> bool:
-    """Return True if a call has parts that the eager fast paths do not read."""
+    """Return True if a call has parts that the eager fast paths do not support."""
     return softcap is not None or sinks is not None or mask.document_ids is not None or len(mask.distance_biases) > 0
 
 
@@ -145,14 +145,14 @@ def special_arguments(
     zero: int,
     packed: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Documents, distances, softcap and sinks of a call as fields of AttentionParams.
+    """Convert documents, distances, softcap and sinks of a call to fields of AttentionParams.
 
     Args:
         op: the public name, for the messages.
-        q: (B, H, Lq, D), or of a packed batch (Tq, H, D).
+        q: (B, H, Lq, D), or for a packed batch (Tq, H, D).
         lengths: Lq and Lk, or max_q and max_k of a packed batch.
-        zero: the entry of a distance table that is of query and key of one number.
-        packed: Tq and Tk of a packed batch.
+        zero: index in the distance table for equal query and key positions.
+        packed: Tq and Tk of a packed batch; None for a padded batch.
     """
     softcap = None if softcap is None else as_number(op, "softcap", softcap)
     _check_special(op, q, mask, softcap, sinks, lengths, packed)
@@ -206,13 +206,13 @@ def _check_special(
 
 
 def document_numbers(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids as int32 in contiguous rows. Those beyond int32 are numbered anew.
+    """Convert ids to int32 in contiguous rows. Ids beyond int32 are renumbered.
 
-    On a CPU this is done in every call. On a GPU, where looking at wide ids would wait for it, they are always numbered
-    anew; the numbers are kept (tensor_cache.py), so that every layer has the same tensors.
+    On a CPU this is done in every call. On a GPU, reading ids would wait for the device, so int64 ids are always
+    renumbered. The new ids are cached (tensor_cache.py), so that all layers share them.
     """
     if needs_plain_ops():
-        return query_ids, key_ids  # which are only compared there
+        return query_ids, key_ids  # the reference only compares ids
     if query_ids.dtype != torch.int64 and key_ids.dtype != torch.int64:
         return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
     numbers = lambda: ranked(query_ids.long(), key_ids.long())  # noqa: E731
@@ -258,7 +258,7 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
 
 
 def refuse_keep_as_lengths(lengths: Tensor | None, Lk: int) -> None:
-    """Raise for lengths per query that look like a keep mask."""
+    """Raise if lengths per query look like a keep mask."""
     if lengths is not None and may_be_keep(lengths, Lk):
         raise ValueError(
             f"attention: lengths {tuple(lengths.shape)} of nothing but 0 and 1 can be read two ways: pass "
@@ -268,14 +268,14 @@ def refuse_keep_as_lengths(lengths: Tensor | None, Lk: int) -> None:
 
 
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
-    """int32 lengths (B,) or (B, Lq) in [0, Lk].
+    """Convert lengths (B,) or (B, Lq) to int32 in [0, Lk].
 
-    On a CPU they are looked at in every call, and others are an error. On a GPU, where looking would wait for it, they
-    are cut; the result is kept (tensor_cache.py), so that every layer has the same tensor, and what kernels keep on it
-    is found.
+    On a CPU every call reads the lengths and raises for values out of range. On a GPU, reading would wait for the
+    device, so lengths are clamped. The result is cached (tensor_cache.py), so that all layers share one tensor and the
+    results that kernels cache on it.
     """
     if is_traced():
-        return lengths  # plain operators take them as they are
+        return lengths  # plain operators take the lengths unchanged
     if lengths.dim() == 2 and lengths.shape[1] != Lq:
         lengths = lengths.squeeze(1)
     if lengths.shape[0] != B:
@@ -289,7 +289,7 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
 
 
 def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
-    """:func:`normal_lengths` of an unchecked call, or the lengths themselves where they do not fit it."""
+    """:func:`normal_lengths` for an unchecked call; lengths that do not fit are returned unchanged."""
     if lengths is None or not isinstance(k, Tensor) or k.dim() != 4:
         return lengths
     Lk = k.shape[2]

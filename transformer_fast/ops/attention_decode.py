@@ -20,7 +20,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of :func:`attention_decode` that do not change what it returns."""
+    """Keyword arguments of :func:`attention_decode` that do not change the number of results."""
 
     page_table: Tensor | None
     mask: AttentionMask | None
@@ -65,24 +65,25 @@ def attention_decode(
     return_logsumexp: bool = False,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest positions of every sequence to its cache of keys and values, for generation.
+    """Attention of the newest positions per sequence to a cache of keys and values, for generation.
 
-    The cache is split over its keys and the parts are joined by their logsumexp, so that one long sequence keeps a
-    whole GPU busy (T. Dao, D. Haziza, F. Massa and G. Sizov, "Flash-Decoding for long-context inference", 2023). There
-    is no gradient: nothing is kept for one.
+    The cache is split over its keys, and the partial results are joined by their logsumexp. So one long sequence uses a
+    whole GPU (T. Dao, D. Haziza, F. Massa and G. Sizov, "Flash-Decoding for long-context inference", 2023). There is no
+    backward.
 
     Args:
         q: (B, H, Lq, D), the last Lq positions of each sequence; dtypes as for :func:`transformer_fast.attention`.
         k_cache, v_cache: (B, Hkv, S, D) with ``H % Hkv == 0``; or, with ``page_table``, pages shared by all sequences,
             (pages, page_size, Hkv, D).
-        lengths: int32 or int64 (B,), keys of each sequence in the cache, *including* those of the new positions. What
-            lies past them is never read.
+        lengths: int32 or int64 (B,), number of keys per sequence in the cache, *including* those of the new positions.
+            Keys past the length are never read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Entries past the last key may hold anything.
-        mask: of ``AttentionMask``'s parts ``window``, ``causal``, ``alibi`` and ``relative``, counted from the query's
-            own key on, as ``causal`` is: with ``window(left)`` query i sees keys ``j >= i + lengths[b] - Lq - left``;
-            and ``documents``, with ids for all S keys of the cache.
-        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``, itself the last; False: all keys.
+        mask: an ``AttentionMask`` with the parts ``window``, ``causal``, ``alibi`` and ``relative``, whose positions
+            are relative to the query's own key, as for ``causal``: with ``window(left)`` query i sees keys ``j >= i +
+            lengths[b] - Lq - left``; and ``documents``, with ids for all S keys of the cache.
+        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``, its own key being the last; False: all
+            keys.
         scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
         softcap, sinks: as for ``attention``.
         return_logsumexp: also return the logsumexp of each query's scores.
@@ -93,9 +94,9 @@ def attention_decode(
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or lengths or a page table that are not integer.
-        ValueError: for shapes and devices that do not fit. Values of ``lengths`` and of the page table are checked on
-            CPU; on a GPU, where looking would wait for it, they are trusted.
-        RuntimeError: where q or the cache requires a gradient.
+        ValueError: for shapes and devices that do not fit. On a CPU the values of ``lengths`` and of the page table are
+            checked. On a GPU they are not, because reading would wait for the device.
+        RuntimeError: if q or the cache requires a gradient.
 
     Example:
         >>> k_cache, v_cache = torch.randn(2, 2, 4, 100, 64)  # room for 100 keys
@@ -164,7 +165,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, au
 
 
 def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tensor | None) -> None:
-    """Raise unless the lengths (B,) and the page table fit; their values are looked at on CPU only."""
+    """Raise unless the lengths (B,) and the page table fit; values are checked on a CPU only."""
     for name, t, dtypes in (("lengths", lengths, _INTEGERS), ("page_table", page_table, (torch.int32,))):
         if t is None and name == "page_table":
             continue

@@ -34,7 +34,7 @@ from .attention_checks import (
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of :func:`attention_packed` that do not change what it returns."""
+    """Keyword arguments of :func:`attention_packed` that do not change the number of results."""
 
     max_q: int | None
     max_k: int | None
@@ -109,43 +109,45 @@ def attention_packed(
     return_logsumexp: bool = False,
     **unknown: Never,
 ) -> Tensor | tuple[Any, ...]:
-    """Attention of every sequence of a packed batch to its own keys: ``transformer_fast.attention`` without padding.
+    """Attention within each sequence of a packed batch: ``transformer_fast.attention`` without padding.
 
     Args:
-        q: (Tq, H, D), the queries of all sequences one after the other; dtypes as for ``attention``.
+        q: (Tq, H, D), the queries of all sequences, concatenated; dtypes as for ``attention``.
         k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv), with ``H % Hkv == 0``.
         cu_seqlens_q: int32 (B + 1,) on q's device, rising from 0 to Tq: sequence b is rows ``cu_seqlens_q[b]`` to
-            ``cu_seqlens_q[b + 1]``. ``Packing.cu_seqlens`` of :func:`transformer_fast.pack`.
-        cu_seqlens_k: the same for k and v; the same tensor for self-attention.
-        max_q, max_k: lengths of the longest sequences, on the host. Left out, they are looked up, which on a GPU waits
-            for it.
-        mask: of ``AttentionMask``'s parts ``window``, ``causal``, ``alibi`` (H,) and ``relative``, counted inside each
-            sequence; ``documents``, whose ids are (1, Tq) and (1, Tk); and ``keep`` of keys alone, (Tk,).
-        bias: float, added to the scaled scores; ``-inf`` blocks a key. A tensor (H, Lq, Lk), or (1, Lq, Lk) for all
-            heads, for each sequence in turn; or those flattened to (H | 1, Lq * Lk) and joined, as one tensor
-            (H | 1, pairs). It may require a gradient. No tensor of Tq x Tk is made.
-        causal: query i of a sequence sees its keys up to i; combines with ``mask``.
-        bottom_right: positions count from the end of a sequence: its last query is at its last key, where they are not
-            equally many (flash-attention, a cache). ``causal``, ``window``, ``alibi`` and ``relative`` count so.
-        seqused_k: int32 (B,), how many of its keys each sequence has, from its first one on; the others are not read.
-            All of them by default.
-        scale, softcap, sinks, dropout_p: as for ``attention``. Dropout draws the mask that the padded batch would have:
-            b is the sequence, and i and j count inside it.
-        empty_rows: as for ``attention``; "uniform" is over the keys of the query's own sequence, and a query whose
-            sequence has none gets 0 either way.
-        return_weights: True also returns the weights before dropout, "dropped" after it. They are computed by the
-            reference, one sequence after the other: to look at, not to train with.
+            ``cu_seqlens_q[b + 1]``. :func:`transformer_fast.pack` returns it as ``Packing.cu_seqlens``.
+        cu_seqlens_k: as ``cu_seqlens_q``, for k and v; the same tensor for self-attention.
+        max_q, max_k: lengths of the longest sequences, as ints. None reads them from ``cu_seqlens``, which on a GPU
+            waits for the device.
+        mask: an ``AttentionMask`` with the parts ``window``, ``causal``, ``alibi`` (H,) and ``relative``, whose
+            positions count within each sequence; ``documents``, with ids (1, Tq) and (1, Tk); and ``keep`` over keys
+            only, (Tk,).
+        bias: float, added to the scaled scores; ``-inf`` blocks a key. A list with one tensor (H, Lq, Lk), or (1, Lq,
+            Lk) for all heads, per sequence; or one tensor (H | 1, pairs), the concatenation of these tensors flattened
+            to (H | 1, Lq * Lk). The bias may require a gradient. No tensor of size Tq x Tk is made.
+        causal: query i of a sequence sees the sequence's keys up to i; combines with ``mask``.
+        bottom_right: align the last query of a sequence with its last key, as flash-attention does and a cache needs.
+            It matters if the numbers of queries and keys differ, and applies to ``causal``, ``window``, ``alibi`` and
+            ``relative``.
+        seqused_k: int32 (B,), number of keys in use per sequence, counted from its first key; later keys are not read.
+            All keys by default.
+        scale, softcap, sinks, dropout_p: as for ``attention``. Dropout draws the same mask as for the padded batch: b
+            is the sequence, and i and j count within the sequence.
+        empty_rows: as for ``attention``; "uniform" is over the keys of the query's own sequence. A query whose sequence
+            has no keys gets 0 in both modes.
+        return_weights: True also returns the weights before dropout, "dropped" those after dropout. The reference
+            computes the weights sequence by sequence: for inspection, not for training.
         return_logsumexp: also return the logsumexp of each query's scores.
 
     Returns:
-        (Tq, H, Dv) in q's dtype; or a tuple of it, a list of the weights (H, Lq, Lk) of each sequence if asked for, and
-        the logsumexp (H, Tq) in float32 (float64 for float64) if asked for: -inf for a query without keys.
+        (Tq, H, Dv) in q's dtype; or a tuple of this result, a list of the weights (H, Lq, Lk) of each sequence if asked
+        for, and the logsumexp (H, Tq) in float32 (float64 for float64) if asked for: -inf for a query without keys.
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or ``cu_seqlens`` that are not int32.
-        ValueError: for shapes, devices or options that do not fit. That ``cu_seqlens`` rise from 0 to the number of
-            tokens, and that ``seqused_k`` and a bias fit them, is checked on a CPU. On a GPU, where looking would wait
-            for it, they are trusted.
+        ValueError: for shapes, devices or options that do not fit. On a CPU the values of ``cu_seqlens`` (rising from 0
+            to the number of tokens) and of ``seqused_k``, and the size of a bias, are checked. On a GPU they are not,
+            because reading would wait for the device.
 
     Example:
         >>> q, k, v = torch.randn(3, 7, 4, 64)  # (T, H, D) each: sentences of 5 and of 2 tokens
@@ -245,7 +247,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
 
 
 def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> AttentionMask:
-    """The mask with documents instead of a keep mask of keys: the keys that are kept are of the queries' document."""
+    """Replace a keep mask over keys by documents: kept keys get the document of the queries."""
     keep = mask.key_keep_mask
     if keep is None:
         return mask
@@ -259,7 +261,8 @@ def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> Attentio
 
 
 def _used(seqused_k: Any, sequences: PackedBatch, q: Tensor) -> Tensor:
-    """Return ``seqused_k``, or raise unless it is int32 (B,) and, on a CPU, from 0 to the keys that there are."""
+    """Return ``seqused_k``; raise unless it is int32 (B,) and, on a CPU, between 0 and the number of keys per
+    sequence."""
     if not isinstance(seqused_k, Tensor) or seqused_k.dtype != torch.int32:
         raise TypeError(f"attention_packed: seqused_k must be an int32 tensor (B,), got {kind_of(seqused_k)}")
     B = sizes(sequences.cu_seqlens_k)[0] - 1
@@ -276,7 +279,7 @@ def _used(seqused_k: Any, sequences: PackedBatch, q: Tensor) -> Tensor:
 
 
 def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, PackedBatch]:
-    """The bias as (H | 1, pairs), and the sequences with where its parts begin."""
+    """The bias as (H | 1, pairs), and the sequences with the start of each sequence's part of the bias."""
     H, B = sizes(q)[1], sizes(sequences.cu_seqlens_q)[0] - 1
     queries, keys = sequences.query_lengths.long(), sequences.stored_keys.long()
     if not isinstance(bias, Tensor):
@@ -310,7 +313,8 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
 
 
 def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> Any:
-    """Raise unless the sequences tile the tokens (looked at on CPU only); the length of the longest."""
+    """Return the length of the longest sequence; raise unless the sequences cover the tokens (checked on a CPU
+    only)."""
     full = f"cu_seqlens_{name}"
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__

@@ -1,7 +1,7 @@
 """Linear layer and label-smoothed cross entropy as one op.
 
-The mean and the sum of the losses of class targets are the op of csrc/ops/cross_entropy.cpp; everything else is that of
-:mod:`._cross_entropy_rows`.
+The op of csrc/ops/cross_entropy.cpp computes the mean and the sum of the losses of class targets.
+:mod:`._cross_entropy_rows` computes all other cases.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..tracing import unrecorded
-from . import _cross_entropy_rows as _rows  # registers its ops
+from . import _cross_entropy_rows as _rows  # the import registers its ops
 from . import eager
 from ._plain import implementation
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
-"""Logits that exist at a time: on a CPU not far from what its caches hold, on a GPU enough rows to fill it."""
+"""Number of logits in memory at a time: on a CPU about the size of the caches, on a GPU enough rows to fill the
+device."""
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -33,13 +34,13 @@ def linear_cross_entropy(
     reduction: str = "mean",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``F.cross_entropy(F.linear(x, weight, bias), target, ...)`` without ever holding all logits, nor any in float32.
+    """``F.cross_entropy(F.linear(x, weight, bias), target, ...)`` without all logits in memory at once.
 
-    The logits are made in chunks of rows; each chunk gives its losses and, where a gradient will be needed, is turned
-    into its own gradient in place and multiplied into those of x, weight and bias at once. With ``class_weight``, with
-    probabilities as targets and with reduction "none", the logits of a chunk are float32, and the backward pass makes
-    them again. On one core (2,048 rows of width 256, 16,000 classes, float32, class weights and smoothing) that took
-    1.2 times as long as PyTorch's two functions, and a third of their memory.
+    The logits are made in chunks of rows, in the dtype of x. Each chunk gives its losses. If a gradient is needed, the
+    chunk is then overwritten by the gradient of its logits, which is multiplied into the gradients of x, weight and
+    bias at once. With ``class_weight``, with probabilities as targets and with reduction "none", the logits of a chunk
+    are float32, and the backward pass makes them again. On one core (2,048 rows of width 256, 16,000 classes, float32,
+    class weights and smoothing) that took 1.2 times as long as PyTorch's two functions, and a third of their memory.
 
     Args:
         x: (..., d) or (d,); float32, float16, bfloat16 (float64 on CPU). Under autocast, x and weight are cast as
@@ -50,21 +51,22 @@ def linear_cross_entropy(
             (..., vocabulary), of any float dtype; they may require a gradient.
         class_weight: (vocabulary,) in x's dtype, a factor for the loss of each class; None for 1. It gets no gradient.
         label_smoothing: mass spread evenly over the vocabulary, in [0, 1].
-        ignore_index: positions with this target count nowhere. Probabilities have none: it must be negative then.
+        ignore_index: positions with this target are left out. With probabilities as targets it must be negative.
         reduction: "none"; "sum"; or "mean", which divides the sum by the number of positions that count, or by the sum
-            of the class weights of their targets (NaN where that is 0). Probabilities: by the number of positions.
+            of the class weights of their targets (NaN if that sum is 0). With probabilities it divides by the number of
+            positions.
         dtype: of the result; None for that of ``F.cross_entropy``.
 
     Returns:
         A scalar, or (...) for "none". Its dtype is that of x; under autocast at least float32; with probabilities the
-        wider of x's and theirs. The arithmetic of losses is in float32 (float64 for float64) always: ask for it by
-        ``dtype=torch.float32``.
+        wider of the dtypes of x and target. The losses are always computed in float32 (float64 for float64);
+        ``dtype=torch.float32`` returns them unrounded.
 
     Raises:
         TypeError: for non-tensors and for dtypes that do not fit.
         ValueError: for shapes, devices or options that do not fit; the message names them.
-        IndexError: on CPU, for a target outside the vocabulary; names it and its place. On a GPU, where looking would
-            stall it, the loss is NaN.
+        IndexError: on CPU, for a target outside the vocabulary; the message names the target and its place. On a GPU
+            the loss is NaN instead, because a check would stall the device.
 
     Example:
         >>> x, weight = torch.randn(5, 32), torch.randn(100, 32)
@@ -106,7 +108,7 @@ def linear_cross_entropy(
     chunk_elements = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cpu"])
     options = float(label_smoothing), ignore_index
     if class_weight is None and not probabilities and reduction != "none":
-        no_gradients = [False] * 3  # autograd asks for those that it needs
+        no_gradients = [False] * 3  # autograd requests the gradients that it needs
         op = implementation("linear_cross_entropy", backend)
         given = rows, weight, bias, target, *options, reduction == "mean", no_gradients, chunk_elements, backend
         return op(*given)[0].to(dtype)
@@ -117,7 +119,7 @@ def linear_cross_entropy(
             bias if bias is None else _rows.autocast(bias),
         )
     op = implementation("linear_cross_entropy_rows", backend)
-    # Some tensors as large as the logits of a chunk live at a time, in float32.
+    # Several float32 tensors of the size of a chunk's logits are in memory at a time.
     losses = op(rows, weight, bias, target, class_weight, *options, chunk_elements // 4)
     if reduction == "none":
         return losses.reshape(shape).to(dtype)
@@ -128,19 +130,19 @@ def linear_cross_entropy(
 
 
 def _count(losses: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The number that divides a mean, of the dtype of the losses (rows,)."""
+    """Divisor of a mean, in the dtype of the losses (rows,)."""
     if target.is_floating_point():
         return torch.ones_like(losses).sum()
     counts = target != ignore_index
     if class_weight is None:
         return counts.sum()
     weights = class_weight.detach().to(losses.dtype)
-    # A target outside the vocabulary has made the loss NaN, or was refused.
+    # A target outside the vocabulary has already made the loss NaN (GPU) or raised (CPU).
     return (weights[target.clamp(0, weights.shape[0] - 1)] * counts).sum()
 
 
 def _result_dtype(x: Tensor, target: Tensor, autocast: bool) -> torch.dtype:
-    """The dtype that ``F.cross_entropy`` gives its result."""
+    """Dtype of the result of ``F.cross_entropy``."""
     dtype = torch.promote_types(x.dtype, torch.float32) if autocast else x.dtype
     return torch.promote_types(dtype, target.dtype) if target.is_floating_point() else dtype
 

@@ -1,4 +1,4 @@
-"""Dropout with what stands around it. The op itself is in csrc/ops/dropout.cpp."""
+"""Dropout fused with bias, ReLU and residual addition. The op itself is in csrc/ops/dropout.cpp."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def dropout(
 ) -> Tensor:
     """``[residual +] dropout([relu] (x [+ bias]))`` in one pass, with no mask stored for the backward.
 
-    The mask is a pure function of a seed, drawn from torch's generator, and of each element's place (Philox
-    4x32-10; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): backward draws it again.
+    The mask is a pure function of a seed, drawn from torch's generator, and of each element's position (Philox 4x32-10;
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The backward pass draws the mask again.
 
     Args:
         x: (..., d); float32, float16, bfloat16 (float64 on CPU).
         p: probability of dropping an element, in [0, 1]; kept ones are scaled by ``1 / (1 - p)``.
             ``torch.manual_seed`` governs it. Every backend draws the same mask.
-        bias: (d,), any float dtype, added first, such as that of the linear layer before. Its gradient is summed on the
-            way through the backward, in float32 and in a fixed order.
-        residual: the shape of ``x``, added last; the result then has its dtype.
+        bias: (d,), any float dtype, added first, such as the bias of the linear layer before. The backward pass sums
+            the gradient of the bias in float32 and in a fixed order.
+        residual: shape of ``x``, added last; the result then has the dtype of ``residual``.
         relu: apply ReLU to ``x`` (with its bias) first.
 
     Returns:
-        (..., d), contiguous; ``x`` itself where there is nothing to do.
+        (..., d), contiguous; ``x`` itself if there is nothing to do.
 
     Raises:
         TypeError: for non-tensors and non-float dtypes.
@@ -49,7 +49,7 @@ def dropout(
         return reference.dropout.dropout(x, p, seed, bias=bias, residual=residual, relu=relu)
     op = implementation("dropout", backend)
     if relu and residual is not None:
-        # The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
+        # The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
         return residual + op(x, bias, None, True, p, seed, backend)
     return op(x, bias, residual, relu, p, seed, backend)
 

@@ -1,8 +1,8 @@
-"""The eager fast path to an op.
+"""Eager fast path to an op.
 
-PyTorch's dispatcher, called from Python, costs some microseconds: more than the kernel itself on a small tensor. What
-it serves - tracing, subclasses, modes - is only needed where somebody uses it. So a public function first gives the
-whole call to the extension (csrc/ops/eager.h), which returns None where the dispatcher must serve it.
+A call of PyTorch's dispatcher from Python takes some microseconds: on a small tensor, longer than the kernel. The
+dispatcher is only needed for tracing, tensor subclasses and modes. So a public function first passes the whole call to
+the extension (csrc/ops/eager.h). The extension returns None for a call that needs the dispatcher.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def native() -> Any | None:
-    """The extension, whose functions take a whole call of plain CPU tensors and return None for any other; None where
-    a call is being compiled, or another backend was asked for."""
+    """The extension if it may take a whole call; None if a call is being compiled or another backend was requested.
+    Functions of the extension return None for tensors that are not plain CPU tensors."""
     if torch.compiler.is_compiling() or backends.current() not in ("auto", "native"):
         return None
     return extension.module()
 
 
 def fast_path(op: str, q: Any) -> tuple[Any | None, bool]:
-    """The extension, whose functions take a whole call of `op`, or None; and whether Triton kernels compute the op."""
+    """Pair: the extension if it may take a whole call of `op`, else None; and True if Triton kernels compute the op."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or not isinstance(q, Tensor):
         return None, False
     asked = backends.current()
@@ -46,13 +46,13 @@ def _runs_on_triton(asked: str, op: str, device: torch.device, dtype: torch.dtyp
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Return True if nothing watches the dispatcher: no compilation, mode or tensor subclass; and there is something to
-    compute, which on the meta device there is not."""
+    """Return True if a call needs no dispatcher: no compilation, mode or tensor subclass, and not on the meta device,
+    which computes nothing."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta) for t in tensors)
 
 
 def autocast_enabled(t: Any) -> bool:
-    """Return True if autocast is on for a tensor's device; the meta device, which computes nothing, has none."""
+    """Return True if autocast is on for a tensor's device; False on the meta device, which has no autocast."""
     return isinstance(t, Tensor) and not t.is_meta and torch.is_autocast_enabled(t.device.type)

@@ -32,12 +32,12 @@ def embed(
     Args:
         ids: (..., L) int64 or int32, each in [0, vocabulary); or () for one id.
         weight: (vocabulary, d); float32, float16, bfloat16 (float64 on CPU), at any strides.
-        table: (at least offset + L, d) positional encoding, float32 or the dtype of ``weight``; None for none. It
-            may require a gradient (a learned one).
+        table: (at least offset + L, d) positional encoding, float32 or the dtype of ``weight``; None for none. A
+            learned table may require a gradient.
         scale: multiplies the looked-up rows, sqrt(d) in the paper.
-        offset: position of the first id, for decoding step by step; or one for each sequence, int64 or int32 of the
-            shape of ``ids`` without its last dimension, where they do not stand at the same place.
-        padding_idx: this row of ``weight`` is read like any other but gets no gradient, as in ``nn.Embedding``.
+        offset: position of the first id, for decoding step by step. A tensor gives one offset per sequence: int64 or
+            int32 with the shape of ``ids`` without its last dimension.
+        padding_idx: row of ``weight`` that is read like any other row but gets no gradient, as in ``nn.Embedding``.
         dropout_p: probability of dropping an element of the sum, in [0, 1]; kept ones are scaled by ``1 / (1 - p)``.
             ``torch.manual_seed`` governs it. Every backend draws the same mask. Pass 0 outside training.
 
@@ -49,9 +49,9 @@ def embed(
     Raises:
         TypeError: for non-tensors and for dtypes that do not fit.
         ValueError: for shapes, devices or options that do not fit; the message names them.
-        IndexError: on CPU, for an id outside the vocabulary or an offset tensor that leads out of the table; names it
-            and its place. On a GPU, where looking would stall it, the output row is NaN and such an id contributes no
-            gradient.
+        IndexError: on CPU, for an id outside the vocabulary or an offset beyond the table; the message names the value
+            and its place. On a GPU the output row is NaN instead and the id contributes no gradient, because a check
+            would stall the device.
 
     Example:
         >>> weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -61,7 +61,7 @@ def embed(
     """
     if unknown:
         raise unknown_names("embed", unknown)
-    if isinstance(ids, Tensor) and ids.dim() == 0:  # one id, as a sequence of one
+    if isinstance(ids, Tensor) and ids.dim() == 0:  # a single id becomes a sequence of length 1
         options = {"scale": scale, "offset": offset, "padding_idx": padding_idx, "dropout_p": dropout_p}
         return embed(ids.unsqueeze(0), weight, table, **options).squeeze(0)  # type: ignore[arg-type]
     seed = seeds.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
@@ -99,7 +99,7 @@ def embed(
 
 
 def eager_embed(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor | None:
-    """``weight[ids]`` as :func:`embed` computes it, of plain CPU tensors in eager mode; None for any other call."""
+    """Compute ``weight[ids]`` as :func:`embed` does, for plain CPU tensors in eager mode; None for any other call."""
     direct = eager.native()
     return direct.embed(ids, weight, None, 1.0, 0, padding_idx, 0.0, None) if direct else None
 
@@ -109,7 +109,7 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
 
     Args:
         x: (..., L, d); float32, float16, bfloat16 (float64 on CPU).
-        table: (at least offset + L, d), float32 or the dtype of ``x``; it may require a gradient.
+        table: (at least offset + L, d), float32 or the dtype of ``x``; the table may require a gradient.
         offset, dropout_p: as for :func:`embed`; an offset tensor is shaped as ``x`` without its last two dimensions.
 
     Returns:
@@ -170,7 +170,7 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
     table = torch.empty(length, d_model, dtype=torch.float32)
     if table.is_meta:
         return table
-    # It is made once for a model: where something traces, the plain PyTorch formula serves as well.
+    # A model makes the table once, so the plain PyTorch formula is fast enough under tracing.
     if not eager.is_plain(table) or backends.resolve("embedding", table.device, table.dtype) == "reference":
         return reference.embedding.positional_table(length, d_model)
     torch.ops.transformer_fast.fill_positional_table(table)
@@ -214,7 +214,7 @@ def _check_table(op: str, table: Tensor, name: str, x: Tensor, offset: int, leng
 def _split_offset(
     op: str, offset: int | Tensor, name: str, x: Tensor, sequences: torch.Size
 ) -> tuple[int, Tensor | None]:
-    """An offset as the ops take it: a number, and a tensor of one more for each sequence or None."""
+    """Split an offset into an int and a tensor with one additional offset per sequence, or None."""
     if not isinstance(offset, Tensor):
         return offset, None
     if offset.dtype != torch.int64 and offset.dtype != torch.int32:

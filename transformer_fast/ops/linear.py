@@ -1,4 +1,4 @@
-"""The linear layer. The choice is made in csrc/ops/linear.cpp."""
+"""The linear layer. csrc/ops/linear.cpp chooses the library that multiplies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from . import eager
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``, by the faster of the two libraries that PyTorch has for it on a CPU.
 
-    PyTorch multiplies float32 matrices with MKL, which leaves the AVX-512 units of a processor unused that Intel did
-    not make; oneDNN, with which PyTorch multiplies 16-bit ones, uses them. There this op calls oneDNN, forward and
-    backward, for all but the smallest matrices, also in code that ``torch.compile`` made (not with PyTorch 2.11, which
-    takes it for exported code). Everywhere else, and in exported and traced code, it is ``F.linear`` itself.
-    :func:`products_by` chooses the library;
+    PyTorch multiplies float32 matrices with MKL. MKL does not use AVX-512 on processors that Intel did not make.
+    oneDNN, which PyTorch uses for 16-bit matrices, does use AVX-512. On those processors this op calls oneDNN, forward
+    and backward, for all but the smallest matrices. The op is also used in code compiled by ``torch.compile``, except
+    with PyTorch 2.11, where compiled code looks like exported code. On all other processors, and in exported and traced
+    code, the op is ``F.linear`` itself. :func:`products_by` chooses the library;
     ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN out.
 
     Args:
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (out,) or None.
 
     Returns:
-        (..., out). Sums are float32 in both libraries, in another order. It can be differentiated twice.
+        (..., out). Both libraries sum in float32, in different orders. The op can be differentiated twice.
 
     Raises:
         TypeError, RuntimeError: as ``F.linear``.
@@ -48,13 +48,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @contextlib.contextmanager
 def products_by(library: str) -> Iterator[None]:
-    """Send large float32 products of :func:`linear` to one library inside the block, in the whole process.
+    """Choose the library for large float32 products of :func:`linear` inside the block, for the whole process.
 
     Args:
         library: "onednn", "aten" (PyTorch's own product, by MKL), or "faster", the one that is faster here.
 
     Raises:
-        ValueError: another name, or no extension that could choose.
+        ValueError: for another name, or if the extension is not loaded.
         RuntimeError: PyTorch was built without oneDNN.
     """
     choices = {"onednn": True, "aten": False, "faster": None}
@@ -71,8 +71,8 @@ def products_by(library: str) -> Iterator[None]:
 
 
 def _compiles_to_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True if a compiled call becomes the op. An exported program, forward-mode gradients, autocast and tensors
-    of another class keep ``F.linear``."""
+    """Return True if a compiled call may use the op. Exported programs, forward-mode gradients, autocast and tensor
+    subclasses keep ``F.linear``."""
     if torch.compiler.is_exporting() or forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu"):
         return False
     if backends.current() not in ("auto", "native") or not _is_ever_faster() or x.dim() < 2 or weight.dim() != 2:
@@ -90,7 +90,7 @@ _is_ever_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def is_faster(weight: Tensor) -> bool:
-    """Return True if :func:`linear` is more than ``F.linear`` for this weight (out, in) and a thousand rows."""
+    """Return True if :func:`linear` does not simply call ``F.linear`` for this weight (out, in) and a thousand rows."""
     module = extension.module()
     if module is None or weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.dim() != 2:
         return False

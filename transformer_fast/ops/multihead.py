@@ -1,4 +1,4 @@
-"""Multi-head attention in evaluation, projections and weights included, as one call of C++."""
+"""Multi-head attention in evaluation, including projections and weights, as one C++ call."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def evaluated_heads(
     need_weights: bool,
     average: bool,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Compute ``torch.nn.MultiheadAttention`` without dropout; None where its parts must be called instead.
+    """Compute ``torch.nn.MultiheadAttention`` without dropout; None if the caller must call the parts instead.
 
-    Between these parts runs more Python than a short sequence takes to compute. The call serves plain CPU tensors of
-    one float dtype that need no gradient, under the "auto" and the "native" backend and no autocast.
+    For short sequences, the Python code between the parts takes longer than the computation. The call takes plain CPU
+    tensors of one float dtype that need no gradient, under the "auto" and the "native" backend and no autocast.
 
     Args:
         inputs: query (B, Lq, E) and key and value (B, Lk, E), or (Lq, B, E) and (Lk, B, E).
         projection: weight (3 E, E) and bias (3 E,) of queries, keys and values.
         output: weight (E, E) and bias (E,).
         heads: number of heads.
-        batch_first: which of the two layouts.
-        mask, bias: checked, and of a shape that fits; a query with every key blocked attends to nothing.
+        batch_first: True for (B, L, E), False for (L, B, E).
+        mask, bias: already checked; a query with every key blocked attends to nothing.
         need_weights: also return the weights.
-        average: over the heads.
+        average: return weights averaged over the heads.
 
     Returns:
         The output, of the shape of the query, and the weights, (B, Lq, Lk) or (B, heads, Lq, Lk), or None.

@@ -70,8 +70,8 @@ def layer_norm(
     Sennrich, "Root Mean Square Layer Normalization", 2019): ``x / sqrt(mean(x * x) + eps) * weight``, without a bias.
 
     In 16-bit types every kind computes in float32 and rounds once, at the end, as ``torch.nn.RMSNorm`` does. The
-    hand-written RMSNorm of Llama and T5 rounds ``x / sqrt(...)`` before it multiplies by a 16-bit weight, and the
-    product again: its result differs from this one by up to two units in the last place, and is the less exact one.
+    RMSNorm code of Llama and T5 rounds ``x / sqrt(...)`` before the product with a 16-bit weight, and rounds the
+    product again. Its result differs by up to two units in the last place, and is less exact.
 
     Args:
         x: (..., d); float32, float16, bfloat16 (float64 on CPU). The statistics are float32 (float64 for float64).
@@ -85,7 +85,7 @@ def layer_norm(
 
     Returns:
         The norm (..., d) in the dtype of ``x``; with ``residual`` the pair (norm, ``residual + dropout(x)``) in the
-        dtype of ``residual``. Autocast changes neither: 16-bit rows are already accumulated in float32.
+        dtype of ``residual``. Autocast changes neither dtype: 16-bit rows are already accumulated in float32.
 
     Raises:
         TypeError: for non-tensors and non-float dtypes.
@@ -123,7 +123,7 @@ def layer_norm(
 def eager_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: str, residual: Tensor | None
 ) -> Any:
-    """:func:`layer_norm` without dropout, of plain CPU tensors in eager mode; None for any other call."""
+    """Compute :func:`layer_norm` without dropout, for plain CPU tensors in eager mode; None for any other call."""
     if not (direct := eager.native()):
         return None
     if eps is None:

@@ -1,4 +1,5 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` on our kernels: its arguments read for ``attention``."""
+"""``torch.nn.functional.scaled_dot_product_attention`` on our kernels: converts its arguments to those of
+``attention``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ..tensors import is_served
 from . import eager
 from .attention import MAX_TRITON_HEAD_DIM, attention
 
-# Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
+# Bound at import, so that torch's function stays reachable if a program patches torch.nn.functional.
 TORCH = torch.nn.functional.scaled_dot_product_attention
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,31 +33,31 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention`` on the fused kernels; it may replace it anywhere.
+    """Drop-in replacement of ``torch.nn.functional.scaled_dot_product_attention`` on the fused kernels.
 
-    A call that the kernels do not serve is torch's own: complex or mixed dtypes, nested or sparse tensors, subclasses,
+    A call that the kernels do not serve goes to torch: complex or mixed dtypes, nested or sparse tensors, subclasses,
     transforms of ``torch.func``, forward-mode differentiation, a head_dim over 256 on a GPU, a machine without kernels,
-    and every wrong call, so that its error is torch's too. ``torch.nn.attention.sdpa_kernel`` chooses among torch's
-    kernels and is not asked for ours. With dropout the mask differs from torch's; ``torch.manual_seed`` governs both.
+    and every invalid call, so that torch raises its own error. ``torch.nn.attention.sdpa_kernel`` chooses among torch's
+    kernels and does not affect these kernels. With dropout the mask differs from torch's; ``torch.manual_seed`` governs
+    both.
 
     Args:
-        query: (N, ..., H, L, E); float32, float16, bfloat16 (float64 on CPU). From two dimensions on.
+        query: (N, ..., H, L, E); float32, float16, bfloat16 (float64 on CPU). At least two dimensions.
         key, value: (N, ..., H, S, E) and (N, ..., H, S, Ev). Dimensions before the last two broadcast.
         attn_mask: broadcastable to (N, ..., H, L, S), of two dimensions or more. Bool: True = takes part (the opposite
             of ``nn.MultiheadAttention``'s masks). Float, of query's dtype or float32: added to the scaled scores,
-            ``-inf`` blocks; it may require a gradient. A query with every key blocked gets zeros, and passes on no
-            gradient.
+            ``-inf`` blocks; the mask may require a gradient. A query with every key blocked gets zeros and no gradient.
         dropout_p: probability of dropping an attention weight, in evaluation too: pass 0.0 there.
-        is_causal: query i sees keys up to i, also where L != S (top left). Not together with ``attn_mask``.
+        is_causal: query i sees keys up to i, also where L != S (top left). Excludes ``attn_mask``.
         scale: multiplies the scores; ``1 / sqrt(E)`` by default.
-        enable_gqa: key and value may have fewer heads, of which the number of query's is a multiple. Without it heads
-            broadcast as any batch dimension does.
+        enable_gqa: key and value may have fewer heads; the number of query heads must be a multiple. If False, heads
+            broadcast like batch dimensions.
 
     Returns:
         (N, ..., H, L, Ev) in query's dtype (autocast's under autocast).
 
     Raises:
-        TypeError, RuntimeError, IndexError: torch's own, for whatever it would refuse.
+        TypeError, RuntimeError, IndexError: torch's own errors, for invalid calls.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 4, 10, 64)
@@ -93,9 +94,9 @@ def _at_once(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor | None:
-    """The result of a usual call on tensors of four dimensions, which the extension checks sooner than Python can.
+    """Result of a common call on four-dimensional tensors; the extension checks the arguments faster than Python.
 
-    None for any other call, and for one with dropout, of which another way into the op would draw a second seed.
+    None for any other call, and for calls with dropout, because a retry by another path would draw a second seed.
     """
     extension, by_triton = eager.fast_path("attention", q)
     if extension is None or dropout_p != 0.0 or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
@@ -129,7 +130,7 @@ def _served(
     scale: float | None,
     enable_gqa: bool,
 ) -> bool:
-    """Return True if the kernels take tensors of these kinds and dtypes, and these options."""
+    """Return True if the kernels support these tensor classes, dtypes and options."""
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (is_causal and mask is not None):
         return False
     if type(dropout_p) not in (float, int) or not 0.0 <= dropout_p <= 1.0 or type(scale) not in (NoneType, float, int):
@@ -155,7 +156,7 @@ def _served(
 
 
 def _backend(asked: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The backend of attention; None where there are no kernels, and torch's function is better than our reference."""
+    """Backend of attention; None without kernels, because torch's function is then better than our reference."""
     if torch.compiler.is_compiling():
         name, _ = backends.choose("attention", device, dtype)
     else:
@@ -169,7 +170,7 @@ def _chosen(asked: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _leading(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> tuple[int, ...] | None:
-    """The batch dimensions of the result, heads last; None where the shapes do not fit."""
+    """Batch dimensions of the result, heads last; None if the shapes do not fit."""
     E, S = k.shape[-1], k.shape[-2]
     if q.shape[-1] != E or E == 0 or v.shape[-2] != S:
         return None
@@ -193,7 +194,7 @@ def _leading(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: b
 
 
 def _broadcast(a: tuple[int, ...] | None, b: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape that two broadcast to, or None."""
+    """Shape that two shapes broadcast to, or None."""
     if a is None or a == b:
         return a
     rank = max(len(a), len(b))
@@ -206,7 +207,7 @@ def _broadcast(a: tuple[int, ...] | None, b: tuple[int, ...]) -> tuple[int, ...]
 def _heads(
     q: Tensor, k: Tensor, v: Tensor, leading: tuple[int, ...], enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (B, H, L, D), of which keys and values share their number of heads."""
+    """Queries, keys and values as (B, H, L, D); keys and values get the same number of heads."""
     H = leading[-1] if leading else 1
     key_heads = H
     if enable_gqa or (_heads_of(k) == _heads_of(v) == 1):
@@ -226,7 +227,7 @@ def _with_heads(t: Tensor, leading: tuple[int, ...], heads: int) -> Tensor:
 
 
 def _flattened(mask: Tensor, leading: tuple[int, ...]) -> Tensor:
-    """A mask of the result's dimensions as one of four."""
+    """Reshape a mask with the result's dimensions to four dimensions."""
     batch, rest = mask.shape[:-3], (_heads_of(mask), *mask.shape[-2:])
     if mask.dim() == len(leading) + 2 == 4:
         return mask
@@ -236,5 +237,5 @@ def _flattened(mask: Tensor, leading: tuple[int, ...]) -> Tensor:
 
 
 def _cast(bias: Tensor, q: Tensor) -> Tensor:
-    """A float mask as autocast passes it on."""
+    """Cast a float mask as autocast does."""
     return bias.to(torch.get_autocast_dtype(q.device.type)) if eager.autocast_enabled(q) else bias

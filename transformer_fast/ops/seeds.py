@@ -1,4 +1,4 @@
-"""The seed of a dropout mask."""
+"""Seeds of dropout masks."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import extension
 
 _CPU = torch.device("cpu")
-_RANDINT = torch.ops.aten.randint.low_generator  # Inductor keeps it as it is, and so draws as eager does
+# Inductor keeps this op unchanged, so compiled code draws the same numbers as eager code.
+_RANDINT = torch.ops.aten.randint.low_generator
 
 _library = torch.library.Library("transformer_fast", "FRAGMENT")
 _library.define("draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """One int64 on ``device`` from torch's own generator there: the seed of one dropout mask.
+    """Draw the seed of one dropout mask: int64 (1,) on ``device``, from torch's generator of that device.
 
-    ``torch.manual_seed`` governs it, and a replayed CUDA graph draws a fresh one. A compiled backward has the seed of
-    its forward, whatever else it computes again.
+    ``torch.manual_seed`` governs the seed. A replayed CUDA graph draws a new seed. A compiled backward pass uses the
+    seed of its forward pass, even if it recomputes other values.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return torch.ops.transformer_fast.draw_seed(device)
     if device == _CPU and (native := _native()):
-        return native.draw_seed()  # the same number, sooner
+        return native.draw_seed()  # the same number, drawn faster
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def draw_launch_seed(device: torch.device, as_number: bool) -> int | Tensor:
-    """The seed of one dropout mask, for an op whose kernels take it as a number too; ``as_number``: may this call.
+    """Draw the seed of one dropout mask; with ``as_number`` the seed may be an int instead of a tensor.
 
-    A number is drawn on the host, from torch's generator there (``torch.manual_seed`` governs both), which saves a
-    kernel on the device. A CUDA graph under capture must draw a fresh one at each replay: there, as where a call is
-    compiled, it is the tensor of :func:`draw_seed`.
+    An int is drawn on the host, from torch's CPU generator, which saves a kernel on the device. ``torch.manual_seed``
+    governs both generators. During CUDA graph capture and in compiled calls the result is the tensor of
+    :func:`draw_seed`, because each replay must draw a new seed.
     """
     on_cuda = device.type == "cuda"
     captured = on_cuda and torch.cuda.is_current_stream_capturing()
@@ -47,11 +48,12 @@ def draw_launch_seed(device: torch.device, as_number: bool) -> int | Tensor:
 
 
 def _recorded_seed(device: torch.device) -> Tensor:
-    """:func:`draw_seed` in a graph under construction, in which the partitioner must not draw it twice.
+    """Run :func:`draw_seed` in a graph under construction, and mark the seed so that the partitioner does not draw it
+    twice.
 
-    The partitioner of torch.compile cuts a graph into forward and backward. It would compute this op again where the
-    memory budget is below 1. A mark says that the result is saved. A budget of 0 saves nothing; there the mark says
-    that the op is computed again from the same state of the generator. Marks of checkpointing stay.
+    The partitioner of torch.compile cuts a graph into forward and backward. With a memory budget below 1 it may
+    recompute this op in the backward. A mark makes it save the result instead. A budget of 0 saves nothing; then the
+    mark makes it recompute the op from the same generator state. Marks of checkpointing stay.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -67,7 +69,7 @@ _library.impl("draw_seed", _recorded_seed, "CompositeImplicitAutograd")
 
 
 def _memory_budget(node: torch.fx.Node) -> float:
-    """The share of activations that the partitioner may save, of the whole program or of the region of a node."""
+    """Share of activations that the partitioner may save, for the whole program or for the region of a node."""
     from torch._functorch import config
     from torch.fx import traceback
 
@@ -76,5 +78,5 @@ def _memory_budget(node: torch.fx.Node) -> float:
 
 
 def _native() -> Any | None:
-    """The extension, unless a mode of this thread wants to see the call that draws (it may give a generator)."""
+    """The extension; None if a mode of this thread must see the random call (the mode may supply a generator)."""
     return None if torch._C._len_torch_function_stack() else extension.module()
