@@ -1,7 +1,7 @@
-"""``accelerate(model)``: the fused ops inside a model that somebody already has.
+"""``accelerate(model)``: swap the fused ops into an existing model.
 
-The package can be called, since ``transformer_fast.accelerate`` is the name of the function and of the package. So
-``tfast.accelerate(model)`` and ``import transformer_fast.accelerate.lazy_logits`` are both right.
+``transformer_fast.accelerate`` is both a function and a package, so the package is callable:
+``tfast.accelerate(model)`` and ``import transformer_fast.accelerate.lazy_logits`` both work.
 """
 
 import importlib
@@ -22,9 +22,9 @@ decoder_makers.append(as_decoder)
 
 
 class _Callable(types.ModuleType):
-    """The package as the function."""
+    """Module class that makes the package callable."""
 
-    __wrapped__ = staticmethod(accelerate)  # from which inspect reads the signature
+    __wrapped__ = staticmethod(accelerate)  # inspect reads the signature from here
 
     def __call__(self, model: nn.Module, *, fused_loss: bool = False, packed: bool = False) -> Report:
         """See :func:`transformer_fast.accelerate.accelerate`."""
@@ -34,5 +34,5 @@ class _Callable(types.ModuleType):
         return importlib.import_module, (__name__,)
 
 
-__doc__ = accelerate.__doc__  # what help() shows of either
+__doc__ = accelerate.__doc__  # the text that help() shows
 sys.modules[__name__].__class__ = _Callable

@@ -22,8 +22,8 @@ from .patterns.sublayer import DECODER
 def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | None:
     """Return The Annotated Transformer's decoder and its target embedding as a `Decoder`, on the same parameters.
 
-    None where `accelerate` has not proven it, a module has hooks or was changed since, the parts are others than The
-    Annotated Transformer's, or the positional table has fewer than `longest` rows.
+    None if `accelerate` did not swap the decoder, if a module has hooks or was changed since, if a part differs from
+    The Annotated Transformer's, or if the positional table has fewer than `longest` rows.
     """
     if not swapped_by(DECODER)(decoder) or type(embed) is not nn.Sequential:
         return None
@@ -37,7 +37,7 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
     attentions = [attention for layer in layers for attention in (layer.self_attn, layer.src_attn)]
     if not all(map(_serves_as_norm, norms)) or not all(_fits(attention, width) for attention in attentions):
         return None
-    with torch.device("meta"):  # what is made here is replaced, and costs neither memory nor random numbers
+    with torch.device("meta"):  # replaced below; needs no memory and no random numbers
         ours = Decoder(1, width, len(layers), 1, 0.0, d_ff=1, max_len=1)
         for theirs, layer in zip(layers, ours.layers, strict=True):
             _take_over(layer, theirs, width)
@@ -47,15 +47,15 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
 
 
 def _is_as_swapped(module: nn.Module) -> bool:
-    """Return True where a module need not be called, and is still what `accelerate` made of it."""
+    """Return True if a module need not be called and still has the class that `accelerate` gave it."""
     if not is_plain(module) or not isinstance(module, Accelerated):
         return is_plain(module)
-    # A subclass of the class that `accelerate` made, such as that of a parametrization, has the pattern of its base.
+    # A subclass of an accelerated class, such as a parametrization makes, has the pattern of its base class.
     return "pattern_and_class" in vars(type(module)) and pattern_of(module).fits(module)
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
-    """Return True where a positional table is the one that a `Decoder` would read, and long enough."""
+    """Return True if a positional table is on the embedding's device, does not widen its dtype, and has enough rows."""
     if not swapped_by(Positional)(positions) or pattern_of(positions).length_axis != 1:
         return False
     table = getattr(positions, pattern_of(positions).table)
@@ -64,14 +64,14 @@ def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
 
 
 def _serves_as_norm(norm: nn.Module) -> bool:
-    """Return True for a norm that a layer of this package computes."""
+    """Return True for a norm that a norm layer of this package can replace."""
     return width_of(norm) is not None and (
         pattern_of(norm) is not None or is_plain(norm, swapped.LayerNorm, swapped.RMSNorm)
     )
 
 
 def _fits(attention: nn.Module, width: int) -> bool:
-    """Return True for an attention that `MultiHeadAttention` computes."""
+    """Return True for an attention module that `MultiHeadAttention` can replace."""
     if not swapped_by(Heads)(attention) or not pattern_of(attention).head_axis:
         return False
     linears = pattern_of(attention).projections(attention)
@@ -80,7 +80,7 @@ def _fits(attention: nn.Module, width: int) -> bool:
 
 
 def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
-    """Put the parameters of The Annotated Transformer's layer into a `DecoderLayer`."""
+    """Move the parameters of The Annotated Transformer's layer into a `DecoderLayer`."""
     layer.norm_1, layer.norm_2, layer.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.sublayer)
     for name, attention in (("attn_1", theirs.self_attn), ("attn_2", theirs.src_attn)):
         ours = MultiHeadAttention(attention.h, width, 0.0)
@@ -94,7 +94,7 @@ def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
 
 
 def _norm(norm: nn.Module) -> Norm | LayerNorm | RMSNorm:
-    """Return a norm as one of `transformer_fast.layers`, with the same parameters."""
+    """Return a norm as a norm of `transformer_fast.layers`, with the same parameters."""
     if (pattern := pattern_of(norm)) is not None:
         gain, shift, eps, kind = pattern.gain, pattern.shift, pattern.eps, pattern.kind
     else:

@@ -1,4 +1,4 @@
-"""Modules of any structure that call functions of torch: the same functions of ours stand in their place."""
+"""Redirect calls of torch functions in arbitrary modules to the fused functions of this package."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .rebinding import PREFIX, Obstacle, Rebinding
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """One function of ours and what it stands for.
+    """A function of this package, and the torch functions that it replaces.
 
     Attributes:
-        theirs: the name of torch's function in reports.
-        ours: the name of ours.
-        op: the op whose kernels compute it.
-        pairs: (torch's function, ours).
+        theirs: name of torch's function in reports.
+        ours: name of this package's function.
+        op: op whose kernels compute the function.
+        pairs: (torch's function, this package's function).
     """
 
     theirs: str
@@ -45,31 +45,31 @@ REPLACEMENTS = {
         ((sdpa.TORCH, sdpa.scaled_dot_product_attention),),
     ),
 }
-"""By the names that pickles have of them."""
+"""Replacements by name; pickles store these names."""
 
 Held = tuple[tuple[str, Any], ...]
-"""The attributes of a module that hold a function, or one that calls it, with their values."""
+"""Attributes of a module that hold a replaced function, or a function that calls one, with their values."""
 
 
 class CallsOurs:
-    """The first base of a class whose methods call our functions; the last is the class that the module had."""
+    """First base of a class whose methods call this package's functions; the last base is the module's former class."""
 
     made_from: tuple[type[nn.Module], Held, tuple[str, ...]]
-    """The class, the attributes that hold functions, and the replacements."""
+    """Former class, attributes that hold functions, and names of the replacements."""
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        # The class is made when the program runs, so a pickle says how to make it again.
+        # The class is made at run time, so a pickle stores how to make the class again.
         _, _, *rest = super().__reduce_ex__(protocol)
         return _rebuild, type(self).made_from, *rest
 
 
 @dataclasses.dataclass
 class Calls:
-    """Functions that the code of a module calls.
+    """Replaceable functions that the code of a module calls.
 
     Attributes:
-        found: by the name of a replacement, the methods and attributes of the module that reach its function.
-        obstacles: by the name of a replacement, why its calls stay torch's.
+        found: methods and attributes of the module that reach a function, by name of the replacement.
+        obstacles: reason why calls are not replaced, by name of the replacement.
     """
 
     found: dict[str, list[str]]
@@ -79,23 +79,23 @@ class Calls:
         return bool(self.found or self.obstacles)
 
     def keep(self, obstacle: Callable[[str], str]) -> None:
-        """Leave the functions for which ``obstacle`` (of an op) is not empty."""
+        """Keep torch's function wherever ``obstacle(op)`` is not empty."""
         for name in list(self.found):
             if reason := obstacle(REPLACEMENTS[name].op):
                 self.obstacles[name] = reason
                 del self.found[name]
 
     def ours(self) -> str:
-        """Text: our functions, and where they are called."""
+        """Text: functions of this package and the places that call them."""
         return "; ".join(f"{REPLACEMENTS[name].ours} in {', '.join(where)}" for name, where in self.found.items())
 
     def stays(self) -> str:
-        """Text: the functions that stay torch's, and why."""
+        """Text: functions that stay torch's, and the reasons."""
         return "; ".join(f"its {REPLACEMENTS[name].theirs} stays: {why}" for name, why in self.obstacles.items())
 
 
 def calls_of(module: nn.Module) -> Calls:
-    """Find the functions with a replacement that a module calls, and the places."""
+    """Find the replaceable functions that a module calls, and the places of the calls."""
     calls = Calls({}, {})
     for name in REPLACEMENTS:
         try:
@@ -108,14 +108,14 @@ def calls_of(module: nn.Module) -> Calls:
 
 
 def calling_ours(module: nn.Module, names: tuple[str, ...]) -> type[nn.Module]:
-    """The class of a module on the replacements of these names.
+    """Class for a module whose calls are redirected to the replacements of these names.
 
     Raises:
-        Obstacle: where they cannot be replaced together.
+        Obstacle: if the functions cannot be replaced together.
     """
     held = _held(module, names)
     for name, _ in held:
-        module.__dict__.pop(PREFIX + name, None)  # left by an earlier class of this package
+        module.__dict__.pop(PREFIX + name, None)  # left over from an earlier class of this package
     return _class(type(module), held, names)
 
 
@@ -153,10 +153,10 @@ def _class(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> typ
 
 
 def _attribute(name: str, held: Any, names: tuple[str, ...]) -> property:
-    """An attribute that holds a function which calls torch's, or is it; who reads it gets one that calls ours.
+    """Property for an attribute that holds torch's function or a caller of it; reading gives the redirected function.
 
-    Its value is read under a second name, whose default is in the class: torch.compile of torch 2.11 takes a look-up
-    of the attribute's own name in ``__dict__`` for a call of the property.
+    The value is read under a second name with a default in the class. torch.compile of torch 2.11 mistakes a look-up of
+    the attribute's own name in ``__dict__`` for a call of the property.
     """
     copy, second = _rebinding(names).value(held), PREFIX + name
 

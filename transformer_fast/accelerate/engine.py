@@ -1,4 +1,4 @@
-"""Walk over a model that swaps its modules, and the table of swaps."""
+"""``accelerate``: walk over a model, swap its modules, and the table of swaps."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def _stack_obstacle(module: nn.Module) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Swap:
-    """Swap of a module of ``torch.nn``.
+    """Rule that swaps a class of ``torch.nn``.
 
     Attributes:
-        made: its class afterwards.
-        op: the op whose kernels compute it.
-        obstacle: why a module stays as it is; empty where nothing in it says so.
-        on_gpu: whether it is swapped on a GPU too.
+        made: class after the swap.
+        op: op whose kernels compute the module.
+        obstacle: function that returns the reason to leave a module, or "".
+        on_gpu: True to swap on a GPU too.
     """
 
     made: type[nn.Module]
@@ -93,33 +93,34 @@ _TORCH: dict[type[nn.Module], _Swap] = {
 
 
 def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = False) -> Report:
-    """Put the fused ops into a model, in place.
+    """Swap the fused ops into a model, in place.
 
     Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, Dropout, MultiheadAttention, TransformerEncoder,
-    TransformerDecoder and their layers, and so ``nn.Transformer``) and hand-written ones of the structures people know
-    from the classic texts change their class and nothing else: parameters, buffers, state-dict keys, hooks, mode,
-    dtype, device and optimizers stay, and masks keep the meaning they have at each module. A hand-written module is
-    swapped only where its numbers agree with the fused op's on random input. Any other module whose code calls
-    ``F.scaled_dot_product_attention`` or ``F.dropout`` keeps that code, and calls ours in it. Models of Hugging Face
-    transformers use ``attn_implementation="transformer_fast"``, in configs of their own. Linear layers multiply by the
-    faster of PyTorch's libraries. Call it before the model is compiled or sharded, and after it was quantised. A second
-    call says which modules are swapped already, and swaps those that have come since.
+    TransformerDecoder and their layers, and so ``nn.Transformer``) and hand-written modules with the structures of the
+    classic texts get a new class. Parameters, buffers, state-dict keys, hooks, mode, dtype, device and optimizers stay,
+    and masks keep the meaning that they have at each module. A hand-written module is swapped only if its numbers agree
+    with the fused op's on random input. Any other module whose code calls ``F.scaled_dot_product_attention`` or
+    ``F.dropout`` keeps its code; the calls are redirected to the fused functions. Models of Hugging Face transformers
+    get ``attn_implementation="transformer_fast"``, in copies of their configs. Linear layers use the faster of
+    PyTorch's matrix libraries. Call ``accelerate`` before the model is compiled or sharded, and after it was quantised.
+    A second call lists the modules that are swapped already, and swaps modules added since.
 
-    Nothing outside the model changes: no default dtype, random state or backend, for no thread. Calls in several
-    threads take turns. A call that an exception ends (KeyboardInterrupt too) takes back what it did.
+    Nothing outside the model changes: no default dtype, random state or backend, in any thread. Calls in several
+    threads take turns. A call that ends with an exception (also KeyboardInterrupt) undoes its changes.
 
     Args:
-        model: any module; it may itself be one of those that are swapped.
-        fused_loss: leave out logits that only ``F.cross_entropy`` reads, in training on a CPU. The output layer then
-            returns a subclass of Tensor, and every optimizer of the process gets a hook before its step.
-        packed: leave out the padding of a batch. The layers of a model work on its tokens alone, and what it returns is
-            0 at padding; see docs/packed.md.
+        model: any module; the module itself may be swapped too.
+        fused_loss: skip logits that only ``F.cross_entropy`` reads, in training on a CPU. The output layer then returns
+            a subclass of Tensor, and every optimizer of the process gets a hook before its step.
+        packed: skip the padding of a batch. The layers of a model compute tokens only, and outputs are 0 at padding;
+            see docs/packed.md.
 
     Returns:
-        A report to print: module path, what it was, what it is, why not. ``report.undo()`` takes everything back.
+        A report to print: module path, former class, new class, or the reason against a swap. ``report.undo()`` undoes
+        all changes.
 
     Raises:
-        TypeError: for anything but a module.
+        TypeError: if ``model`` is not a module.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
@@ -166,8 +167,8 @@ class _Walk:
         self.seen: set[int] = set()
         self.output_layers = output_layers(model) if fused_loss else set()
         ours = (m for m in model.modules() if _is_ours(type(m)) or type(m) in _TORCH)
-        self.applied = {id(child) for m in ours for child in m.children()}  # layers that ours compute by themselves
-        self.fused: set[int] = set()  # modules that run on the fused ops, from this call or before
+        self.applied = {id(child) for m in ours for child in m.children()}  # computed without a call
+        self.fused: set[int] = set()  # modules that run on the fused ops, swapped by this call or earlier
         self.probed: dict[Any, str | None] = {}
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
@@ -208,7 +209,7 @@ class _Walk:
             self._other(path, module)
 
     def pack(self) -> None:
-        """Let the stacks of layers work without padding."""
+        """Let stacks of layers skip padding."""
         if not pack(self.model, self.report, lambda attention: id(attention) in self.attention.layers):
             self.note("packed: it has no stack of layers that can leave padding out")
 
@@ -232,7 +233,7 @@ class _Walk:
     def _other(self, path: str, module: nn.Module) -> None:
         family = next((base for base in _TORCH if isinstance(module, base)), None)
         reason = f"a subclass of nn.{family.__name__} may compute something else" if family else "unknown structure"
-        if module._modules:  # its own code may still do anything, so it is named; what it holds is counted
+        if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
@@ -304,7 +305,7 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def _is_ours(kind: type[nn.Module]) -> bool:
-    """Return True for a class of this package that computes on the fused ops."""
+    """Return True for a module whose class in this package runs on the fused ops."""
     plain = ("transformer_fast.reference", "transformer_fast.translation")
     return kind.__module__.startswith("transformer_fast.") and not kind.__module__.startswith(plain)
 
@@ -312,7 +313,7 @@ def _is_ours(kind: type[nn.Module]) -> bool:
 def _matches(pattern: Pattern, module: nn.Module) -> bool:
     try:
         return pattern.matches(module)
-    except Exception:  # an attribute of this name that is something else altogether
+    except Exception:  # an unrelated attribute of this name
         return False
 
 

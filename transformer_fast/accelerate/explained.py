@@ -1,4 +1,4 @@
-"""``Report.explain``: what a batch costs a model with its padding and without."""
+"""``Report.explain``: positions that a model computes for a batch, with padding and without."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..layers.padded_calls import Pass, layers_of, recorded
 
 @dataclasses.dataclass
 class Line:
-    """Result of a batch in the layers of one list.
+    """Positions and tokens of a batch in the layers of one list.
 
     Attributes:
-        path: of the list, or of the stack.
-        positions: how many positions the batch has there.
-        tokens: how many of them are tokens; None where they kept the padding.
-        reason: for keeping it, or "".
-        layers: how many layers there are.
+        path: path of the list or of the stack in the model.
+        positions: number of positions of the batch, padding included.
+        tokens: number of tokens; None if the layers kept the padding.
+        reason: reason for keeping the padding, or "".
+        layers: number of layers.
     """
 
     path: str
@@ -38,10 +38,10 @@ class Line:
 
 
 def explained(model: nn.Module, batch: Any) -> str:
-    """A table of the stacks of a packed model, for one batch; the model is called once, without gradients.
+    """Table of the stacks of a packed model for one batch; the model is called once, without gradients.
 
     Args:
-        model: after ``accelerate(model, packed=True)``.
+        model: model after ``accelerate(model, packed=True)``.
         batch: keyword arguments, a tuple of arguments, or one argument.
     """
     parameter = next(model.parameters())
@@ -67,7 +67,7 @@ def explained(model: nn.Module, batch: Any) -> str:
 
 
 def _lines(model: nn.Module, passes: list[Pass]) -> list[Line]:
-    """One line for the layers of each list that have the same outcome."""
+    """Lines of the table: one per list of layers and outcome."""
     paths = {id(module): path for path, module in model.named_modules()}
     lines: dict[Any, Line] = {}
     for each in passes:

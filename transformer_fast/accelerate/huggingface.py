@@ -1,7 +1,8 @@
-"""Models of Hugging Face transformers: their attention runs on ours, through transformers' own interface.
+"""Attention of Hugging Face transformers models, redirected to our kernels through transformers' attention interface.
 
-Which implementation a layer calls stands in its config. One config may be held by many modules, and by other models. So
-the modules of a model get copies of their configs, and the name is set in these: it holds inside of this model alone.
+The config of a layer names its attention implementation. Many modules, and other models, may share one config. So the
+modules of a model get copies of their configs, and only the copies name our implementation. Other models are not
+affected.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from .report import ALREADY, Attribute, Row
 
 NOW = f"attn_implementation={integration.NAME}"
 _REPLACED = ("eager", "sdpa")
-"""Implementations that ours stands for; one of another name was chosen by somebody."""
+"""Default implementations, which ours may replace; any other name is the user's choice and stays."""
 
 
 @dataclasses.dataclass
 class Part:
-    """A model of transformers, with the modules that belong to no model inside it.
+    """A model of transformers with its modules, except those of models inside it.
 
     Attributes:
-        configs: those that its modules hold, by id.
-        calls: whether one of its layers calls transformers' attention interface.
-        obstacle: why it keeps its implementation; empty where it need not.
+        configs: configs of its modules, by id.
+        calls: True if one of its layers calls transformers' attention interface.
+        obstacle: reason to keep its implementation, or "".
     """
 
     path: str
@@ -46,11 +47,11 @@ class Part:
 
     @property
     def kinds(self) -> list[type[nn.Module]]:
-        """The classes of its layers."""
+        """Classes of its layers."""
         return list(dict.fromkeys(type(m) for m in self.modules if m is not self.module or not _is_model(m)))
 
     def row(self) -> Row | None:
-        """Row of the report; None for a model without such attention."""
+        """Row of the report; None for a model without attention through the interface."""
         if not self.calls and not self.obstacle:
             return None
         used = ", ".join(sorted(map(str, self.implementations)))
@@ -60,12 +61,12 @@ class Part:
 
 @dataclasses.dataclass
 class Attention:
-    """Result for the attention of a model.
+    """Result of redirecting the attention of a model.
 
     Attributes:
-        rows: for the report.
-        parts: the modules that have a row, by id.
-        layers: the modules that call our attention through the interface, by id.
+        rows: rows of the report.
+        parts: modules that have a row, by id.
+        layers: modules that call our attention through the interface, by id.
     """
 
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -74,12 +75,12 @@ class Attention:
 
 
 def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], changes: list[Any]) -> Attention:
-    """Make the models of transformers in ``model`` use our attention, each unless it would be refused.
+    """Make the transformers models inside ``model`` use our attention, except those with an obstacle.
 
     Args:
-        model: any module; one without a model of transformers, or a layer of one, stays as it is.
-        obstacle: why the kernels do not serve a part where it is; empty where they do.
-        changes: to which each :class:`~.report.Attribute` is added before it is made.
+        model: any module; without a model or a layer of transformers inside, nothing changes.
+        obstacle: function that returns why the kernels do not serve a part on its device, or "".
+        changes: list to which each :class:`~.report.Attribute` is added before the change is made.
     """
     done = Attention()
     parts = list(_parts(model))
@@ -128,7 +129,7 @@ def _judge(part: Part, obstacle: Callable[[nn.Module], str]) -> None:
 
 
 def _share_obstacles(parts: list[Part]) -> None:
-    """Parts that hold one config have one implementation."""
+    """Give parts that share a config the same obstacle, because they share the implementation."""
     again = True
     while again:
         again = False
@@ -141,13 +142,13 @@ def _share_obstacles(parts: list[Part]) -> None:
 
 
 def _changes(model: nn.Module, parts: list[Part]) -> list[Attribute]:
-    """Copy the config of each module. In the copies of parts that may use our attention, its name is set."""
+    """Copy the config of each module, and name our attention in the copies of parts that may use it."""
     stays = {key for part in parts if part.obstacle not in ("", ALREADY) for key in part.configs}
     memo: dict[int, Any] = {}
     changes = [Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _held(m)]
-    # A part without attention of its own, which holds others, says what they all use.
+    # The config of a part without attention of its own names our attention if all parts inside use it.
     todo = [c for part in parts if not part.obstacle and (part.calls or not stays) for c in part.configs.values()]
-    for config in todo:  # it grows by the configs inside of them
+    for config in todo:  # the loop adds the configs inside these configs
         if id(config) not in stays:
             if config._attn_implementation in _REPLACED:
                 memo[id(config)]._attn_implementation_internal = integration.NAME
@@ -157,7 +158,7 @@ def _changes(model: nn.Module, parts: list[Part]) -> list[Attribute]:
 
 
 def _parts(model: nn.Module) -> Iterator[Part]:
-    """The models of transformers in ``model``, and what holds them or is a piece of one, if it has a config."""
+    """Parts of ``model``: models of transformers, and modules with a config around or inside such a model."""
     if "transformers.modeling_utils" not in sys.modules:
         return
     paths = {id(module): path for path, module in model.named_modules()}
@@ -181,7 +182,7 @@ def _parts(model: nn.Module) -> Iterator[Part]:
 
 
 def _held(module: nn.Module) -> list[tuple[str, Any]]:
-    """The attributes of a module that are configs of transformers."""
+    """Attributes of a module that are configs of transformers."""
     return [(name, value) for name, value in module.__dict__.items() if _is_config(value)]
 
 

@@ -1,16 +1,16 @@
-"""Logits that are not made: a tensor that stands for the output of a linear layer, and its gradient.
+"""Lazy logits: a tensor that stands for the output of a linear layer until its values are read, and its gradient.
 
-``linear(hidden, weight, bias)`` is a :class:`LazyLogits`. ``F.cross_entropy`` of it is
-:func:`transformer_fast.linear_cross_entropy` of what it was made of. Whatever else reads it makes the logits, once, by
-the ``F.linear`` that was left out; from then on every use is PyTorch's own.
+``linear(hidden, weight, bias)`` is a :class:`LazyLogits`. ``F.cross_entropy`` of lazy logits calls
+:func:`transformer_fast.linear_cross_entropy` on hidden, weight and bias. Any other use computes the logits once, by the
+``F.linear`` that was skipped; after that, every use is PyTorch's own.
 
-The graph is that of eager PyTorch: the tensor is the output of an autograd node, views of it are recorded by autograd,
-and the loss is a node whose input is the tensor. So hooks, ``retain_grad`` and ``torch.autograd.grad`` find what they
-look for. The gradient that the loss passes on is lazy too, a :class:`LazyGradient`: it has the gradients of hidden,
-weight and bias, which the node of the linear layer takes from it. Whatever else reads it makes the gradient itself.
+The graph is that of eager PyTorch: the tensor is the output of an autograd node, autograd records its views, and the
+loss is a node whose input is the tensor. So hooks, ``retain_grad`` and ``torch.autograd.grad`` work. The gradient from
+the loss is lazy too, a :class:`LazyGradient`: it holds the gradients of hidden, weight and bias, and the node of the
+linear layer returns them. Any other use computes the gradient of the logits.
 
-Logits that are read after an optimizer's step are those of before: a hook on the optimizers copies the weights for
-tensors that are still alive. After any other change of the weights, reading raises an error.
+Logits read after an optimizer's step have their values from before the step: a hook on the optimizers copies the
+weights for lazy tensors that are still alive. After any other change of the weights, reading raises an error.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _Linear(Node):
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
         super().__init__(hidden.detach(), None, make_nothing, True)
-        # Not the parameters but tensors on their memory: a parameter that is given other memory changes nothing here.
+        # Not the parameters but tensors on their memory: assigning a parameter's ``.data`` changes nothing here.
         self.weight, self.bias, self.needs = weight.detach(), None if bias is None else bias.detach(), needs
-        self.token = object()  # by which the graph knows it, without keeping it alive
+        self.token = object()  # the graph refers to the linear layer by this token, without keeping it alive
         self._seen = self._state()
         _watch_optimizers()
         _alive.add(self)
@@ -73,7 +73,7 @@ class _Linear(Node):
     def _state(self) -> tuple[list[int], Tensor]:
         """Versions, which every change counts up but one through ``.data``; and some numbers, which show that one."""
         tensors = [t for t in (self.rows, self.weight, self.bias) if t is not None]
-        sizes = [t.untyped_storage().nbytes() for t in tensors]  # sharding takes the memory of gathered weights away
+        sizes = [t.untyped_storage().nbytes() for t in tensors]  # sharding frees the memory of gathered weights
         steps = [max(1, n // 16) for n in self.weight.shape]
         sample = self.weight[:: steps[0], :: steps[1]].nan_to_num(0.5) if all(sizes) else self.weight.new_empty(0)
         return [*sizes, *(t._version for t in tensors)], sample
@@ -84,7 +84,7 @@ _alive: weakref.WeakSet[_Linear] = weakref.WeakSet()
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Let every optimizer's step begin with copies of the weights of which logits may still be made."""
+    """Hook every optimizer: copy weights that lazy logits still need before the step."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     def before_step(*_: Any) -> None:
@@ -96,7 +96,7 @@ def _watch_optimizers() -> None:
 
 
 class LazyLogits(Lazy):
-    """Logits that are made when something other than ``F.cross_entropy`` reads them."""
+    """Logits that are computed only when something other than ``F.cross_entropy`` reads them."""
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +122,7 @@ class LazyLogits(Lazy):
         return None
 
     def _is_bias(self, other: Any) -> bool:
-        """Return True for a tensor that is added to every row alike and needs no gradient."""
+        """Return True for a tensor (V,) that is added to every row and needs no gradient."""
         return (
             type(other) in (Tensor, Parameter)
             and other.dtype == self.dtype
@@ -134,16 +134,17 @@ class LazyLogits(Lazy):
         )
 
     def _plus(self, other: Tensor) -> Tensor:
-        other = other.detach().clone()  # (V,): little, and what it is a copy of may change
+        other = other.detach().clone()  # a copy, small (V,), because the original may change
         node = self.node.derived(self.node.rows, lambda value: value + other, True)
         node.added = (*node.added, other.reshape(-1))
         return LazyLogits(node, torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
 
 class LazyGradient(Lazy):
-    """The gradient of logits that have not been made.
+    """Gradient of lazy logits.
 
-    Its node's rows are the gradient of the hidden states; its root has those of weight and bias, and ``token``.
+    The rows of its node are the gradient of the hidden states. Its root holds the gradients of weight and bias, and
+    ``token``.
     """
 
     def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
@@ -163,7 +164,7 @@ class LazyGradient(Lazy):
 
 
 class _LazyLinear(Function):
-    """The node of the linear layer. It is not an op: what it returns has no values yet, only the graph is real."""
+    """Autograd node of the linear layer. It is not an op: its output has a graph but no values yet."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -177,7 +178,7 @@ class _LazyLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors  # raises where one was changed, as for F.linear
+        hidden, weight = ctx.saved_tensors  # raises if a tensor was changed, as for F.linear
         if grad is None:
             return None, None, None
         if isinstance(grad, LazyGradient):
@@ -194,11 +195,11 @@ class _LazyLinear(Function):
 
 
 class _LossGradient(Node):
-    """The gradient of logits (N, V), as the loss passes it on.
+    """Gradient of logits (N, V), as the loss passes it on.
 
     Attributes:
-        weight, bias: the gradients of the parameters of the linear layer (None: not asked for).
-        token: that of the linear layer.
+        weight, bias: gradients of the linear layer's parameters (None: not requested).
+        token: token of the linear layer.
     """
 
     def __init__(self, parts: list[Tensor | None], token: object, logits: _Linear, loss: Callable[..., Tensor]) -> None:
@@ -214,7 +215,7 @@ class _LossGradient(Node):
 
 
 class _FusedLoss(Function):
-    """The node of the loss. It is not an op: it calls one, and names the logits as what the loss was made of."""
+    """Autograd node of the loss, with the logits as its input. It is not an op; it calls one."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
@@ -226,10 +227,11 @@ class _FusedLoss(Function):
         with torch.enable_grad():
             loss = ops.linear_cross_entropy(*leaves, target, **options).to(logits.dtype)
         ctx.options, ctx.token = options, linear.token
-        # Only for gradients of gradients, and not among the saved tensors: they may be written to, as in eager PyTorch.
+        # Only for second derivatives, and not among the saved tensors: the logits may be written to, as in eager
+        # PyTorch.
         ctx.logits = logits, logits._version
         ctx.save_for_backward(target, loss, *leaves)
-        return loss.detach().clone()  # the one that is saved stays, whatever is written into the other
+        return loss.detach().clone()  # the saved tensor stays unchanged if the other one is written to
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -238,7 +240,7 @@ class _FusedLoss(Function):
         again = torch.is_grad_enabled()
         if (
             again or backends.in_transform() or torch._C._functorch.is_legacy_batchedtensor(grad)
-        ):  # the gradient shall have a gradient, or there are many
+        ):  # a second derivative is needed, or a batch of gradients
             if logits._version != version:
                 raise RuntimeError("accelerate: these logits were changed in place, so their loss has no such gradient")
             with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
@@ -251,7 +253,7 @@ class _FusedLoss(Function):
         made = iter(torch.autograd.grad(loss, needed, grad, retain_graph=keep))
         parts = [next(made) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
         hidden, weight, bias = leaves
-        # Not the logits that there are: they may have been written to.
+        # Compute the logits again: the existing ones may have been written to.
         unchanged, dtype = _Linear(hidden, weight, bias, (False, False, False)), logits.dtype
         node = _LossGradient(
             parts, ctx.token, unchanged, lambda y: grad * F.cross_entropy(y.to(dtype), target, **options)
@@ -260,11 +262,11 @@ class _FusedLoss(Function):
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear(hidden, weight, bias)``, made when something other than ``F.cross_entropy`` reads it.
+    """``F.linear(hidden, weight, bias)``, computed only when something other than ``F.cross_entropy`` reads the result.
 
     Args:
-        hidden: (..., d), at least two dimensions; a plain tensor on the CPU, as the others; part of a graph, or one of
-            the others is.
+        hidden: (..., d), at least two dimensions; a plain tensor on the CPU, like weight and bias. At least one of the
+            three requires a gradient.
         weight: (V, d) in hidden's dtype.
         bias: (V,) or None.
     """
@@ -272,7 +274,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_served() -> bool:
-    """Return True where a call that begins here may leave the logits out: nothing around it looks at each operation."""
+    """Return True if a call may skip the logits: no mode or transform observes single operations."""
     return not (
         torch.compiler.is_compiling()
         or is_traced()
@@ -295,7 +297,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """``F.cross_entropy`` of lazy logits; None where only the logits themselves serve."""
+    """``F.cross_entropy`` of lazy logits; None if the logits themselves are needed."""
     if type(logits) is not LazyLogits or logits.dim() != 2 or logits.node.is_read():
         return None
     serves = (

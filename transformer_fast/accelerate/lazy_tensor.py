@@ -1,8 +1,9 @@
-"""Tensors that are made when something reads them: what lazy logits and their gradient have in common.
+"""Lazy tensors, computed when something reads them: the common part of lazy logits and their gradient.
 
-A :class:`Lazy` is a tensor without memory, and a part of the graph as any other. Its :class:`Node` can make the value.
-Operations that only need the shape give lazy tensors again. For every other, ``__torch_dispatch__`` makes the value,
-below autograd, so also for C++ and functions of ``torch.autograd``; it is kept, and operations in place write to it.
+A :class:`Lazy` is a tensor without memory that is part of the autograd graph. Its :class:`Node` computes the value.
+Operations that only need the shape return lazy tensors. For every other operation ``__torch_dispatch__`` computes the
+value, below autograd, so this also holds for C++ code and for ``torch.autograd``. The value is kept, and in-place
+operations write to it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ _aten = torch.ops.aten
 
 
 class Node:
-    """A tensor (*rows, V) that is made of its parent when it is read.
+    """Recipe of a tensor (*rows, V): computes the value from the parent when the tensor is read.
 
     Attributes:
-        rows: what stands for it in the products, (*rows, d): hidden states, or their gradient (None: not asked for).
-        keeps: whether the value is kept. That of a view is made of its parent's each time, so that both share memory.
-        added: what was added to the output of the linear layer since, each (V,).
+        rows: factor of the value, (*rows, d): hidden states, or their gradient (None: not requested).
+        keeps: True if the value is kept. A view is computed from its parent's value each time, so that both share
+            memory.
+        added: tensors (V,) added to the output of the linear layer since.
     """
 
     def __init__(self, rows: Tensor | None, parent: Node | None, make: Callable[[Tensor], Tensor], keeps: bool) -> None:
@@ -38,7 +40,7 @@ class Node:
 
     @property
     def root(self) -> Any:
-        """Source of the tensor, as long as it is not read."""
+        """Source of the tensor, until the tensor is read."""
         return self if self.parent is None else self.parent.root
 
     def read(self) -> Tensor:
@@ -46,35 +48,35 @@ class Node:
         if self.value is not None:
             return self.value
         base = None if self.parent is None else self.parent.read()
-        if self.value is None:  # it may have been made as a copy of its parent
+        if self.value is None:  # the value may be a copy of the parent's value
             with plain_arithmetic():
                 value = self.computed(base)
             if not self.keeps:
                 return value
             self.value, self.parent = value, None
-            for copy in list(self._copies):  # from now on anybody may write to the memory of which they are copies
+            for copy in list(self._copies):  # after this, other code may write to the memory of the originals
                 copy.read()
         assert self.value is not None
         return self.value
 
     def computed(self, base: Tensor | None) -> Tensor:
-        """The value, made of the parent's."""
+        """The value, computed from the parent's value."""
         assert base is not None
         return self.make(base)
 
     def is_read(self) -> bool:
-        """Return True where the value exists somewhere, and so may have been written to."""
+        """Return True if the value exists, so that it may have been written to."""
         return self.value is not None or (self.parent is not None and self.parent.is_read())
 
     def derived(self, rows: Tensor | None, make: Callable[[Tensor], Tensor], keeps: bool) -> Node:
-        """The node of a view, or of a copy."""
+        """Node of a view or of a copy."""
         made = Node(rows, self, make, keeps)
         if keeps:
             self._memory()._copies.add(made)
         return made
 
     def _memory(self) -> Node:
-        """The node whose value has the memory of this one's."""
+        """Node whose value owns the memory of this node's value."""
         return self if self.keeps or self.parent is None else self.parent._memory()
 
 
@@ -86,19 +88,19 @@ def plain_arithmetic() -> Iterator[None]:
 
 
 def make_nothing(value: Tensor) -> Tensor:
-    """For a node without a parent, which computes its value in its own way."""
+    """Placeholder for nodes without a parent, which override the computation."""
     return value
 
 
 @made_when_read
 class Lazy(Tensor):
-    """A tensor that is made when it is read."""
+    """Tensor that is computed when it is read."""
 
     node: Any
 
     @staticmethod
     def __new__(cls, node: Node, like: Tensor) -> Any:
-        """Make one with the shape, strides and dtype of a tensor on the meta device."""
+        """Make a lazy tensor with the shape, strides and dtype of a tensor on the meta device."""
         lazy = Tensor._make_wrapper_subclass(
             cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device("cpu")
         )
@@ -110,7 +112,7 @@ class Lazy(Tensor):
         kwargs = kwargs or {}
         if function in _OUTSIDE:
             args, kwargs = tree_map_only(Lazy, Lazy._outside, (args, kwargs))
-        elif function in _DETACHED:  # which may be read when the weights are others
+        elif function in _DETACHED:  # a copy may be read after the weights have changed
             args[0].node.read()
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -133,11 +135,11 @@ class Lazy(Tensor):
         return next((lazy for lazy, value in plain.values() if result is value), result)
 
     def _outside(self) -> Tensor:
-        """The tensor without its history, for what reads memory and not through PyTorch's operators."""
+        """The detached value, for functions that read memory without PyTorch's operators."""
         return self.node.read().detach().requires_grad_(self.requires_grad)
 
     def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-        """The result of an operation that does not need the values; None for every other."""
+        """Lazy result of an operation that does not need the values; None for other operations."""
         raise NotImplementedError
 
     def _like(self, function: Any = None, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Tensor:
@@ -147,12 +149,12 @@ class Lazy(Tensor):
     def as_derived(
         self, function: Any, args: tuple, kwargs: dict[str, Any], rows: Tensor | None, keeps: bool
     ) -> Tensor:
-        """The result of an operation, which is made when it is read."""
+        """Lazy result of an operation."""
         make = self.node.derived(rows, lambda value: function(value, *args, **kwargs), keeps)
         return type(self)(make, self._like(function, args, kwargs))
 
     def reshaped(self, function: Any, args: tuple, kwargs: dict[str, Any], keeps: bool = False) -> Tensor | None:
-        """Return one of another shape with the same last dimension."""
+        """Return a lazy tensor of another shape with the same last dimension."""
         shape = self._like(function, args, kwargs).shape
         if len(shape) < 2 or shape[-1] != self.shape[-1]:
             return None
@@ -183,11 +185,11 @@ _OUTSIDE = {
     Tensor.__repr__,
     Tensor.__format__,
 }
-"""Functions that read memory, and not through PyTorch's operators."""
+"""Functions that read memory without PyTorch's operators."""
 
 
 def cast(kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of a ``_to_copy`` that changes nothing else."""
+    """Dtype of a ``_to_copy`` that changes only the dtype; else None."""
     rest = {name: value for name, value in kwargs.items() if value is not None and value is not False}
     dtype = rest.pop("dtype", None)
     same = {"device": torch.device("cpu"), "layout": torch.strided}

@@ -1,4 +1,4 @@
-"""The linear layer whose output is logits, and which of a model's layers that is."""
+"""``OutputLayer``, the linear layer that makes logits, and the search for it in a model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from . import lazy_logits
 NAME = "fused loss"
 
 WORTH_IT = 2**20
-"""Fewest logits of a call that are left out."""
+"""Minimum number of logits per call that are skipped."""
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class OutputLayer(Linear):
-    """``nn.Linear`` whose output, in training on a CPU, is not made where only ``F.cross_entropy`` reads it."""
+    """``nn.Linear`` that skips its output in training on a CPU if only ``F.cross_entropy`` reads the output."""
 
     def _get_name(self) -> str:
-        return "Linear"  # what a model prints stays
+        return "Linear"  # keep the printed class name
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features), in training a :class:`.lazy_logits.LazyLogits` where it serves."""
+        """Apply the layer: (..., in_features) -> (..., out_features), in training a :class:`.lazy_logits.LazyLogits` if
+        possible."""
         if torch.compiler.is_compiling() or is_traced() or not self.training or not torch.is_grad_enabled():
             return super().forward(input)
         if not self._leaves_out(input):
@@ -58,10 +59,10 @@ class OutputLayer(Linear):
 
 
 def output_layers(model: nn.Module) -> set[int]:
-    """The output layers among a model's modules, by id.
+    """Output layers among a model's modules, by id.
 
-    They are the linear layer that ``get_output_embeddings()`` of a model of transformers names; where nothing is named,
-    the linear layers of the shape of an embedding that has more rows than columns.
+    For a model of transformers, the linear layer of ``get_output_embeddings()``. Otherwise, linear layers with the
+    shape of an embedding that has more rows than columns.
     """
     modules = list(model.modules())
     found = [head for m in modules if (head := _named(m)) is not None]
@@ -86,5 +87,5 @@ def _named(module: nn.Module) -> Any:
     get = getattr(type(module), "get_output_embeddings", None)
     try:
         return None if get is None else get(module)
-    except Exception:  # models without one say so in several ways
+    except Exception:  # models without an output layer raise different errors
         return None

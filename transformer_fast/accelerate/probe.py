@@ -1,4 +1,4 @@
-"""Proof that a pattern computes a module's output: both run on random input, in fp64 on the CPU."""
+"""Test that a pattern computes a module's output: both run on random input, in fp64 on the CPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ROWS = 16
 
 def probe(module: nn.Module, pattern: Pattern) -> str | None:
     """Compare a module with its pattern: outputs and gradients in evaluation and in training without dropout, and
-    outputs with each of its dropouts dropping everything.
+    outputs with each single dropout dropping everything.
 
-    The module is not touched: a copy with random parameters takes its place (of embeddings only a few rows).
+    The module itself is not run: a copy with random parameters is used (with only a few rows of embeddings).
 
     Returns:
-        None where they agree; else what was wrong.
+        None if module and pattern agree; else the difference as text.
     """
     with quiet():
         try:
@@ -61,9 +61,9 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
 
 
 def signature(module: nn.Module, pattern: Pattern) -> Any:
-    """Key of a probe's outcome: classes, plain attributes and shapes, not values."""
+    """Cache key of a probe's outcome: classes, plain attributes and shapes, not values."""
     described: list[Any] = [type(child) for child, _ in _called(module, pattern)]
-    seen = {child for child, _ in _called(module, pattern)}  # what named_modules shall not go into
+    seen = {child for child, _ in _called(module, pattern)}  # named_modules skips these
     for name, child in module.named_modules(seen):
         plain = tuple((k, v) for k, v in child.__dict__.items() if isinstance(v, int | float | str | bool))
         tensors = {**child._parameters, **child._buffers}
@@ -73,7 +73,7 @@ def signature(module: nn.Module, pattern: Pattern) -> Any:
 
 
 def _called(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Module, Part]]:
-    """The modules that a pattern calls without looking into them: children, and those of the parts that it fuses."""
+    """Modules that a pattern calls as black boxes: children, and children of the parts that it fuses."""
     for part, member in pattern.members(module) or ():
         if part.returns:
             yield member, part
@@ -92,7 +92,7 @@ def _copy(module: nn.Module, pattern: Pattern) -> nn.Module:
                     shape[0] = min(shape[0], max(_ROWS, 1 + (child.padding_idx or 0)))
                 memo[id(parameter)] = nn.Parameter(0.3 * torch.randn(shape))
         others = [value for name, value in child.__dict__.items() if name != "_parameters"]
-        for tensor in _tensors(others):  # buffers, and what earlier calls have left behind
+        for tensor in _tensors(others):  # buffers, and tensors stored by earlier calls
             if id(tensor) not in memo:
                 value = tensor.detach().to("cpu", copy=True)
                 memo[id(tensor)] = value.double() if value.is_floating_point() else value
@@ -100,7 +100,7 @@ def _copy(module: nn.Module, pattern: Pattern) -> nn.Module:
 
 
 def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[], None], bool]]:
-    """In turn: evaluation; training without dropout; training with one dropout that drops everything (True)."""
+    """Yield settings: evaluation; training without dropout; training with one dropout that drops everything (True)."""
     dropouts: list[tuple[nn.Module, str]] = [(child, "p") for child in trial.modules() if type(child) in DROPOUTS]
     dropouts += [(trial, name) for name in pattern.dropouts]
 
@@ -122,7 +122,8 @@ def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[],
 
 
 def _not_proven(module: nn.Module, fused: list[nn.Module]) -> Iterator[nn.Dropout]:
-    """The dropouts of a module but those inside parts that were swapped before, unless the pattern does their work."""
+    """Dropouts of a module, without those inside parts that were swapped earlier, unless the pattern fuses these
+    parts."""
     for child in module.children():
         if type(child) in DROPOUTS:
             yield child
@@ -138,7 +139,7 @@ def _trainable(call: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts, in order."""
+    """Tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -146,12 +147,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _fresh(value: Any) -> Any:
-    """The same tensors in lists of their own: a state that a call changes."""
+    """Copy nested lists (not their tensors), because a call may change its state."""
     return [_fresh(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _run(trial: nn.Module, call: tuple[Any, ...], *, gradients: bool) -> tuple[bool, list[Tensor]]:
-    """Return whether a call gives a tensor alone, its outputs, and the gradients of a weighted sum of the first one."""
+    """Run a call; return True for a single tensor, the outputs, and the gradients of a weighted sum of the first
+    output."""
     args = [_fresh(value) for value in call]
     kwargs = args.pop() if isinstance(args[-1], Keywords) else {}
     returned = trial(*args, **kwargs)
@@ -168,7 +170,7 @@ def _agree(actual: tuple[bool, list[Tensor]], expected: tuple[bool, list[Tensor]
     if actual[0] != expected[0] or len(actual[1]) != len(expected[1]):
         return False
     for a, b in zip(actual[1], expected[1]):
-        if a.dim() == 0 or b.dim() == 0:  # no gradient on one side is a gradient of zeros on the other
+        if a.dim() == 0 or b.dim() == 0:  # a missing gradient equals a zero gradient
             a, b = torch.broadcast_tensors(a, b)
         if a.shape != b.shape or not (torch.equal(a, b) or torch.allclose(a, b, rtol=1e-6, atol=1e-9)):
             return False
@@ -176,10 +178,10 @@ def _agree(actual: tuple[bool, list[Tensor]], expected: tuple[bool, list[Tensor]
 
 
 def no_hooks(module: nn.Module) -> dict[int, Any]:
-    """Memo for ``copy.deepcopy`` with which a copy of the module itself has no hooks."""
+    """Memo for ``copy.deepcopy`` that leaves the hooks of the module itself out of the copy."""
     return {id(getattr(module, name)): collections.OrderedDict() for name in HOOKS}
 
 
 def first_line(error: Exception) -> str:
-    """The kind of an error, and the first line of its message."""
+    """Class name of an error, and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:120]

@@ -1,15 +1,15 @@
-"""Copies of functions that call other functions than the originals do.
+"""Copies of functions in which calls of some functions are redirected.
 
-``scaled_dot_product_attention`` and ``dropout`` are called by modules of any structure, so no pattern can know them.
-The code of a method says by which names it reaches such a function: ``F.dropout``, a name that was imported, a function
-of the same program that calls it. The copy of the method has the same byte code, globals and cells; only its table of
-names differs. A global name that leads to a replaced function is exchanged for a new name. The new name is added to the
-same globals. It holds our function, a copy of the caller, or a :class:`StandIn` of the module. Other modules
-keep their code, and nothing is switched on while a model runs. So a copy calls the same functions under
+``scaled_dot_product_attention`` and ``dropout`` are called by modules of any structure, so no pattern can cover these
+modules. The code of a method contains the names by which it reaches such a function: ``F.dropout``, an imported name,
+or a function of the same program that calls it. The copy of the method has the same byte code, globals and cells; only
+its table of names differs. A global name that leads to a replaced function is exchanged for a new name. The new name is
+added to the same globals. Its value is our function, a copy of the caller, or a :class:`StandIn` of the module. Other
+modules keep their code, and no mode is active while a model runs. So a copy calls the same functions under
 ``torch.compile``, ``torch.export`` and activation checkpointing, and in every thread.
 
-A copy with a dictionary of its own for globals would not compile: torch.compile looks a global up in the module that
-the dictionary names.
+A copy with a separate globals dictionary would not compile: torch.compile looks a global up in the module that the
+dictionary names.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any
 from torch import nn
 
 PREFIX = "_transformer_fast_"
-_DEEPEST = 20  # calls from a method to the function; a model is not written in more
+_DEEPEST = 20  # maximum depth of calls from a method to the function; models stay below it
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (_LIBRARY + "site-packages", _LIBRARY + "dist-packages")
 _GLOBAL, _ATTRIBUTE = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class Obstacle(Exception):
-    """The reason why the calls of a class cannot be replaced."""
+    """Error: the calls of a class cannot be redirected; the text is the reason."""
 
 
 class StandIn(types.ModuleType):
-    """A module that has the attributes of another one, except those put into its own dictionary."""
+    """Module that forwards attributes of another module, except those in its own dictionary."""
 
     def __init__(self, module: types.ModuleType) -> None:
         super().__init__(module.__name__, module.__doc__)
@@ -56,11 +56,11 @@ class StandIn(types.ModuleType):
 
 
 class Rebinding:
-    """Copies of functions in which each call of one of ``replaced`` is a call of the function beside it.
+    """Maker of copies of functions, in which each call of an old function is a call of the new function.
 
     Args:
         replaced: pairs of functions, (old, new).
-        prefix: of the names that are put into globals; each rebinding needs one of its own.
+        prefix: prefix of the names added to globals; unique per rebinding.
     """
 
     def __init__(self, replaced: Iterable[tuple[Callable[..., Any], Callable[..., Any]]], prefix: str = PREFIX) -> None:
@@ -71,10 +71,10 @@ class Rebinding:
         self._depth = 0
 
     def methods(self, cls: type[nn.Module]) -> dict[str, Any]:
-        """Copies of those attributes of a class whose own code reaches a function that is replaced, by name.
+        """Copies of the attributes of a class whose own code reaches a replaced function, by name.
 
         Raises:
-            Obstacle: where one of them is only reached through ``super()`` or by a name that cannot be redirected.
+            Obstacle: if such a function is reached only through ``super()`` or by a name that cannot be redirected.
         """
         found: dict[str, Any] = {}
         first: dict[str, type] = {}
@@ -93,9 +93,9 @@ class Rebinding:
         return found
 
     def function(self, function: types.FunctionType) -> types.FunctionType | None:
-        """A copy of a function that calls the new functions; None where it reaches none that is replaced."""
+        """Copy of a function that calls the new functions; None if it reaches no replaced function."""
         if function not in self._copies and self._depth < _DEEPEST:
-            self._copies[function] = None  # what a function that calls itself finds
+            self._copies[function] = None  # result for a function that calls itself
             self._depth += 1
             try:
                 self._copies[function] = self._copied(function)
@@ -107,7 +107,7 @@ class Rebinding:
         return self._copies.get(function)
 
     def value(self, value: Any) -> Any:
-        """The replacement of a function, or of a partial of one; None where it stays."""
+        """Replacement of a function or of a partial; None if it stays."""
         if id(value) in self._new:
             return self._new[id(value)][1]
         if isinstance(value, functools.partial):
@@ -120,7 +120,7 @@ class Rebinding:
         if package == "transformer_fast" or (file.startswith(_LIBRARY) and not file.startswith(_INSTALLED)):
             return None
         code = f.__code__
-        if package != "torch" or f.__module__ == "torch.nn.functional":  # of torch's decorators only what they hold
+        if package != "torch" or f.__module__ == "torch.nn.functional":  # else a decorator: read its cells only
             code = self._code(code, f.__globals__)
         free = {name: _content(cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())}
         cells = {name: self.value(value) for name, value in free.items()}
@@ -139,7 +139,7 @@ class Rebinding:
         return copy
 
     def _attribute(self, value: Any) -> Any:
-        """The copy of an attribute of a class; None where it stays."""
+        """Copy of a class attribute; None if it stays."""
         if isinstance(value, staticmethod | classmethod):
             copy = self.value(value.__func__)
             return None if copy is None else type(value)(copy)
@@ -149,10 +149,10 @@ class Rebinding:
         return self.function(value) if isinstance(value, types.FunctionType) else None
 
     def _code(self, code: types.CodeType, namespace: dict[str, Any]) -> types.CodeType:
-        """The code with new names for globals that lead to replaced functions; the same object where none does.
+        """Code object with new names for globals that lead to replaced functions; the same object if none does.
 
         Raises:
-            Obstacle: where it imports such a function, or uses the name of one for something else too.
+            Obstacle: if the code imports such a function, or uses its name for another value too.
         """
         for name, value in _imports(code, namespace):
             if self._reached(value, [], _names(code)) is not None:
@@ -171,7 +171,8 @@ class Rebinding:
     def _read(
         self, code: types.CodeType, values: dict[str, Any], kinds: tuple[str, ...], inside: bool = False
     ) -> dict[str, Any]:
-        """Replacements of values that instructions of some kinds read by name; ``inside``: also in inner functions."""
+        """Replacements of values that the given kinds of instructions read by name; ``inside``: also in inner
+        functions."""
         found: dict[str, Any] = {}
         mentioned, steps = _names(code), _steps(code)
         for place, step in enumerate(steps):
@@ -186,12 +187,12 @@ class Rebinding:
     def _reached(
         self, value: Any, attributes: list[str], mentioned: frozenset[str], seen: tuple[types.ModuleType, ...] = ()
     ) -> Any:
-        """The replacement of the value of a name; None where nothing that is replaced is reached through it.
+        """Replacement of the value of a name; None if no replaced function is reached through the value.
 
         Args:
             value: a function, a module, or anything else.
-            attributes: names read from it one after another; without them, any of ``mentioned`` may be read.
-            mentioned: every name in the code.
+            attributes: names read in a chain from the value; if empty, any of ``mentioned`` may be read.
+            mentioned: all names in the code.
             seen: modules on the way to the value.
         """
         if not isinstance(value, types.ModuleType):
@@ -212,13 +213,13 @@ def _steps(code: types.CodeType) -> list[dis.Instruction]:
 
 @functools.cache
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Names in a code and in the functions inside it."""
+    """Names in a code object and in the functions inside it."""
     inner = (_names(value) for value in code.co_consts if isinstance(value, types.CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
 def _imports(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names that import statements in a code take from loaded modules, and their values."""
+    """Names that import statements in a code object take from loaded modules, with their values."""
     steps = _steps(code) if dis.opmap["IMPORT_NAME"] in code.co_code[::2] else []
     for place, step in enumerate(steps):
         if step.opname != "IMPORT_NAME":
@@ -238,10 +239,10 @@ def _imports(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[tuple[
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # an empty closure cell
         return None
 
 
 def _calls_super(method: Any) -> bool:
-    """Return True for a method that may call the one that it replaces; anything but a plain function may."""
+    """Return True for a method that may call the overridden method; this includes everything but plain functions."""
     return not isinstance(method, types.FunctionType) or "__class__" in method.__code__.co_freevars

@@ -14,34 +14,34 @@ from ..dialects.common import LAST_WEIGHTS
 from ..layers.padded_calls import PaddedCalls
 
 LOCK = threading.RLock()
-"""Held while a model is changed."""
+"""Lock, held while a model is changed."""
 
 ALREADY = "it runs on the fused ops already"
-"""Why a module is left that was swapped before, or is one of this package."""
+"""Reason for a module that was swapped earlier or that belongs to this package."""
 
 _SHOWN = 2
-"""Paths that a line shows of modules that were left for one reason."""
+"""Maximum number of paths per line, for modules left for the same reason."""
 
 _FOLDED = ("nn.Dropout", "Dropout", "nn.Linear", "Linear")
-"""Modules of which a model has many, and nobody asks for one of them."""
+"""Module classes that are frequent in a model and are summed up by count."""
 
 
 class Change(Protocol):
-    """Something else than the class of a module that was changed."""
+    """A change other than the class of a module."""
 
     def explain(self, batch: Any) -> str:
-        """Say what the layers of the model do with a batch: positions, tokens, and what they compute, as a table.
+        """Table of a batch in the layers of the model: positions, tokens, and computed positions.
 
-        The model is called once, without gradients and in its current mode. Without ``packed=True`` the table says what
-        that would leave out.
+        The model is called once, without gradients and in its current mode. Without ``packed=True`` the table shows
+        what packing would skip.
 
         Args:
-            batch: what the model is called with: keyword arguments, a tuple, or one argument.
+            batch: arguments of the model: a dictionary of keyword arguments, a tuple, or one argument.
         """
         return self._explain(batch)
 
     def undo(self) -> None:
-        """Make it again what it was."""
+        """Undo the change."""
 
 
 _MISSING = object()
@@ -49,7 +49,7 @@ _MISSING = object()
 
 @dataclasses.dataclass
 class Attribute:
-    """An attribute of a module itself, and the value that it is given by :meth:`put`."""
+    """A module's own attribute, and the new value that :meth:`put` sets."""
 
     module: nn.Module
     name: str
@@ -60,11 +60,11 @@ class Attribute:
         self.old = self.module.__dict__.get(self.name, _MISSING)
 
     def put(self) -> None:
-        """Give it the new value."""
+        """Set the new value."""
         self.module.__dict__[self.name] = self.new
 
     def undo(self) -> None:
-        """Put the old value back, unless another one was put in since."""
+        """Restore the old value, unless the attribute was changed since."""
         if self.module.__dict__.get(self.name, _MISSING) is not self.new:
             return
         if self.old is _MISSING:
@@ -75,7 +75,7 @@ class Attribute:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One module: its path in the model, what it was, what it is now (None: left as it was), and why it was left."""
+    """One module: path in the model, former class, new class (None: unchanged), and the reason to leave it."""
 
     path: str
     was: str
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Reason for leaving it, without what is said of this module alone."""
+        """Reason to leave the module, without details of this single module."""
         return self.why.partition(";")[0]
 
 
@@ -93,9 +93,9 @@ class Report:
     """Result of ``accelerate``: print it for the table, or :meth:`undo` it.
 
     Attributes:
-        rows: a row for each module that was swapped, and for each that was left and might have been expected not to.
-        plain: how many modules of ``torch.nn`` have nothing to gain (Linear, ReLU, containers), by class name.
-        padded_calls: reasons for which calls of a packed model have kept their padding until now.
+        rows: one row per swapped module, and per unchanged module that a reader might expect to be swapped.
+        plain: number of ``torch.nn`` modules with nothing to gain (Linear, ReLU, containers), by class name.
+        padded_calls: reasons why calls of a packed model kept their padding so far, with counts.
     """
 
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -109,32 +109,32 @@ class Report:
 
     @property
     def swapped(self) -> list[Row]:
-        """The modules that this call put on the fused ops."""
+        """Modules that this call swapped."""
         return [row for row in self.rows if row.now is not None]
 
     @property
     def left(self) -> list[Row]:
-        """The modules that were left as they were, each with the reason."""
+        """Unchanged modules, each with the reason."""
         return [row for row in self.rows if row.now is None]
 
     @property
     def already(self) -> list[Row]:
-        """Those among the left that run on the fused ops already: swapped by an earlier call, or ours."""
+        """Unchanged modules that already run on the fused ops: swapped by an earlier call, or of this package."""
         return [row for row in self.rows if row.why == ALREADY]
 
     def explain(self, batch: Any) -> str:
-        """Say what the layers of the model do with a batch: positions, tokens, and what they compute, as a table.
+        """Table of a batch in the layers of the model: positions, tokens, and computed positions.
 
-        The model is called once, without gradients and in its current mode. Without ``packed=True`` the table says what
-        that would leave out.
+        The model is called once, without gradients and in its current mode. Without ``packed=True`` the table shows
+        what packing would skip.
 
         Args:
-            batch: what the model is called with: keyword arguments, a tuple, or one argument.
+            batch: arguments of the model: a dictionary of keyword arguments, a tuple, or one argument.
         """
         return self._explain(batch)
 
     def undo(self) -> None:
-        """Make everything that this call changed again what it was. Parameters are those that the model has now."""
+        """Undo all changes of this call. Parameters keep their current values."""
         with LOCK:
             for module, original, fast, attributes in reversed(self._originals):
                 if type(module) is fast:
@@ -159,9 +159,9 @@ class Report:
         return "\n".join([*(lines if self.rows else ()), done, *calls])
 
     def _folded(self) -> list[tuple[str, Row]]:
-        """Return the first column of each line, and its row.
+        """Yield the first column and the row of each line.
 
-        Modules that were left for the same reason share a line. So do the many modules of one outcome.
+        Modules left for the same reason share a line. Frequent modules with the same outcome share a line too.
         """
         lines: dict[Any, list[Row]] = {}
         for place, row in enumerate(self.rows):
@@ -181,7 +181,7 @@ class Report:
 
 
 def _line(rows: list[Row]) -> tuple[str, Row]:
-    """One line for rows of one outcome: the first paths and the number of the others."""
+    """First column of a line for rows with one outcome: the first paths and the number of further paths."""
     first, shown = rows[0], 1 if rows[0].now is not None else _SHOWN
     paths = ", ".join(row.path or "(model)" for row in rows[:shown])
     if len(rows) > shown:

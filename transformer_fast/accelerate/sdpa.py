@@ -13,10 +13,10 @@ NAME = "tfast.scaled_dot_product_attention"
 
 
 def scaled_dot_product_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute the attention of accelerated modules: with ours on a CPU, with torch's on other devices.
+    """Attention of accelerated modules: our function on a CPU, torch's function on other devices.
 
-    Ours is faster on a CPU (docs/accelerate.md has the measurements). On other devices nothing was measured yet. Both
-    have the same arguments.
+    Ours is faster on a CPU (docs/accelerate.md has the measurements). Other devices were not measured yet. Both
+    functions have the same arguments.
     """
     attend = ops.scaled_dot_product_attention if isinstance(query, Tensor) and query.device.type == "cpu" else TORCH
     return attend(query, *args, **kwargs)

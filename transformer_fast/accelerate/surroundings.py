@@ -1,7 +1,7 @@
-"""The surroundings of a trial: float64, random numbers of its own, and the reference, for one thread alone.
+"""Isolated context of a trial: float64, its own random generator, and the reference backend, for one thread only.
 
-The default dtype and the default generator of PyTorch belong to the whole program, so neither is touched. A mode for
-the calls of this thread adds a dtype and a generator to them.
+The default dtype and the default generator of PyTorch belong to the whole program, so neither is touched. Instead, a
+mode adds a dtype and a generator to the calls of this thread.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .. import backends
 
 Drop = tuple[float, bool]
-"""A probability, and whether the call is one of training."""
+"""A dropout probability, and True for a call in training."""
 
 
 class DrawsNumbersError(Exception):
-    """A module draws random numbers in a way that can be given no generator."""
+    """Error: a module draws random numbers by a function that takes no generator."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Surroundings in which the caller's random state, dtype, autocast, grad mode and backend have no influence."""
-    on_cpu = torch.get_default_device().type == "cpu"  # then a mode that says so would only cost time in every call
+    """Context in which the caller's random state, dtype, autocast, grad mode and backend have no influence."""
+    on_cpu = torch.get_default_device().type == "cpu"  # then no device mode, which costs time
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -43,9 +43,9 @@ def quiet() -> Iterator[None]:
 
 
 class _Wide(TorchFunctionMode):
-    """Computes in float64 what would be computed in float32 or in the default dtype, and draws from its own generator.
+    """Mode that computes in float64 instead of float32 or the default dtype, and draws from its own generator.
 
-    Many norms convert to float32 whatever they are given; the comparison is about formulas, not about rounding.
+    Many norms convert every input to float32. The trial compares formulas, not rounding.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class _Wide(TorchFunctionMode):
 
 
 def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> Tensor:
-    """The result in float64, computed in it where nothing but the default dtype made it narrow."""
+    """Result in float64; computed in float64 if only the default dtype made it narrower."""
     if made.dtype not in (torch.float32, torch.get_default_dtype()) or made.dtype is torch.float64:
         return made
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -86,7 +86,7 @@ def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Ten
 
 
 def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call draws: in training, with a probability other than 0 and 1."""
+    """Return True if a call draws random numbers: in training, with a probability other than 0 and 1."""
     p, training = _DROP[func](*args, **kwargs)
     return training and 0.0 < p < 1.0
 
@@ -111,7 +111,8 @@ def _attention(*args: Any, **kwargs: Any) -> Drop:
 
 
 def _rnn(*args: Any) -> Drop:
-    """Of (x, state, weights, biases, layers, dropout, train, ...), or with lengths behind the x."""
+    """Probability and training flag of a call (x, state, weights, biases, layers, dropout, train, ...), or with lengths
+    after x."""
     return (args[5], args[6]) if isinstance(args[3], bool) else (args[6], args[7])
 
 
@@ -147,7 +148,7 @@ _DROP: dict[Any, Callable[..., Drop]] = {
     F.multi_head_attention_forward: _attention,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _rnn),
 }
-"""Functions with a probability, and what returns it with "in training" from their arguments."""
+"""Functions with a dropout probability, and getters of probability and training flag from the arguments."""
 _MAKE = {
     torch.tensor,
     torch.as_tensor,

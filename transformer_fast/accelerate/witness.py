@@ -1,4 +1,4 @@
-"""A module that stands for another one while a pattern is tried out, and tells with which arguments it was called."""
+"""Witness: a replacement for a called child during a trial, whose output depends on the arguments of the call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 
 class Witness(nn.Module):
-    """Answers the calls of another module: its output is a function of every argument and of the argument's name.
+    """Replacement of a module whose output is a function of every argument and of the argument's name.
 
-    So where two ways to compute a layer call its attention with other arguments, their outputs differ; and attention
-    itself need not run, with the masks, caches and kernels that it may be written for.
+    If two implementations of a layer call attention with different arguments, their outputs differ. The attention
+    itself, with its masks, caches and kernels, need not run.
 
     Args:
-        module: the one it stands for; its forward says how the arguments are called.
-        returns: how many values it returns; 1 is a tensor alone, more are a tuple with a number for each of the others.
+        module: module to replace; its forward gives the argument names.
+        returns: number of returned values. 1 is a single tensor; more are a tuple of the tensor and numbers.
     """
 
     def __init__(self, module: nn.Module, returns: int) -> None:

@@ -1,11 +1,9 @@
-"""Models without the padding of their batches: ``accelerate(model, packed=True)``.
+"""Models that skip the padding of a batch: ``accelerate(model, packed=True)``.
 
 =========== ==========================================================================
-classes.py  the class of a module that takes part, and how it is pickled
-layer.py    a layer takes the padding out of its inputs, and puts it back
-model.py    a model's arguments, output layer and loss
-trial.py    the trial of a layer with and without padding
-walk.py     which modules of a model take part
+classes.py classes for modules that skip padding, and their pickling layer.py a layer removes the padding of its inputs
+and restores it in its output model.py arguments, output layer and loss of a model trial.py comparison of a layer with
+and without padding walk.py search for the modules that can skip padding
 =========== ==========================================================================
 """
 

@@ -1,4 +1,4 @@
-"""Classes of modules that take part in a call without padding: made from the class that a module has."""
+"""Classes for modules that skip padding, derived from the module's own class."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Forward = Callable[..., Any]
 
 
 class Packed:
-    """The first base of such a class; the second is the class that the module had."""
+    """First base of such a class; the second base is the module's former class."""
 
     made_by: tuple[str, type[nn.Module]]
-    """The name of the part that the module plays, and the class that it had."""
+    """Name of the module's part, and its former class."""
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        # The class is made when the program runs, so a pickle says how to make it again.
+        # The class is made at run time, so a pickle stores how to make the class again.
         make, args, *rest = super().__reduce_ex__(protocol)
         part, base = type(self).made_by
         args = (base, *args[1:]) if args and args[0] is type(self) else args
@@ -30,7 +30,7 @@ _FORWARDS: dict[str, Callable[[type[nn.Module]], Forward]] = {}
 
 
 def part(name: str) -> Callable[[Callable[[type[nn.Module]], Forward]], Callable[[type[nn.Module]], Forward]]:
-    """Register a function that makes the ``forward`` of a part from the class that a module had."""
+    """Register a function that makes the ``forward`` of a part from the module's former class."""
 
     def register(make: Callable[[type[nn.Module]], Forward]) -> Callable[[type[nn.Module]], Forward]:
         _FORWARDS[name] = make
@@ -41,7 +41,7 @@ def part(name: str) -> Callable[[Callable[[type[nn.Module]], Forward]], Callable
 
 @functools.cache
 def packed_class(name: str, base: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a module that plays the part of this name."""
+    """Return the class for a module with the part of this name."""
     forward = functools.wraps(base.forward)(_FORWARDS[name](base))  # Trainer and torch.export read the signature
     return type(base.__name__, (Packed, base), {
         "__module__": base.__module__,
@@ -59,10 +59,10 @@ def _rebuild(name: str, make: Callable[..., nn.Module], args: tuple[Any, ...]) -
 
 
 class Arguments:
-    """The arguments of a call, by name.
+    """Arguments of a call, by name.
 
     Attributes:
-        given: values by name, in the order in which they were given.
+        given: values by name, in the order of the call.
     """
 
     def __init__(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class Arguments:
         self.fits = len(args) <= len(names)
 
     def replaced(self, changes: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with some of them changed or added, as a call takes them."""
+        """Positional and keyword arguments of the call, with some values changed or added."""
         values = self.given | changes
         args = tuple(values.pop(name) for name in self._positional)
         return args, values
@@ -79,12 +79,12 @@ class Arguments:
 
 @functools.cache
 def positional_names(forward: Forward) -> tuple[str, ...]:
-    """The names of the arguments of a method that may be given by position, without ``self``."""
+    """Names of a method's positional arguments, without ``self``."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 @functools.cache
 def argument_names(forward: Forward) -> frozenset[str]:
-    """The names of all arguments of a method."""
+    """Names of all arguments of a method."""
     return frozenset(inspect.signature(forward).parameters) - {"self"}

@@ -1,7 +1,7 @@
-"""A layer that takes the padding out of its inputs, and puts it back into its output.
+"""Layers that remove the padding of their inputs and restore it in their outputs.
 
-Between two layers the padding is put back for those who look, and the next layer goes on with the tokens. So the rest
-of a model, its hooks and its checkpoints see tensors of the shapes that they know.
+Between two layers a padded tensor is passed on, with the packed tokens stored on it; the next layer continues with the
+tokens. So the rest of a model, its hooks and its checkpoints see padded shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...masks.packing import PackedMask, Packing, take
 from .classes import Arguments, Forward, part, positional_names
 
 LAYER = "layer"
-"""The name of this part."""
+"""Name of this part."""
 
 MASK, MEMORY, MEMORY_MASK = "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
 POSITIONS = ("position_ids", "position_embeddings")
@@ -33,12 +33,12 @@ BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"
 _KNOWN = {MASK, MEMORY, MEMORY_MASK, BIAS, MEMORY_BIAS, *POSITIONS, *CACHES}
 
 _HARMLESS = ("torch.distributed.", "transformers.utils.output_capturing")
-"""Modules of functions whose hooks may see tokens instead of padded rows."""
+"""Python modules whose hooks may see packed tokens instead of padded rows."""
 
 
 @part(LAYER)
 def layer_forward(base: type[nn.Module]) -> Forward:
-    """The ``forward`` of a layer of transformers: hidden states first, masks and further arguments by name."""
+    """Make the ``forward`` of a transformers layer: hidden states first, masks and further arguments by name."""
     names = positional_names(base.forward)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def layer_forward(base: type[nn.Module]) -> Forward:
 
 
 def _call_of(given: dict[str, Any]) -> Unpadded | None:
-    """The call that a layer's masks were made in; None where its inputs keep their padding, or have none."""
+    """Call in which a layer's masks were made; None if its inputs keep their padding or have none."""
     masks = [given[name] for name in (MASK, MEMORY_MASK) if isinstance(given.get(name), LazyMask)]
     if any(isinstance(mask, PackedLazyMask) for mask in masks):
         return None
@@ -76,10 +76,10 @@ def _call_of(given: dict[str, Any]) -> Unpadded | None:
 def _changes(
     layer: nn.Module, hidden_name: str, given: dict[str, Any], call: Unpadded
 ) -> tuple[dict[str, Any], Packing] | None:
-    """The inputs without padding, by name, and how they are packed; None where there is none.
+    """Inputs without padding, by name, and their packing; None if there is no padding.
 
     Raises:
-        StaysPaddedError: where the layer must run with it.
+        StaysPaddedError: if the layer must run with the padding.
     """
     hidden, mask, memory, memory_mask = given[hidden_name], given.get(MASK), given.get(MEMORY), given.get(MEMORY_MASK)
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
@@ -95,7 +95,7 @@ def _changes(
             raise StaysPaddedError("its attention to the encoder has a mask of another kind")
     if keep is None and memory_keep is None:
         return None
-    if mask is None:  # whether it looks ahead stands elsewhere
+    if mask is None:  # another attribute says if the layer is causal
         raise StaysPaddedError("it has no mask of its own")
     _check_others(layer, hidden_name, given)
     own = call.packing(keep, batch, length, device, causal=bounds is not None and bounds.causal_offset == 0)
@@ -112,7 +112,7 @@ def _changes(
         cross = PackedMask(own, source)
         check_sources(cross)
         changes |= {MEMORY: tokens_of(memory, source).unsqueeze(0), MEMORY_MASK: PackedLazyMask(cross, device)}
-        if MEMORY_BIAS in given and given[MEMORY_BIAS] is None:  # T5 would make zeros of T x T
+        if MEMORY_BIAS in given and given[MEMORY_BIAS] is None:  # T5 would otherwise make a zero bias of size T x T
             changes[MEMORY_BIAS] = LazyBias(AttentionMask(), (1, 1, own.total, source.total), hidden)
     for name in POSITIONS:
         if given.get(name) is not None:
@@ -124,7 +124,7 @@ def _changes(
 
 
 def _parts(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor | None, AttentionMask | None]:
-    """The padding in a mask, bool (B, Lk), and its look-ahead and window; None for what it has not."""
+    """Padding of a mask, bool (B, Lk), and its causal and window parts; None for missing parts."""
     if mask is None:
         return None, None
     if not isinstance(mask, LazyMask):
@@ -140,7 +140,7 @@ def _parts(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor | Non
 
 
 def _check_others(layer: nn.Module, hidden_name: str, given: dict[str, Any]) -> None:
-    """Raise StaysPaddedError for what a layer cannot do on tokens alone."""
+    """Raise StaysPaddedError if a layer cannot run on packed tokens."""
     if given.get("output_attentions") or weights_are_captured():
         raise StaysPaddedError("attention weights are asked for (output_attentions)")
     if any(given.get(name) is not None for name in CACHES):
@@ -163,7 +163,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a module has a hook of somebody who may look at the shapes of its inputs."""
+    """Return True if a module has a hook that may look at the shapes of its inputs."""
     return any(
         not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS)
         for name in HOOKS
@@ -172,7 +172,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _at_tokens(name: str, value: Any, packing: Packing) -> Any:
-    """The values (1 or B, L, ...) of the positions at which tokens stand, (1, T, ...)."""
+    """Pick the values (1 or B, L, ...) at tokens -> (1, T, ...)."""
     if isinstance(value, tuple):
         return tuple(_at_tokens(name, inner, packing) for inner in value)
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != packing.length:
@@ -185,6 +185,6 @@ def _at_tokens(name: str, value: Any, packing: Packing) -> Any:
 
 
 def _padded(layer: nn.Module, tokens: Tensor, packing: Packing) -> Tensor:
-    """The output (B, L, d) of a layer for its tokens (1, T, d)."""
+    """Pad the output of a layer, (1, T, d) -> (B, L, d)."""
     padded = with_tokens(tokens.squeeze(0), packing)
     return without_tokens(padded) if has_hooks(layer) else padded

@@ -1,7 +1,7 @@
-"""A model of transformers whose batch loses its padding where it enters, and gets it back where it leaves.
+"""Models of transformers that skip padding: arguments, output layer and loss.
 
-The layers look after themselves. What is left for the model is its output layer and its loss, which run on tokens too,
-and to say which calls must keep their padding.
+Each layer packs its own inputs (see layer.py). The model runs its output layer and its loss on tokens too, and decides
+which calls must keep their padding.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from ...tracing import is_traced
 from .classes import Arguments, Forward, Packed, argument_names, part, positional_names
 
 MODEL, HEAD = "model", "head"
-"""The names of these parts."""
+"""Names of these parts."""
 
 CALLED = "_makes_logits"
-"""The attribute of an output layer that says whether its model calls it to make the logits."""
+"""Attribute of an output layer: True if the model calls the layer to make logits."""
 
 READS_PADDING = "the loss reads padding: there are labels other than -100 at it, or after it"
-"""Reason for a call to stay padded."""
+"""Reason why a call keeps its padding."""
 
 IGNORED = -100
-"""The label that the losses of transformers leave out."""
+"""Label that the losses of transformers ignore."""
 
 _PER_TOKEN = (
     "ForMaskedLM", "ForTokenClassification", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel",
     "ForQuestionAnswering",
 )  # fmt: skip
-"""Ends of the names of models whose head computes every position by itself."""
+"""Suffixes of model names whose head computes each position separately."""
 _PER_ROW = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
-"""Ends of the names of models whose head reads one position of each row."""
+"""Suffixes of model names whose head reads one position per row."""
 
 
 @part(HEAD)
 def head_forward(base: type[nn.Module]) -> Forward:
-    """The ``forward`` of the layer that makes logits: on tokens alone, if the model of the running call says so."""
+    """Make the ``forward`` of an output layer: on tokens alone if the model of the running call is packed."""
 
     def forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         call = None if torch.compiler.is_compiling() else current()
@@ -58,7 +58,7 @@ def head_forward(base: type[nn.Module]) -> Forward:
 
 @part(MODEL)
 def model_forward(base: type[nn.Module]) -> Forward:
-    """The ``forward`` of a model of transformers."""
+    """Make the ``forward`` of a transformers model."""
     positional, names = positional_names(base.forward), argument_names(base.forward)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def model_forward(base: type[nn.Module]) -> Forward:
         changes: dict[str, Any] = {}
         if "use_cache" in names and given.get("use_cache") is None and given.get("past_key_values") is None:
             changes["use_cache"] = False
-        if current() is not None:  # a part of the model that was called
+        if current() is not None:  # a submodel of the model that was called
             args, kwargs = arguments.replaced(changes)
             return base.forward(self, *args, **kwargs)
         call = Unpadded(padded_calls(self) or PaddedCalls())
@@ -93,7 +93,8 @@ def _run(model: nn.Module, forward: Forward, arguments: tuple[tuple[Any, ...], d
 
 
 def _tried(model: nn.Module, forward: Forward, arguments: Arguments, changes: dict[str, Any], call: Unpadded) -> Any:
-    """The first call with logits of tokens alone. Where the model does not call its output layer, it runs again."""
+    """Run the first call with packed logits. If the model did not call its output layer, run the model again,
+    padded."""
     head, state = _head(model), torch.get_rng_state()
     try:
         result = _run(model, forward, arguments.replaced(changes), call)
@@ -107,12 +108,12 @@ def _tried(model: nn.Module, forward: Forward, arguments: Arguments, changes: di
     torch.set_rng_state(state)
     call.head = None
     result = _run(model, forward, arguments.replaced({k: v for k, v in changes.items() if k != "labels"}), call)
-    head.__dict__[CALLED] = False  # only now: an error may be the caller's
+    head.__dict__[CALLED] = False  # only after the call succeeded: an error may be the caller's
     return result
 
 
 def _obstacle(model: nn.Module, given: dict[str, Any], call: Unpadded) -> str:
-    """Reason for which a whole call keeps its padding, or "". Sets what of its output is read."""
+    """Reason why a whole call keeps its padding, or "". Also sets which positions of the output are read."""
     name = type(model).__name__
     config = model.config
     mask, ids = given.get("attention_mask"), given.get("input_ids")
@@ -137,7 +138,7 @@ def _obstacle(model: nn.Module, given: dict[str, Any], call: Unpadded) -> str:
 
 
 def _last_positions(ids: Any, config: Any, mask: Tensor) -> Tensor:
-    """The last position of each row whose id is not that of padding, int64 (B,)."""
+    """Last position per row whose id is not the padding id, int64 (B,)."""
     positions = torch.arange(mask.shape[1], device=mask.device)
     pad = getattr(config, "pad_token_id", None)
     if pad is None or not isinstance(ids, Tensor) or ids.shape != mask.shape:
@@ -146,14 +147,14 @@ def _last_positions(ids: Any, config: Any, mask: Tensor) -> Tensor:
 
 
 def _labels(model: nn.Module, given: dict[str, Any], names: frozenset[str], call: Unpadded) -> dict[str, Any]:
-    """The arguments that change so that the output layer and the loss run on tokens; none where they do not."""
+    """Changed arguments with which the output layer and the loss run on tokens; empty if they cannot."""
     changes: dict[str, Any] = {}
     labels, decodes = given.get("labels"), model.config.is_encoder_decoder
     mask_name = "decoder_attention_mask" if decodes else "attention_mask"
     mask = given.get(mask_name)
     per_token = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
     if decodes and mask is None and per_token and mask_name in names and type(model).__name__.endswith(_PER_TOKEN):
-        keep = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that counts
+        keep = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that is not ignored
         ids = None if bool(keep.all()) else _decoder_ids(model, given, labels)
         if ids is not None:
             mask = keep.long()
@@ -179,7 +180,7 @@ def _labels(model: nn.Module, given: dict[str, Any], names: frozenset[str], call
     call.head = call.packing(keep, *keep.shape, keep.device, causal=None)
     if call.head is not None and labels is not None:
         tokens = take(labels, call.head)
-        if shifts:  # a sequence's first token is not what the sequence before it should have predicted
+        if shifts:  # the last token of a sequence must not predict the first token of the next sequence
             starts = call.head.cu_seqlens[:-1].long()
             tokens = tokens.index_fill(0, starts[starts < tokens.shape[0]], IGNORED)
         changes["labels"] = tokens.unsqueeze(0)
@@ -187,7 +188,7 @@ def _labels(model: nn.Module, given: dict[str, Any], names: frozenset[str], call
 
 
 def _reads_padding(counted: Tensor, keep: Tensor, shifts: bool | None) -> bool:
-    """Labels that count and stand at padding, or are predicted at padding: bool (B, L)."""
+    """Labels that are not ignored but are at padding, or are predicted at padding: bool (B, L)."""
     at, after = counted & ~keep, counted[:, 1:] & ~keep[:, :-1]
     if shifts is False:
         return bool(at.any())
@@ -195,7 +196,7 @@ def _reads_padding(counted: Tensor, keep: Tensor, shifts: bool | None) -> bool:
 
 
 def _decoder_ids(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Tensor | None:
-    """The ids that a decoder reads, given or made from the labels; None where it does not read ids in one pass."""
+    """Ids that a decoder reads, given or made from the labels; None if it does not read ids in one pass."""
     if given.get("decoder_inputs_embeds") is not None or given.get("past_key_values") is not None:
         return None
     if given.get("decoder_input_ids") is not None:
@@ -208,7 +209,7 @@ def _decoder_ids(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Ten
 
 
 def _head(model: nn.Module) -> nn.Module | None:
-    """The layer that makes the logits of a model, where it takes part."""
+    """Output layer of a model, if it can run on tokens."""
     head = output_layer(model)
     if head is None or not isinstance(head, Packed) or head.__dict__.get(CALLED) is False:
         return None
@@ -216,7 +217,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:
-    """The layer that makes the logits of every position, where it is a linear one."""
+    """Layer that makes the logits of each position, if it is linear."""
     if not type(model).__name__.endswith(_PER_TOKEN):
         return None
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -224,7 +225,7 @@ def output_layer(model: nn.Module) -> nn.Module | None:
 
 
 def _shifts_labels(model: nn.Module) -> bool | None:
-    """Return True where a loss compares the logits of a position with the label of the next; None if unknown."""
+    """Return True if a loss compares the logits of a position with the label of the next position; None if unknown."""
     if type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification")):
         return False
     used = _names_of_forward(type(model).forward)
@@ -237,13 +238,13 @@ def _shifts_labels(model: nn.Module) -> bool | None:
 
 @functools.cache
 def _names_of_forward(forward: Forward) -> frozenset[str]:
-    """The names of globals, attributes and local variables that a method uses, but for functions."""
+    """Names of globals, attributes and local variables that a method uses, without functions."""
     code = inspect.unwrap(forward).__code__
     return frozenset(name for name in (*code.co_names, *code.co_varnames) if not name.endswith("_right"))
 
 
 def _with_padding(result: Any, packing: Packing) -> Any:
-    """The output of a model with its logits (1, T, V) as (B, L, V), zeros at the padding."""
+    """Pad the logits in a model's output, (1, T, V) -> (B, L, V), with zeros."""
     if isinstance(result, dict):
         result["logits"] = unpack(result["logits"].squeeze(0), packing)
         return result

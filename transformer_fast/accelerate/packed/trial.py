@@ -1,4 +1,4 @@
-"""The trial of a layer of transformers: whether it computes the same for tokens alone as for padded rows."""
+"""Trial of a transformers layer: compare its results on packed tokens and on padded rows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .classes import packed_class, positional_names
 from .layer import LAYER, MASK, MEMORY, MEMORY_MASK, POSITIONS
 
 _ROWS = ("xxxxxx", "xxx...", "..xxx.", "xx.xx.")
-"""Tokens and padding of the batch that a layer is tried with."""
+"""Tokens and padding of the trial batch."""
 _LENGTH = len(_ROWS[0])
 
 
 @dataclasses.dataclass
 class Stack:
-    """Layers of transformers that run one after the other.
+    """Layers of transformers that run in sequence.
 
     Attributes:
-        path: of their list in the model.
-        layers: in order.
-        model: the model of transformers that they belong to.
-        owner: the module that holds the list.
-        obstacle: reason for which they keep the padding, or "".
+        path: path of the list of layers in the model.
+        layers: the layers, in order.
+        model: the transformers model around the layers.
+        owner: module that holds the list.
+        obstacle: reason why the layers keep the padding, or "".
     """
 
     path: str
@@ -52,7 +52,7 @@ def judge(stack: Stack) -> None:
 
 
 def _tried(layer: nn.Module, stack: Stack) -> str:
-    """Reason for which a layer cannot work on tokens alone, or ""."""
+    """Reason why a layer cannot run on packed tokens, or ""."""
     name, names = type(layer).__name__, positional_names(type(layer).forward)
     if not names or MASK not in names:
         return f"{name} takes no {MASK}"
@@ -106,7 +106,7 @@ def _arguments(layer: nn.Module, stack: Stack, names: tuple[str, ...]) -> dict[s
 
 
 def _masked(given: dict[str, Any], keep: Tensor, names: tuple[str, ...], call: Unpadded | None) -> dict[str, Any]:
-    """The arguments with masks, made in a call."""
+    """Add masks, made inside a call, to the arguments."""
     padding = AttentionMask.keep(keep[:, None, None])
     masks = {MASK: padding & AttentionMask.causal()}
     if MEMORY in given:
@@ -133,7 +133,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _copy(layer: nn.Module) -> nn.Module:
-    """The same layer without hooks, with the same parameters and buffers."""
+    """Copy of a layer without hooks, sharing parameters and buffers."""
     memo: dict[int, Any] = {}
     for module in layer.modules():
         memo |= no_hooks(module)

@@ -1,4 +1,4 @@
-"""Walk over a model that finds the modules that can leave padding out."""
+"""Walk over a model that finds the modules that can skip padding."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NOW = "without padding"
 
 
 def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool]) -> bool:
-    """Let the stacks of a model leave padding out, and add a row for each to the report.
+    """Let the stacks of a model skip padding, and add one row per stack to the report.
 
     Args:
-        is_ours: whether an attention of transformers runs on our kernels.
+        is_ours: function that returns True if a transformers attention runs on our kernels.
 
     Returns:
-        False where the model has no such stack.
+        False if the model has no such stack.
     """
     found = False
     inside: set[int] = set()
@@ -70,13 +70,13 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
 
 
 def _change(report: Report, module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute of a module, which the report can undo."""
+    """Set an attribute of a module; the report can undo the change."""
     report._changes.append(change := Attribute(module, name, value))
     change.put()
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return True for a stack of torch.nn, or a hand-written one or a layer of one on the fused ops."""
+    """Return True for a stack of torch.nn, or for a hand-written stack or layer on the fused ops."""
     if isinstance(module, torch_stacks.TransformerEncoder | torch_stacks.TransformerDecoder):
         return True
     return (pattern := pattern_of(module)) is not None and pattern.padding is not None
@@ -94,7 +94,7 @@ def _own_row(path: str, module: nn.Module) -> Row:
 
 
 def _stacks(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[Stack]:
-    """The outermost lists of layers whose attention goes through transformers' interface."""
+    """Outermost lists of layers whose attention uses transformers' interface."""
     model = module if hasattr(module, "config") and hasattr(module, "get_output_embeddings") else model
     for name, child in module.named_children():
         place = f"{path}.{name}" if path else name
@@ -109,7 +109,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _parts(stacks: list[Stack], model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """(module, part) for what becomes a part of a call without padding."""
+    """Yield (module, part) for each module that skips padding."""
     ready = [stack for stack in stacks if not stack.obstacle]
     layers = {id(layer): layer for stack in ready for layer in stack.layers}
     inside = {id(stack.model) for stack in ready}

@@ -1,4 +1,4 @@
-"""The structures of hand-written modules that ``accelerate`` knows, in the order in which they are tried."""
+"""Patterns of hand-written modules that ``accelerate`` knows, in the order of the search."""
 
 from . import (
     attention,

@@ -22,15 +22,15 @@ from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern, children, random_keep
 
 
 def keep_mask(mask: Tensor | AttentionMask | None) -> Tensor | AttentionMask | None:
-    """A keep mask of any dtype: 0 = blocked."""
+    """AttentionMask of a keep mask of any dtype: 0 = blocked."""
     return mask != 0 if isinstance(mask, Tensor) and mask.dtype != torch.bool else mask
 
 
 class Heads(Pattern):
     """Multi-head attention (q, k, v, mask) over keep masks.
 
-    ``linears`` are the layers of queries, keys, values and of the output, or lists of them. A mask gets its head axis
-    here, unless it has it already.
+    ``linears`` names the layers of queries, keys, values and of the output, or lists of layers. A mask without a head
+    axis gets one.
     """
 
     keywords = ("cache",)
@@ -48,12 +48,12 @@ class Heads(Pattern):
         return len(widths) == 4 and set(widths) == {m.h * m.d_k}
 
     def projections(self, m: Any) -> list[nn.Module]:
-        """The linear layers of queries, keys, values and of the output."""
+        """Linear layers of queries, keys, values and of the output."""
         children = (m._modules[name] for name in self.linears)
         return [x for child in children for x in (child if isinstance(child, nn.ModuleList) else [child])]
 
     def normal(self, mask: Any) -> Any:
-        """A keep mask in normal form."""
+        """Convert a keep mask to normal form."""
         mask = keep_mask(mask)
         if self.head_axis:
             return layer_mask(mask)
@@ -68,7 +68,7 @@ class Heads(Pattern):
     def fused_forward(
         self, m: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *others: Any, cache: None = None
     ) -> Tensor | None:
-        if any(other is not None and other is not False for other in others):  # such as the classic one's verbose
+        if any(other is not None and other is not False for other in others):  # such as verbose in the classic module
             return None
         *linears, out = self.projections(m)
         q, k, v = project_heads(linears, (query, key, value), m.h)
@@ -85,12 +85,12 @@ class Heads(Pattern):
 
 
 def packed_heads(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, dropout: Any = None) -> Tensor:
-    """Attention of packed q, k and v (1, heads, T, d_k)."""
+    """Attend with packed q, k and v (1, heads, T, d_k)."""
     return attention(*(t.squeeze(0) for t in (q, k, v)), q.shape[-1], mask, dropout).unsqueeze(0)
 
 
 def with_padded_weights(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> tuple[Tensor, Tensor]:
-    """The same without dropout, and the weights (B, heads, Lq, Lk), which are 0 at padding."""
+    """Attend without dropout; also return the weights (B, heads, Lq, Lk), 0 at padding."""
     q, k, v = (
         unpack(t.squeeze(0).transpose(0, 1), packing).transpose(1, 2)
         for t, packing in ((q, mask.queries), (k, mask.keys), (v, mask.keys))
@@ -106,12 +106,12 @@ def with_padded_weights(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> tu
 
 
 def padded_weights(q: Tensor, k: Tensor, mask: PackedMask) -> Tensor:
-    """The weights alone."""
+    """Compute only the weights (B, heads, Lq, Lk)."""
     return with_padded_weights(q, k, k, mask)[1]
 
 
 def blocked_mask(mask: Any) -> Any:
-    """A mask of TensorFlow's tutorial, 1.0 = blocked, in normal form."""
+    """Convert a mask of TensorFlow's tutorial, 1.0 = blocked, to normal form."""
     return AttentionMask.blocked(four_dimensions(mask)) if isinstance(mask, Tensor) else mask
 
 

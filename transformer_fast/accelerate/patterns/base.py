@@ -1,9 +1,9 @@
-"""Patterns: the structure of a module that people write themselves, and the fused ops that compute it.
+"""Base of patterns: the structure of a hand-written module, and the fused ops that compute the module.
 
-A pattern says by which names it knows a module (``matches``), how the fused ops compute it (``fused_forward``), and
-which calls show that this is what the module computes (``calls``). Names do not prove a formula, so ``accelerate``
-compares both on random input first. The module's class then becomes a subclass of the class it had, which adds no state
-and keeps every method but forward.
+A pattern recognises a module by names and shapes (``matches``), computes the module on the fused ops
+(``fused_forward``), and gives calls to test it with (``calls``). Names do not prove a formula, so ``accelerate`` first
+compares both forwards on random input. Then the module gets a subclass of its class. The subclass adds no state and
+keeps every method except forward.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from ...layers.torch_modules import Embedding
 from ...tensors import is_served
 
 Kind = Callable[[nn.Module], bool]
-"""Whether a child is what it must be."""
+"""Test for a child module."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A child of a module.
+    """Requirement on a child of a module.
 
     Attributes:
-        is_one: whether a module is what the child must be.
-        fused: ``fused_forward`` does its work without calling it. If it has hooks, the module runs as it was written.
-        swapped: it is called in a way that only the fused form understands, so it must not run as it was written.
-        many: it is a list of such modules.
-        optional: it may be missing.
-        returns: it is called, and how many values it returns. What the values are is no part of the proof, so another
-            module answers in its place, from which the arguments of the call can be told.
-        any_class: its class is proven by the probe alone, so it must stay the class that the probe saw.
+        is_one: test that the child must pass.
+        fused: ``fused_forward`` computes the child without calling it. If the child has hooks, the module's own forward
+            runs.
+        swapped: the child is called with arguments that only its fused forward takes, so the child must be swapped.
+        many: the child is a list of such modules.
+        optional: the child may be missing.
+        returns: number of values that the child returns, for a child that is called. The probe replaces the child by a
+            witness, whose output depends on the arguments of the call.
+        any_class: only the probe proves the child's class, so the child must keep the class that the probe saw.
     """
 
     is_one: Kind
@@ -55,35 +56,35 @@ class Part:
 
 
 class Keywords(dict[str, Any]):
-    """At the end of a call to try: arguments given by name."""
+    """Keyword arguments, at the end of a test call."""
 
 
 class Pattern:
-    """One structure; a pattern has no state, and is passed the module that it is about."""
+    """One structure. A pattern has no state; its methods take the module as an argument."""
 
     parts: Mapping[str, Part] = types.MappingProxyType({})
-    """The module's children by name."""
+    """Required children, by name."""
     parameters: frozenset[str] = frozenset()
-    """The names of the module's own parameters."""
+    """Names of the module's own parameters."""
     arguments: int | None = None
-    """How many arguments its forward must have, where the number tells it from others."""
+    """Number of forward's arguments, if it distinguishes this structure from others."""
     weights: tuple[str, ...] = ()
-    """The attributes in which the module leaves its weights."""
+    """Attributes in which the module stores its attention weights."""
     keywords: tuple[str, ...] = ()
-    """Arguments of ``fused_forward`` that the module itself does not have; the layers of this package give them."""
+    """Arguments of ``fused_forward`` that the module's own forward lacks; layers of this package pass them."""
     bases: tuple[type[nn.Module], ...] = ()
-    """What else a swapped module is an instance of."""
+    """Additional base classes of a swapped module."""
     dropouts: tuple[str, ...] = ()
-    """The module's attributes that are probabilities of dropout: numbers, where others have a ``nn.Dropout``."""
+    """Attributes that hold a dropout probability as a number instead of an ``nn.Dropout``."""
     named: bool = False
-    """Whether ``fused_forward`` gets each argument by its name, with the module's own defaults for those not given, so
-    that the module's forward may have ``**kwargs``. Its other arguments must be named as those of ``fused_forward``."""
+    """True passes every argument to ``fused_forward`` by name, with the module's own defaults. The module's forward may
+    then have ``**kwargs``. Its other arguments must have the names of those of ``fused_forward``."""
     roles: tuple[str, ...] = ()
-    """Roles of ``layers.hooks`` in which a fused parent may compute a module that was swapped by this pattern."""
+    """Roles of ``layers.hooks`` in which a fused parent may compute a module swapped by this pattern."""
     padding: str | None = None
-    """Reason for which a layer or stack keeps the padding of a batch; "" where it may leave it out; None for others."""
+    """Reason why a layer or stack keeps padding; "" if it may skip padding; None if the module is no layer or stack."""
     passed_on: tuple[str, ...] = ()
-    """Arguments of a named ``fused_forward`` that it has among its ``**others``, and passes on as they are."""
+    """Arguments that a named ``fused_forward`` takes in ``**others`` and passes on unchanged."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name or type(self).__name__
@@ -108,7 +109,8 @@ class Pattern:
         return names is not None and names.defaults.keys() == known
 
     def members(self, m: Any) -> list[tuple[Part, nn.Module]] | None:
-        """Each child, or each member of it, with its part; None where one is missing or is something else."""
+        """Each child, or each member of a list of children, with its Part; None if a child is missing or fails its
+        test."""
         found = []
         for name, part in self.parts.items():
             child = m._modules.get(name)
@@ -123,19 +125,20 @@ class Pattern:
         return found
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        """Arguments to try a module with; one that the module itself refuses is not tried."""
+        """Test calls for a module; a call that the module itself refuses is skipped."""
         raise NotImplementedError
 
     def fused_forward(self, m: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a module's output on the fused ops; None where they do not serve, and its own forward must run."""
+        """Compute a module's output on the fused ops; None if the module's own forward must run."""
         raise NotImplementedError
 
     def unfused_forward(self, m: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``fused_forward``, for tensors that the fused ops do not take; None where its own forward must run."""
+        """Variant of ``fused_forward`` for tensors that the fused ops do not take; None if the module's own forward
+        must run."""
         return None
 
     def fits(self, m: Any) -> bool:
-        """Return True for a module with the same parts, where nobody would miss the calls that are left out."""
+        """Return True if a module still has the same parts and no skipped call would be observed by a hook."""
         fused = []
         if (members := self.members(m)) is None:
             return False
@@ -148,7 +151,7 @@ class Pattern:
         return self.inlined(m) == getattr(type(m), "inlined", ()) and all(map(is_plain, fused))
 
     def inlined(self, m: Any) -> tuple[type[nn.Module], ...]:
-        """Return the classes of the children whose work is done here, and which only the probe has compared."""
+        """Return the classes of fused children that only the probe has compared."""
         found = (m._modules.get(name) for name, part in self.parts.items() if part.any_class)
         return tuple(type(child) for child in found if child is not None)
 
@@ -157,17 +160,17 @@ _PATTERNS: dict[str, Pattern] = {}
 
 
 SWAPPED = "swapped"
-"""The role of a class that :func:`accelerated_class` made."""
+"""Role of a class made by :func:`accelerated_class`."""
 
 
 class Accelerated:
-    """The first base of a swapped class; the last is the class that the module had."""
+    """First base of a swapped class; the last base is the module's former class."""
 
     pattern_and_class: tuple[Pattern, type[nn.Module]]
     inlined: tuple[type[nn.Module], ...]
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        # The class is made when the program runs, so a pickle says how to make it again.
+        # The class is made at run time, so a pickle stores how to make the class again.
         _, _, state, *rest = super().__reduce_ex__(protocol)
         pattern, original = type(self).pattern_and_class
         state = {key: None if key == LAST_WEIGHTS else value for key, value in state.items()}
@@ -175,7 +178,7 @@ class Accelerated:
 
 
 def accelerated_class(pattern: Pattern, module: nn.Module) -> type[nn.Module]:
-    """Return the class on the fused ops for a module that has this pattern."""
+    """Return the fused class for a module with this pattern."""
     return _accelerated_class(pattern, type(module), pattern.inlined(module))
 
 
@@ -187,7 +190,7 @@ def _accelerated_class(
     names = names_of(original) if pattern.named else None
     keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
 
-    @functools.wraps(original.forward)  # torch.export reads the signature
+    @functools.wraps(original.forward)  # for torch.export, which reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         served = is_served(*args, *kwargs.values(), *self._parameters.values())
         if pattern.named:
@@ -226,7 +229,7 @@ def _rebuild(name: str, original: type[nn.Module], inlined: tuple[type[nn.Module
 
 
 def _in_order(parameters: tuple[inspect.Parameter, ...] | None, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-    """Keyword arguments put in order; None where they do not fit, so that the original says so."""
+    """Put keyword arguments in order; None if they do not fit, so that the original forward raises."""
     if parameters is None:
         return None
     rest, used = [], 0
@@ -240,8 +243,8 @@ def _in_order(parameters: tuple[inspect.Parameter, ...] | None, args: tuple, kwa
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The arguments of a forward: their defaults (``inspect.Parameter.empty`` for none) by name, in order; the names
-    of those that may be given without it; whether there may be others."""
+    """Signature of a forward: defaults by name, in order (``inspect.Parameter.empty`` for none); names of the
+    positional arguments; and True if it takes ``**kwargs``."""
 
     defaults: dict[str, Any]
     positional: tuple[str, ...]
@@ -249,7 +252,7 @@ class Names:
 
 
 def names_of(original: type[nn.Module]) -> Names | None:
-    """The arguments of a module's forward; None where some have no name."""
+    """Signature of a module's forward; None if some arguments have no name."""
     _, *parameters = inspect.signature(original.forward).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
         return None
@@ -259,7 +262,7 @@ def names_of(original: type[nn.Module]) -> Names | None:
 
 
 def _by_name(names: Names | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple | None, dict[str, Any]]:
-    """Every argument by its name, and none in order; (None, {}) where they do not fit, so that the original says so."""
+    """Bind every argument by name; (None, {}) if the arguments do not fit, so that the original forward raises."""
     if names is None or len(args) > len(names.positional):
         return None, {}
     given = dict(zip(names.positional, args))
@@ -276,7 +279,7 @@ def _by_name(names: Names | None, args: tuple, kwargs: dict[str, Any]) -> tuple[
 
 
 def parameters_of(original: type[nn.Module]) -> tuple[inspect.Parameter, ...] | None:
-    """Return forward's parameters without ``self``; None where one of them is ``*``, ``**`` or keyword only."""
+    """Return forward's parameters without ``self``; None if one of them is ``*``, ``**`` or keyword only."""
     parameters = list(inspect.signature(original.forward).parameters.values())[1:]
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
         return None
@@ -284,34 +287,35 @@ def parameters_of(original: type[nn.Module]) -> tuple[inspect.Parameter, ...] | 
 
 
 def pattern_of(module: nn.Module) -> Pattern | None:
-    """Return the pattern by which a module was swapped; None for one that was not, and for a subclass of its class."""
+    """Return the pattern that a module was swapped by; None for an unswapped module or a subclass of a swapped
+    class."""
     kind = type(module)
     return kind.pattern_and_class[0] if getattr(kind, SWAPPED, None) is kind else None  # type: ignore[attr-defined]
 
 
 def swapped_by(pattern: Pattern | type[Pattern]) -> Kind:
-    """Return a test of a module: it was swapped by a pattern, or by one of a class of them."""
+    """Return a test for modules swapped by a pattern, or by any pattern of a class."""
     if isinstance(pattern, Pattern):
         return lambda m: pattern_of(m) is pattern
     return lambda m: isinstance(pattern_of(m), pattern)
 
 
 def children(**parts: Part) -> Mapping[str, Part]:
-    """The children of a module by name."""
+    """Children of a module, by name."""
     return parts
 
 
 ANY = Part(lambda module: True)
 INLINED = Part(lambda module: True, fused=True, any_class=True)
-"""A module of any class that has no parameters, whose work ``fused_forward`` does."""
+"""Module of any class without parameters; ``fused_forward`` computes its result."""
 LINEAR = Part(lambda module: hasattr(module, "in_features") and hasattr(module, "out_features"))
-"""``nn.Linear``, or what another library put in its place, such as a quantised layer; it is called, not looked into."""
+"""``nn.Linear`` or a replacement by another library, such as a quantised layer; it is always called."""
 DROPOUT = Part(lambda module: type(module) in dropout.KINDS, fused=True)
 EMBEDDING = Part(lambda module: isinstance(module, Embedding) and is_lookup(module), fused=True)
 
 
 def random_keep(*shape: int) -> Tensor:
-    """A random keep mask with no empty row."""
+    """Random keep mask with no empty row."""
     keep = torch.rand(shape) > 0.4
     keep[..., 0] = True
     return keep

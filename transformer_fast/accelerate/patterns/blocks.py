@@ -1,8 +1,8 @@
-"""The blocks of Hugging Face transformers: attention and feed-forward with norms, dropouts and residual additions.
+"""Patterns of Hugging Face transformers blocks: attention and feed-forward with norms, dropouts and residual additions.
 
-A block calls its attention as it was written to, with whatever masks, caches and further arguments it is given, and
-takes dropout and addition along into the pass of the norm that follows. Many models share a structure, down to the
-names; no model is known by its own.
+A fused block calls its attention as before, with all masks, caches and further arguments, and fuses dropout and
+residual addition into the pass of the next norm. Many models share a structure and its names; a pattern never tests a
+model's name.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .base import ANY, DROPOUT, LINEAR, Keywords, Part, Pattern, children, patte
 from .norm import NORM, width_of
 
 ATTENTION = Part(lambda module: True, returns=2)
-"""Called with whatever the block is given; returns its output and its weights."""
+"""Attention child: called with the block's arguments; returns output and weights."""
 
 Step = tuple[nn.Module, Callable[[Tensor], Tensor], nn.Module | float]
-"""A norm, the function that it stands before or after, and the dropout of the function's output, or its probability."""
+"""A norm, the function before or after the norm, and the dropout of the function's output (module or probability)."""
 
 
 def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
-    """``x + drop(y)``, not summed yet, in the dtype in which PyTorch adds."""
+    """Defer the sum ``x + drop(y)``, in the dtype in which PyTorch adds."""
     x = x if x.dtype == y.dtype else x.to(torch.promote_types(x.dtype, y.dtype))
     return norm_unsummed(x, y, drop)
 
 
 def run(x: Tensor, steps: Iterable[Step], *, norm_first: bool) -> Tensor:
-    """``x + dropout(function(norm(x)))`` or ``norm(x + dropout(function(x)))`` for each step in turn."""
+    """Compute ``x + dropout(function(norm(x)))`` or ``norm(x + dropout(function(x)))`` per step, in order."""
     if not norm_first:
         for norm, function, drop in steps:
             x, _ = norm_and_sum(norm, unsummed(x, function(x), drop))
@@ -49,16 +49,16 @@ def run(x: Tensor, steps: Iterable[Step], *, norm_first: bool) -> Tensor:
 
 
 def activated(linear: nn.Module, activation: Any, x: Tensor, drop: nn.Module | float) -> Tensor:
-    """``drop(activation(linear(x)))`` for a dropout, or its probability."""
+    """Compute ``drop(activation(linear(x)))`` for a dropout module or a probability."""
     if isinstance(activation, nn.Module) and is_plain(activation, nn.ReLU):
         return linear_relu_dropout(linear, x, drop)
     return apply_dropout(drop, activation(linear(x)))
 
 
 def block_calls(width: int, *names: str) -> Iterable[tuple[Any, ...]]:
-    """Calls of a block: with a mask and all arguments of these names, with others that attention is to get, alone.
+    """Test calls of a block: with a mask and all named arguments, with extra arguments for attention, and with x alone.
 
-    The arguments of these names are numbers where they are no tensors: attention alone reads them.
+    Named arguments that are not tensors are numbers, because only attention reads them.
     """
     x, mask = torch.randn(2, 5, width), random_keep(2, 1, 1, 5)
     others: dict[str, Any] = {
@@ -91,7 +91,8 @@ class DenseNorm(Pattern):
 
 
 class BartEncoderLayer(Pattern):
-    """``self_attn``, then ``fc1`` and ``fc2``, each with its norm, before it or after the sum; BART's and others'."""
+    """BART's encoder layer and its like: ``self_attn``, then ``fc1`` and ``fc2``, each with a norm before it or after
+    the sum."""
 
     named = True
     parts = children(
@@ -115,8 +116,8 @@ class BartEncoderLayer(Pattern):
         return self.run(m, hidden_states, {"attention_mask": attention_mask, **others}, None)
 
     def run(self, m: Any, x: Tensor, own: dict[str, Any], cross: dict[str, Any] | None) -> Tensor | None:
-        """The layer's output, for the arguments of its attentions; without cross-attention there are none."""
-        if x.dtype == torch.float16:  # some clamp it, which the probe cannot see
+        """Compute the layer's output, given the arguments of its attentions; None skips cross-attention."""
+        if x.dtype == torch.float16:  # some layers clamp float16, which the probe cannot see
             return None
         p, inner_p = (m.dropout, m.activation_dropout) if m.training else (0.0, 0.0)
         steps: list[Step] = [(m.self_attn_layer_norm, lambda x: m.self_attn(x, **own)[0], p)]
@@ -127,7 +128,7 @@ class BartEncoderLayer(Pattern):
 
 
 class BartDecoderLayer(BartEncoderLayer):
-    """The same with ``encoder_attn``, which a decoder without an encoder may lack."""
+    """BART's decoder layer: as the encoder layer, with an optional ``encoder_attn``."""
 
     parts = children(
         **BartEncoderLayer.parts,
@@ -160,7 +161,7 @@ class BartDecoderLayer(BartEncoderLayer):
 
 
 class FeedForward(Pattern):
-    """``dropout(second(activation(first(x))))``; a block that holds it does its dropout with the sum that follows."""
+    """``dropout(second(activation(first(x))))``; the surrounding block fuses the dropout with the next sum."""
 
     def __init__(self, name: str, first: str, second: str, activation: str) -> None:
         super().__init__(name)
@@ -175,18 +176,18 @@ class FeedForward(Pattern):
         return None if in_chunks(m) else apply_dropout(m.dropout, self.undropped(m, x))
 
     def undropped(self, m: Any, x: Tensor) -> Tensor:
-        """Its output before the dropout."""
+        """Compute the output before the dropout."""
         first, second, activation = (getattr(m, name) for name in self.names)
         return second(activated(first, activation, x, 0.0))
 
 
 def in_chunks(m: Any) -> bool:
-    """Return True for a feed-forward network that runs on chunks of the sequence, which bounds its memory."""
+    """Return True for a feed-forward network that runs on chunks of the sequence to bound memory."""
     return bool(getattr(m, "chunk_size_feed_forward", 0))
 
 
 def feed_forward_step(norm: nn.Module, m: nn.Module) -> Step:
-    """A feed-forward network, with its dropout left to the sum, where that is possible."""
+    """Step of a feed-forward network, whose dropout is deferred to the sum if possible."""
     pattern = pattern_of(m)
     if not isinstance(pattern, FeedForward) or in_chunks(m):
         return norm, m, 0.0
@@ -194,7 +195,7 @@ def feed_forward_step(norm: nn.Module, m: nn.Module) -> Step:
 
 
 class Gpt2Block(Pattern):
-    """Pre-norm ``attn``, perhaps ``crossattention``, and ``mlp``, which end in dropouts of their own."""
+    """Pre-norm ``attn``, optionally ``crossattention``, and ``mlp``, each of which ends in its own dropout."""
 
     named = True
     parts = children(
@@ -234,8 +235,8 @@ class Gpt2Block(Pattern):
 
 
 class EncoderBlock(Pattern):
-    """An attention and a feed-forward network, each with its norm; either the network ends in a dropout, or the block
-    has one for both."""
+    """An attention and a feed-forward network, each with its norm. Either the network ends in a dropout, or the block
+    has one dropout for both."""
 
     named = True
 

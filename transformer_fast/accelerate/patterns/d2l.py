@@ -28,29 +28,29 @@ from .without_padding import through
 
 Lengths = Tensor | AttentionMask | PackedMask | None
 NOT_TOLD = "it is not told where its target ends"
-"""Reason for which a decoder keeps its padding: its masks are lengths 1 to T."""
+"""Reason why a decoder keeps padding: its masks are the lengths 1 to T."""
 
 
 def lengths_mask(valid_lens: Lengths, keys: int) -> AttentionMask | PackedMask | None:
-    """Lengths (B,) or (B, Lq); longer than there are keys means all of them."""
+    """AttentionMask of lengths (B,) or (B, Lq); a length above the number of keys means all keys."""
     if valid_lens is None or isinstance(valid_lens, AttentionMask | PackedMask):
         return valid_lens
     return certain_lengths(valid_lens.to(torch.int64).clamp(0, keys), keys)
 
 
 def some_lengths(queries: int, keys: int) -> tuple[Tensor | None, ...]:
-    """In the forms that the modules take."""
+    """Test lengths in the forms that the modules accept."""
     return None, torch.tensor([2, keys + 3]), torch.randint(1, keys + 1, (2, queries))
 
 
 def some_states(width: int, blocks: int) -> Iterable[list[Any]]:
-    """Of a decoder, with and without inputs that it has seen."""
+    """Test states of a decoder, with and without cached inputs."""
     memory, seen = torch.randn(2, 4, width), torch.randn(2, 3, width)
     return [[memory, lengths, [known] * blocks] for lengths, known in zip(some_lengths(5, 4), (None, None, seen))]
 
 
 class D2lAttention(Pattern):
-    """Scaled dot product of (B, L, d) with valid lengths; the weights of the last call in ``attention_weights``."""
+    """Scaled dot-product attention of (B, L, d) with valid lengths; ``attention_weights`` holds the last weights."""
 
     parts = children(dropout=DROPOUT)
     arguments = 4
@@ -73,7 +73,7 @@ class D2lAttention(Pattern):
 
 
 class D2lHeads(Pattern):
-    """``W_q``, ``W_k``, ``W_v``, ``W_o`` around ``attention``, whose heads were folded into the batch."""
+    """``W_q``, ``W_k``, ``W_v``, ``W_o`` around ``attention``, with the heads folded into the batch."""
 
     parts = children(
         W_q=LINEAR, W_k=LINEAR, W_v=LINEAR, W_o=LINEAR, attention=Part(swapped_by(D2lAttention), fused=True)
@@ -95,7 +95,8 @@ class D2lHeads(Pattern):
 
 
 class D2lBlock(Pattern):
-    """The blocks, attentions and ``ffn`` each with an ``addnorm``: (X, valid_lens), the decoder's (X, state)."""
+    """Blocks of attentions and ``ffn``, each with an ``addnorm``. Arguments: (X, valid_lens), in the decoder (X,
+    state)."""
 
     arguments = 2
 
@@ -103,7 +104,7 @@ class D2lBlock(Pattern):
         super().__init__(name)
         self.forward, self.attentions = forward, attentions
         self.padding = NOT_TOLD if len(attentions) > 1 else ""
-        # The heads may be given a mask in place of lengths, which they would not understand as they were written.
+        # The heads may get a mask instead of lengths, which only their fused forward understands.
         heads, norms = Part(swapped_by(D2lHeads), swapped=True), (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
         self.parts = {**dict.fromkeys(attentions, heads), "ffn": ANY, **dict.fromkeys(norms, Part(swapped_by(AddNorm)))}
 
@@ -119,7 +120,7 @@ class D2lBlock(Pattern):
 
 
 class D2lStack(Pattern):
-    """``dropout(embedding * sqrt(num_hiddens) + P)`` in one pass, then the blocks; weights when they are read."""
+    """``dropout(embedding * sqrt(num_hiddens) + P)`` in one pass, then the blocks; weights are computed when read."""
 
     weights = ("attention_weights", "_attention_weights")
 
@@ -136,18 +137,18 @@ class D2lStack(Pattern):
         return super().matches(m) and m.num_hiddens == m.embedding.embedding_dim
 
     def embedded(self, m: Any, ids: Tensor, offset: int = 0) -> Tensor | None:
-        """Input of the first block; None where the fused op does not serve."""
+        """Input of the first block; None if the fused op cannot compute it."""
         positions = m.pos_encoding
         return embedded(ids, m.embedding, positions.P[0], math.sqrt(m.num_hiddens), positions.dropout, offset)
 
     def leave_weights(self, m: Any, stack: type) -> None:
-        """Leave the weights of all blocks, as the dialect's stack computes them."""
+        """Store the weights of all blocks, computed as in the dialect's stack."""
         if not (torch.compiler.is_compiling() or is_traced()):
             m.__dict__[LAST_WEIGHTS] = stack.attention_weights.fget
 
 
 class D2lEncoder(D2lStack):
-    """The encoder, (ids, valid_lens)."""
+    """Encoder with arguments (ids, valid_lens)."""
 
     padding = ""
 
@@ -170,7 +171,7 @@ class D2lEncoder(D2lStack):
 
 
 class D2lDecoder(D2lStack):
-    """The decoder, (ids, state). Every call begins at position 0, as the chapter writes it."""
+    """Decoder with arguments (ids, state). Each call begins at position 0, as in the textbook's chapter."""
 
     padding = NOT_TOLD
     counts_on = False
@@ -190,7 +191,7 @@ class D2lDecoder(D2lStack):
 
 
 class D2lCountingDecoder(D2lDecoder):
-    """The same where positions count on from the state."""
+    """Decoder whose positions continue from the state."""
 
     counts_on = True
 

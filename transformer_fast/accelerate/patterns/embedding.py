@@ -22,10 +22,10 @@ from .base import DROPOUT, EMBEDDING, INLINED, Pattern, children
 def embedded(
     ids: Tensor, embedding: nn.Module, table: Tensor, scale: float, dropout: nn.Module | None, offset: int = 0
 ) -> Tensor | None:
-    """``dropout(embedding(ids) * scale + table[offset : offset + L])`` in one pass, for a table (max_len, d).
+    """Compute ``dropout(embedding(ids) * scale + table[offset : offset + L])`` in one pass, for a table (max_len, d).
 
-    None where the embedding or the dropout must be called, and where the table does not serve these ids: it is too
-    short, on another device, or of a dtype that decides the result's.
+    None if the embedding or the dropout must be called, or if the table is too short, on another device, or of a dtype
+    that would change the result's dtype.
     """
     p = 0.0 if dropout is None else fused_p(dropout)
     if p is None or not is_lookup(embedding):
@@ -39,7 +39,7 @@ def embedded(
 
 
 def random_ids(embedding: nn.Embedding, length: int = 5) -> Tensor:
-    """Ids (2, length) to look up."""
+    """Random ids (2, length)."""
     return torch.randint(0, embedding.weight.shape[0], (2, length))
 
 
@@ -59,7 +59,8 @@ class Embedder(Pattern):
 
 
 class Positional(Pattern):
-    """``dropout(x + table[:, :L])`` for a table (1, max_len, d) and the batch first; (max_len, 1, d), batch second."""
+    """``dropout(x + table[:, :L])`` for a table (1, max_len, d) with batch first, or (max_len, 1, d) with batch
+    second."""
 
     parts = children(dropout=DROPOUT)
 
@@ -97,7 +98,8 @@ _SEGMENT = dataclasses.replace(EMBEDDING, optional=True)
 
 
 class BertEmbedding(Pattern):
-    """``dropout(token(ids) + position(ids))``, ``position`` being the table ``pe``; a ``segment`` is added too."""
+    """``dropout(token(ids) + position(ids))``, ``position`` being the table ``pe``; a ``segment`` embedding may be
+    added."""
 
     parts = children(token=EMBEDDING, position=INLINED, segment=_SEGMENT, dropout=DROPOUT)
 
@@ -120,7 +122,7 @@ class BertEmbedding(Pattern):
 
 
 class TokenEmbedding(Pattern):
-    """A subclass of ``nn.Embedding`` with another constructor and nothing else."""
+    """Subclass of ``nn.Embedding`` that only changes the constructor."""
 
     parameters = frozenset(("weight",))
     bases = (Embedding,)

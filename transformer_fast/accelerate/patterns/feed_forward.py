@@ -29,7 +29,7 @@ class FeedForward(Pattern):
 
 
 class ActivatedFeedForward(FeedForward):
-    """The same with an ``activation`` of any kind in place of ReLU."""
+    """``second(dropout(activation(first(x))))`` with a module ``activation`` instead of ReLU."""
 
     def fused_forward(self, m: Any, x: Tensor) -> Tensor:
         inner = m.activation(getattr(m, self.first)(x))

@@ -1,5 +1,5 @@
-"""The patterns of a LayerNorm that people write around ``F.layer_norm`` or by hand, with or without a shift: nanoGPT's,
-x-transformers'."""
+"""Patterns of LayerNorm around ``F.layer_norm`` or written by hand, with or without a shift, as in nanoGPT and
+x-transformers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .norm import Norm
 NAMES = (("weight", "bias"), ("gamma", "beta"), ("g", "b"))
 EPSILONS = ("eps", "variance_epsilon", "epsilon")
 WRITTEN = (1e-5, 1e-6, 1e-8, 1e-12)
-"""What stands in the code of a module that has no such attribute."""
+"""Default eps of modules without an attribute for it."""
 
 
 class FunctionalNorm(Norm):
-    """``gain * (x - mean) / sqrt(var + eps) + shift``; the shift may be missing, or a buffer. ``eps`` is the name of an
-    attribute, or the number itself."""
+    """``gain * (x - mean) / sqrt(var + eps) + shift``; the shift may be missing or a buffer. ``eps`` is the name of an
+    attribute or a number."""
 
     def __init__(self, gain: str, shift: str, eps: str | float) -> None:
         super().__init__(f"LayerNorm of {gain}, {shift} and {eps}", gain, shift, "layer")
@@ -41,7 +41,7 @@ class FunctionalNorm(Norm):
         return gain.dim() == 1 and (shift is None or shift.shape == gain.shape)
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        """Rows of ordinary size, and some that are as small as eps, which show what it is."""
+        """Test rows of ordinary size, and rows as small as eps, whose results depend on eps."""
         rows = torch.randn(2, 5, self._weights(m)[0].shape[0])
         return (rows,), (rows * self._eps(m) ** 0.5,)
 

@@ -19,18 +19,18 @@ from .without_padding import through
 
 
 def encoder_calls(x: Tensor) -> Iterable[tuple[Any, ...]]:
-    """Calls of an encoder's module with keep masks, (x, mask), for an x of length 5."""
+    """Test calls of an encoder module with keep masks, (x, mask), for an x of length 5."""
     return (x, None), (x, random_keep(2, 1, 5))
 
 
 def decoder_calls(x: Tensor, width: int) -> Iterable[tuple[Any, ...]]:
-    """Calls of a decoder's module with keep masks, (x, memory, src_mask, trg_mask), for an x of length 5."""
+    """Test calls of a decoder module with keep masks, (x, memory, src_mask, trg_mask), for an x of length 5."""
     memory, look_ahead = torch.randn(2, 3, width), torch.ones(1, 5, 5, dtype=torch.bool).tril()
     return (x, memory, None, None), (x, memory, random_keep(2, 1, 3), look_ahead)
 
 
 class Layer(Pattern):
-    """The classic layers; dropout, residual addition and the norm that follows run as one op."""
+    """The classic layers; dropout, residual addition and the next norm run as one op."""
 
     padding = ""
 

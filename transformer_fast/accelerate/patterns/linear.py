@@ -1,4 +1,4 @@
-"""The pattern of linear layers whose weight is stored the other way round."""
+"""Pattern of linear layers whose weight is stored transposed, (in, out)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .base import Pattern
 
 
 class TransposedLinear(Pattern):
-    """``x weight + bias`` for a weight (in, out), such as GPT-2's ``Conv1D``; where our product is the faster one."""
+    """``x weight + bias`` for a weight (in, out), such as GPT-2's ``Conv1D``; swapped only where our product is
+    faster."""
 
     parameters = frozenset(("weight", "bias"))
 

@@ -1,4 +1,4 @@
-"""The patterns of norms, and of what a norm takes along: the residual addition and the dropout before it."""
+"""Patterns of norms, and of sublayers that fuse dropout and residual addition with a norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .base import DROPOUT, Part, Pattern, children, pattern_of
 
 
 class Norm(Pattern):
-    """``gain * (x - mean) / (std + eps) + shift`` with the unbiased std, or LayerNorm by the same names."""
+    """``gain * (x - mean) / (std + eps) + shift`` with the unbiased std, or LayerNorm with the same attribute names."""
 
     arguments = 1
     keywords = ("residual", "dropout_p")
@@ -49,11 +49,11 @@ class Norm(Pattern):
         return m(summed), summed
 
     def fits(self, m: Any) -> bool:
-        return True  # it has no parts, and only the fused form knows a residual
+        return True  # it has no parts, and only the fused forward takes a residual
 
 
 def width_of(norm: nn.Module) -> int | None:
-    """The width of a norm that takes the residual addition along; None for any other module."""
+    """Width of a norm that can fuse the residual addition; None for other modules."""
     if isinstance(pattern := pattern_of(norm), Norm):
         return getattr(norm, pattern.gain).shape[0]
     swapped = type(norm) in (LayerNorm, RMSNorm)

@@ -1,6 +1,7 @@
-"""The patterns of RMSNorm as people write it: Llama's, T5's, and whatever is ``x * rsqrt(mean(x * x) + eps) * gain``.
+"""Patterns of hand-written RMSNorm, ``x * rsqrt(mean(x * x) + eps) * gain``, as in Llama and T5.
 
-Most of them norm in float32 and round before they multiply by the gain. The fused op rounds once, at the end.
+Most hand-written versions compute in float32 and round before the product with the gain. The fused op rounds once, at
+the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ EPSILONS = ("eps", "variance_epsilon", "epsilon")
 
 
 class RmsNorm(Norm):
-    """``gain * x / sqrt(mean(x * x) + eps)``, with the gain and the eps under one pair of their names."""
+    """``gain * x / sqrt(mean(x * x) + eps)``, with one pair of attribute names for gain and eps."""
 
     def __init__(self, gain: str, eps: str) -> None:
         super().__init__(f"RMSNorm of {gain} and {eps}", gain, "", "rms")
@@ -31,13 +32,13 @@ class RmsNorm(Norm):
         return known and getattr(m, self.gain).dim() == 1
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        """Rows of ordinary size, and some that are as small as eps, which show where it is added."""
+        """Test rows of ordinary size, and rows as small as eps, whose results show where eps is added."""
         rows = torch.randn(2, 5, getattr(m, self.gain).shape[0])
         return (rows,), (rows * getattr(m, self.eps) ** 0.5,)
 
     def fused_forward(self, m: Any, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
         gain = getattr(m, self.gain)
-        if (x if residual is None else residual).dtype != gain.dtype:  # each author has a result of another dtype then
+        if (x if residual is None else residual).dtype != gain.dtype:  # authors' result dtypes differ
             if residual is None:
                 return None
             summed = fused_dropout(x, dropout_p, residual=residual)

@@ -1,4 +1,4 @@
-"""The patterns of layers that give attention and feed-forward to sublayers, ``x + dropout(f(norm(x)))``."""
+"""Patterns of layers that wrap attention and feed-forward in sublayer modules, ``x + dropout(f(norm(x)))``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .without_padding import through
 
 
 class AnnotatedLayer(Pattern):
-    """Pre-norm sublayers in a row: dropout and addition of each run as one op with the norm of the next."""
+    """Sequence of pre-norm sublayers: dropout and addition of a sublayer run as one op with the norm of the next
+    sublayer."""
 
     padding = ""
 
@@ -33,16 +34,16 @@ class AnnotatedLayer(Pattern):
         return super().matches(m) and len(self.connections(m)) == 1 + len(self.attentions)
 
     def connections(self, m: Any) -> list[nn.Module]:
-        """The modules ``x + dropout(f(norm(x)))`` in their order."""
+        """The modules ``x + dropout(f(norm(x)))``, in order."""
         return list(m.sublayer)
 
     def sublayers(self, m: Any, *args: Any) -> tuple[Sublayer, ...]:
-        """The layer's sublayers in their order, for the arguments that follow x."""
+        """Sublayers of the layer, in order, bound to the arguments after x."""
         functions = (*self.attend(m, *args), m.feed_forward)
         return tuple((s.norm, s.dropout, function) for s, function in zip(self.connections(m), functions, strict=True))
 
     def attend(self, m: Any, mask: Any) -> tuple[Any, ...]:
-        """Each attention as a function of its normed input alone."""
+        """Attentions as functions of the normed input, with the other arguments bound."""
         attention = getattr(m, self.attentions[0])
         return (lambda x: attention(x, x, x, mask),)
 
@@ -53,16 +54,16 @@ class AnnotatedLayer(Pattern):
         return through(m, x, args, functools.partial(self.run, m), self.normal(m))
 
     def normal(self, m: Any) -> Callable[[Any], Any]:
-        """The function that brings the masks of its attention into normal form."""
+        """Function that converts masks of the layer's attention to normal form."""
         return pattern_of(m._modules[self.attentions[0]]).normal
 
     def run(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        """The layer, padded or packed as its arguments are."""
+        """Run the layer on padded or packed arguments."""
         return pre_norm(x, self.sublayers(m, *args)).summed()
 
 
 class AnnotatedDecoderLayer(AnnotatedLayer):
-    """The same with a second attention, to the encoder's outputs."""
+    """Decoder layer: as AnnotatedLayer, with a second attention to the encoder's outputs."""
 
     def attend(self, m: Any, memory: Tensor, src_mask: Any, tgt_mask: Any) -> tuple[Any, ...]:
         own, cross = m.self_attn, m.src_attn
@@ -74,7 +75,7 @@ class AnnotatedDecoderLayer(AnnotatedLayer):
 
 
 class AnnotatedStack(Pattern):
-    """``layers`` and a last ``norm``: the sum that ends a layer is one op with the norm that follows."""
+    """``layers`` and a final ``norm``: the last sum of a layer and the next norm run as one op."""
 
     padding = ""
 
@@ -105,7 +106,7 @@ class BertBlock(AnnotatedLayer):
         connection = Part(swapped_by(SUBLAYER), fused=True)
         others = {"input_sublayer": connection, "output_sublayer": connection, "dropout": DROPOUT}
         super().__init__(name, 2, "attention", heads=BERT, **others)
-        # Some authors call attention.forward, which runs no hooks. With hooks, the author's own code runs.
+        # Some authors call attention.forward, which skips hooks. So with hooks, the author's own code runs.
         self.parts["attention"] = Part(swapped_by(BERT), fused=True)
 
     def connections(self, m: Any) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""The sublayers and blocks of T5 and its relatives: ``x + dropout(f(norm(x)))`` with RMSNorm."""
+"""Patterns of sublayers and blocks of T5 and similar models: ``x + dropout(f(norm(x)))`` with RMSNorm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class T5Dense(Pattern):
             return None
         first, *gate = (getattr(m, name) for name in self.inner)
         y = apply_dropout(m.dropout, m.act(first(x)) * gate[0](x)) if gate else activated(first, m.act, x, m.dropout)
-        return m.wo(y.to(weight.dtype))  # which may be float32 where the others are not
+        return m.wo(y.to(weight.dtype))  # wo may be float32 while the other layers are not
 
 
 class T5Sublayer(Pattern):
@@ -52,12 +52,12 @@ class T5FeedForward(T5Sublayer):
 
 
 class T5Attention(T5Sublayer):
-    """``x + dropout(attention(norm(x)))``, and the position bias and weights that come with it.
+    """``x + dropout(attention(norm(x)))``, also returns the position bias and the weights.
 
     Args:
-        name: of the pattern.
-        attention: the name of the child.
-        memory: the name of the argument with the encoder's outputs; empty for self-attention.
+        name: name of the pattern.
+        attention: name of the attention child.
+        memory: name of the argument with the encoder's outputs; empty for self-attention.
     """
 
     named = True
@@ -84,7 +84,7 @@ FEED_FORWARD = T5FeedForward("T5FeedForward")
 
 
 class T5Block(Pattern):
-    """Self-attention, in a decoder cross-attention, and feed-forward: each sum is one op with the norm that follows."""
+    """Self-attention, cross-attention (decoder only) and feed-forward: each sum and the next norm run as one op."""
 
     named = True
     parts = children(layer=Part(swapped_by(T5Sublayer), fused=True, many=True))
@@ -93,7 +93,8 @@ class T5Block(Pattern):
         return super().matches(m) and self.sublayers(m) is not None
 
     def sublayers(self, m: Any) -> tuple[Any, Any, Any] | None:
-        """Those of attention, cross-attention (None in an encoder) and feed-forward; None where they are others."""
+        """Sublayers: attention, cross-attention (None in an encoder) and feed-forward; None if the structure
+        differs."""
         patterns = [pattern_of(layer) for layer in m.layer]
         if patterns == [SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD]:
             return tuple(m.layer)
@@ -116,7 +117,7 @@ class T5Block(Pattern):
         past_key_values: Any,
         **others: Any,
     ) -> tuple[Any, ...] | None:
-        if hidden_states.dtype == torch.float16 or (sublayers := self.sublayers(m)) is None:  # float16 is clamped
+        if hidden_states.dtype == torch.float16 or (sublayers := self.sublayers(m)) is None:  # T5 clamps float16
             return None
         own, cross, ff = sublayers
         if encoder_hidden_states is not None and (cross is None or not m.is_decoder):

@@ -20,19 +20,19 @@ from .without_padding import through
 
 
 def encoder_calls(x: Tensor) -> Iterable[tuple[Any, ...]]:
-    """Calls of an encoder's module, (x, mask)."""
+    """Test calls of an encoder module, (x, mask)."""
     return (x, None), (x, 1.0 - random_keep(2, 1, 1, x.shape[1]).to(torch.get_default_dtype()))
 
 
 def decoder_calls(x: Tensor, width: int) -> Iterable[tuple[Any, ...]]:
-    """Calls of a decoder's module, (x, memory, look-ahead mask, padding mask)."""
+    """Test calls of a decoder module, (x, memory, look-ahead mask, padding mask)."""
     memory = torch.randn(2, 3, width)
     look_ahead = torch.ones(x.shape[1], x.shape[1], dtype=memory.dtype).triu(1)
     return (x, memory, None, None), (x, memory, look_ahead, 1.0 - random_keep(2, 1, 1, 3).to(memory.dtype))
 
 
 def without_padding(m: Any, x: Tensor, inputs: tuple[Any, ...], decodes: bool, run: Callable[..., Any]) -> Any:
-    """Run a layer or a stack :func:`through`, which takes a decoder's masks in the other order."""
+    """Run a layer or a stack by :func:`through`, with a decoder's masks in swapped order."""
     if not decodes:
         return through(m, x, (*inputs, None)[:1], run, blocked_mask)
     memory, look_ahead, padding = (*inputs, None, None)[:3]
@@ -40,7 +40,8 @@ def without_padding(m: Any, x: Tensor, inputs: tuple[Any, ...], decodes: bool, r
 
 
 class TensorflowLayer(Pattern):
-    """The tutorial's layers: the encoder's computes no weights, the decoder's returns those of both attentions."""
+    """The tutorial's layers: an encoder layer computes no weights, a decoder layer returns the weights of both
+    attentions."""
 
     keywords = ("need_weights",)
     padding = ""

@@ -1,4 +1,4 @@
-"""Hand-written layers on the tokens of a batch alone, where ``accelerate(model, packed=True)`` asked for it."""
+"""Hand-written layers computed without padding, for ``accelerate(model, packed=True)``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .feed_forward import FeedForward
 _PER_TOKEN = (
     nn.Linear, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Sequential, Linear, *DROPOUTS,
 )  # fmt: skip
-"""Modules that compute each token by itself."""
+"""Modules that work token by token."""
 
 
 def through(
@@ -42,14 +42,14 @@ def through(
     run: Callable[..., Any],
     normal: Callable[[Any], Any] = CLASSIC.normal,
 ) -> Any:
-    """Run a layer or a stack of layers: ``run(x, *args)``, on tokens alone where it leaves padding out.
+    """Run a layer or a stack of layers: ``run(x, *args)``, on packed tokens if the module skips padding.
 
     Args:
-        m: the layer or the stack.
+        m: layer or stack.
         x: (B, L, d).
         args: (mask,) of an encoder, or (memory, src_mask, trg_mask) of a decoder.
-        run: returns (B, L, d), or a tuple of it and of weights.
-        normal: returns a mask as an AttentionMask, or None.
+        run: function that returns (B, L, d), or the tuple ((B, L, d), weights).
+        normal: function that converts a mask to an AttentionMask or None.
     """
     calls = padded_calls(m)
     if calls is None or torch.compiler.is_compiling() or is_traced() or type(x) is not Tensor or x.dim() != 3:
@@ -72,8 +72,8 @@ def through(
 def _packed(
     m: nn.Module, x: Tensor, args: tuple[Any, ...], normal: Callable[[Any], Any]
 ) -> tuple[Packing, tuple[Any, ...]] | None:
-    """Packing of x, and the arguments that go with its tokens; None where nothing is padding."""
-    if any(isinstance(arg, PackedMask) for arg in args):  # a layer of a stack that is packed already
+    """Packing of x, and the arguments for packed tokens; None if there is no padding."""
+    if any(isinstance(arg, PackedMask) for arg in args):  # a layer inside a stack that is packed already
         return None
     memory, masks = args[:-2], map(normal, args[-2:])
     own, packed_args = _of_decoder(x, *memory, *masks) if memory else _of_encoder(x, *masks)
@@ -87,7 +87,7 @@ def _packed(
 
 def _of_encoder(x: Tensor, mask: Any = None) -> tuple[Packing, tuple[Any, ...]]:
     own = packing_of(padding_of(mask, x.shape[1]), *x.shape[:2], x.device)
-    if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to such a row
+    if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to a sequence without tokens
         raise StaysPaddedError(NO_SOURCE)
     return own, (PackedMask(own, own),)
 
