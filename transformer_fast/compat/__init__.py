@@ -1,9 +1,9 @@
 """The signatures of other attention libraries on our kernels, for a CPU and a GPU.
 
-Code that was written for one of them runs here when it imports the function from this package: flash-attention 2
+Code written for one of these libraries runs here if it imports the function from this package: flash-attention 2
 (``flash_attn_*``), ``torch.nn.attention.varlen`` (``varlen_attn``) and ``torch.nn.attention.flex_attention``
-(``flex_attention``, and ``attention_mask_of`` for its block masks). ``register_flash_attention_impl`` gives torch our
-kernels by name. docs/compat.md says what differs.
+(``flex_attention``, and ``attention_mask_of`` for its block masks). ``register_flash_attention_impl`` registers our
+kernels with torch. docs/compat.md lists the differences.
 """
 
 from .block_masks import attention_mask_of

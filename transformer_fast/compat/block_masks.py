@@ -1,7 +1,7 @@
-"""``attention_mask_of``: a ``BlockMask`` of FlexAttention as an ``AttentionMask``.
+"""``attention_mask_of``: convert a ``BlockMask`` of FlexAttention to an ``AttentionMask``.
 
-A block mask holds a function. It is evaluated for every query and key, some rows at a time, and what is found is
-compared with the forms of ``AttentionMask`` that it could be. A form is taken where it allows exactly the same keys.
+A block mask holds a function of query and key. The function is evaluated for every query and key, some rows at a time.
+The result is compared with the forms of ``AttentionMask``. A form is chosen only if it allows exactly the same keys.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from ..masks import AttentionMask
 from ..masks.checks import may_be_keep
 
 MAX_DENSE = 2**28
-"""The largest dense mask, in entries (bytes): B * H * Lq * Lk. Up to here the function is evaluated once."""
+"""Maximum size of a dense mask, in entries (bytes): B * H * Lq * Lk. Up to this size the function is evaluated once."""
 _AT_A_TIME = 2**18
 
 
 def attention_mask_of(block_mask: Any) -> AttentionMask:
     """The ``AttentionMask`` that allows the keys of a ``torch.nn.attention.flex_attention.BlockMask``.
 
-    Found in this order: all keys; a look-ahead, a sliding window or both (``causal``, ``window``); these with one
-    length per batch entry (``lengths``), with padding anywhere (``keep`` of (B, 1, 1, Lk)), or with packed documents
-    (``documents``); one length per query, as of a prefix that all see (``lengths`` of (B, Lq)), with a window or
-    without; anything else as a dense ``keep``. The heads must agree, except in the last form.
+    Forms, in order of the search: all keys; a look-ahead mask, a sliding window or both (``causal``, ``window``); these
+    with one length per batch entry (``lengths``), with padding at any position (``keep`` of (B, 1, 1, Lk)), or with
+    packed documents (``documents``); one length per query, for instance of a prefix visible to all queries (``lengths``
+    of (B, Lq)), with or without a window; else a dense ``keep``. All forms but the dense one need equal heads.
 
-    The cost is that of looking at all B * H * Lq * Lk entries, beyond ``MAX_DENSE`` several times. Do it once for a
-    mask, not in every call. A key in no block of the block mask is not allowed, and one in a full block is, as in
-    FlexAttention's kernels. Tensors that the function captures are read now.
+    The conversion evaluates all B * H * Lq * Lk entries, beyond ``MAX_DENSE`` several times. Convert a mask once, not
+    in every call. As in FlexAttention's kernels, a key outside all blocks is blocked, and a key in a full block is
+    allowed. Tensors that the function captures are read during the conversion.
 
     Args:
-        block_mask: (B, H, Lq, Lk); of B and H each may be 1, for all.
+        block_mask: (B, H, Lq, Lk); B and H may be 1, for all.
 
     Raises:
         TypeError: for anything but a BlockMask.
-        ValueError: for one without a batch or head dimension; for one that is none of these forms and has more than
-            ``MAX_DENSE`` entries.
-        RuntimeError: torch's own, for a sliced block mask, which has no function.
+        ValueError: for a block mask without a batch or head dimension; for a dense form with more than ``MAX_DENSE``
+            entries.
+        RuntimeError: torch's own error, for a sliced block mask, which has no function.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -69,10 +69,11 @@ def attention_mask_of(block_mask: Any) -> AttentionMask:
 
 
 class _Rows:
-    """The allowed keys of a block mask, some queries at a time: pairs of the first query and bool (B, H, n, Lk).
+    """Iterator over the allowed keys of a block mask, some queries at a time: pairs of first query and bool (B, H, n,
+    Lk).
 
     Args:
-        kept: keep them after the first time.
+        kept: keep the rows after the first iteration.
     """
 
     def __init__(self, block_mask: Any, kept: bool) -> None:
@@ -112,10 +113,10 @@ class _Rows:
 
 
 def _blocks(number: Tensor, indices: Tensor, mask: Any) -> Tensor:
-    """The blocks that a list has, bool (B, H, rows, columns).
+    """Convert a list of blocks to bool (B, H, rows, columns).
 
     Args:
-        number: int (B, H, rows), how many ``indices`` (B, H, rows, columns) count.
+        number: int (B, H, rows), number of valid ``indices`` (B, H, rows, columns).
     """
     columns = -(-mask.shape[3] // mask.BLOCK_SIZE[1])
     listed = torch.arange(indices.shape[3], device=indices.device) < number[..., None]
@@ -125,12 +126,12 @@ def _blocks(number: Tensor, indices: Tensor, mask: Any) -> Tensor:
 
 
 class _Facts:
-    """The tightest bounds of the allowed keys. A form that can be the mask, with these bounds in it, is the mask.
+    """Tightest bounds of the allowed keys. If the mask has a given form, then with these bounds.
 
     Attributes:
         heads_agree: every head allows the same keys.
-        lower, upper: least and greatest key minus query; None as long as no key is allowed.
-        seen: bool (B, Lk), keys that a query sees.
+        lower, upper: least and greatest key minus query; None while no key is allowed.
+        seen: bool (B, Lk), keys that at least one query sees.
         ends: int64 (B, Lq), one past the last key that each query sees.
     """
 
@@ -143,7 +144,7 @@ class _Facts:
         self.ends = torch.zeros(B, Lq, dtype=torch.int64, device=device)
 
     def add(self, first: int, allowed: Tensor) -> None:
-        """Take in rows (B, H, n, Lk) from query ``first`` on."""
+        """Update the bounds with rows (B, H, n, Lk) from query ``first`` on."""
         if self.heads_agree and not bool((allowed == allowed[:, :1]).all()):
             self.heads_agree = False
         if not self.heads_agree:
@@ -161,14 +162,14 @@ class _Facts:
             self.upper = upper if self.upper is None else max(upper, self.upper)
 
     def bands(self) -> list[AttentionMask]:
-        """No bound, each bound, both."""
+        """Masks of no bound, of each bound, and of both bounds."""
         if self.lower is None:
             return [AttentionMask()]
         upper, lower = AttentionMask(causal_offset=self.upper), AttentionMask(window_offset=self.lower)
         return [AttentionMask(), upper, lower, upper & lower]
 
     def simple_forms(self) -> list[AttentionMask]:
-        """Forms that the mask may have, the cheapest first, without documents."""
+        """Candidate forms without documents, cheapest first."""
         sets, longest = [AttentionMask()], self.ends.amax(1)
         if int(longest.min()) < self.Lk:
             sets.append(AttentionMask.lengths(longest.to(torch.int32)))
@@ -181,9 +182,10 @@ class _Facts:
         return forms
 
     def document_forms(self, rows: _Rows) -> list[AttentionMask]:
-        """Documents, as small as they can be: queries and keys of one document are those that some chain connects.
+        """Candidate forms with the smallest possible documents: a document is a connected set of queries and keys.
 
-        The least key of a chain is its id. Rows in order carry it on, as a query sees the key before it or its own.
+        The id of a document is its least key. One pass over the rows in order finds all ids, because each query sees
+        its own key or the key before.
         """
         B = self.seen.shape[0]
         ids = torch.arange(self.Lk, dtype=torch.int32, device=self.seen.device).expand(B, -1).clone()
@@ -198,7 +200,7 @@ class _Facts:
 
 
 def _first_equal(forms: list[AttentionMask], rows: _Rows) -> AttentionMask | None:
-    """The first form that allows exactly the keys of the first head; None if none does."""
+    """First form that allows exactly the keys of the first head; None if none does."""
     for first, allowed in rows:
         expected = allowed[:, :1]
         forms = [form for form in forms if bool((_dense_rows(form, first, expected) == expected).all())]

@@ -1,4 +1,4 @@
-"""Options of the peers as ours: windows and ALiBi from the bottom right corner, a softcap of 0, integer tensors."""
+"""Convert options of other libraries: bottom-right windows and ALiBi, softcap 0 for none; checks of integer tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def bounds_of(op: str, causal: bool, window_size: Any) -> tuple[int | None, int | None]:
-    """Keys that a query sees to the left and to the right of its own; None is no bound.
+    """Number of visible keys to the left and to the right of a query's own key; None is no bound.
 
     Args:
         op: the public name, for the messages.
-        causal: True puts 0 in the place of the bound on the right.
-        window_size: (left, right), of which -1 or None is no bound.
+        causal: True sets the right bound to 0.
+        window_size: (left, right); -1 or None is no bound.
 
     Raises:
-        TypeError, ValueError: for anything but two ints from -1 on.
+        TypeError, ValueError: unless both are ints of at least -1.
     """
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"{op}: window_size must be (left, right), got {window_size!r}")
@@ -37,10 +37,10 @@ def bounds_of(op: str, causal: bool, window_size: Any) -> tuple[int | None, int 
 
 
 def mask_of(bounds: tuple[int | None, int | None], alibi_slopes: Tensor | None, offset: int = 0) -> AttentionMask:
-    """The mask of a window and of ALiBi; the key of query i is ``i + offset``.
+    """Mask of a window and of ALiBi; the own key of query i is ``i + offset``.
 
     Args:
-        bounds: keys to the left and to the right, by :func:`bounds_of`.
+        bounds: result of :func:`bounds_of`.
         alibi_slopes: float (H,) or (B, H), or None.
         offset: position of the first query among the keys: Lk - Lq aligns the corners on the bottom right.
     """
@@ -49,7 +49,7 @@ def mask_of(bounds: tuple[int | None, int | None], alibi_slopes: Tensor | None, 
 
 
 def softcap_of(softcap: float | None) -> float | None:
-    """The softcap of ``attention``; 0 and less is none."""
+    """Softcap as ``attention`` takes it; 0 or less becomes None."""
     return softcap if softcap is not None and softcap > 0.0 else None
 
 
@@ -73,7 +73,7 @@ def check_integers(op: str, name: str, t: Any, shape: str, device: torch.device)
 
 
 def check_range(op: str, name: str, t: Tensor, least: int, most: int, expected: str) -> None:
-    """Raise for values outside [least, most]; they are looked at on a CPU only."""
+    """Raise for values outside [least, most]; values are checked on a CPU only."""
     if can_look(t) and t.numel() > 0:
         low, high = (int(bound) for bound in torch.aminmax(t))
         if low < least or high > most:
@@ -81,6 +81,6 @@ def check_range(op: str, name: str, t: Tensor, least: int, most: int, expected: 
 
 
 def refuse_gradient(op: str, what: str, *tensors: Tensor) -> None:
-    """Raise where a gradient is asked for through a call that has none because of ``what``."""
+    """Raise if an input requires a gradient, for a call that has no gradient because of ``what``."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(f"{op}: there is no gradient with {what}; call it under torch.no_grad()")

@@ -28,26 +28,27 @@ def flash_attn_func(
 ) -> Result:
     """``flash_attn_func`` of flash-attention 2 (Dao, "FlashAttention-2", 2023) by :func:`transformer_fast.attention`.
 
-    The key of query i is ``i + Lk - Lq``: look-ahead, window and ALiBi count from the bottom right corner.
+    The own key of query i is ``i + Lk - Lq``: causal, window and ALiBi are aligned bottom-right.
 
     Args:
         q: (B, Lq, H, D); float32, float16, bfloat16 (float64 on CPU). D up to 256 on a GPU.
         k, v: (B, Lk, Hkv, D), with ``H % Hkv == 0``.
         dropout_p: probability of dropping a weight, in evaluation too: pass 0.0 there. ``torch.manual_seed`` governs
-            it. The mask is ours and differs from flash-attention's.
+            the mask, which differs from flash-attention's.
         softmax_scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
-        causal: no query sees a key after its own. It replaces the right bound of ``window_size``.
-        window_size: (left, right), keys that a query sees on either side of its own; -1 is no bound.
+        causal: no query sees a key after its own. True replaces the right bound of ``window_size``.
+        window_size: (left, right), number of visible keys on either side of a query's own key; -1 is no bound.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)``; 0.0 is off.
-        alibi_slopes: float (H,) or (B, H); ``-slope * |i + Lk - Lq - j|`` is added to the score. A gradient reaches
-            them.
-        deterministic: accepted; forward and backward are the same bits in every run, whatever it says.
+        alibi_slopes: float (H,) or (B, H); ``-slope * |i + Lk - Lq - j|`` is added to the score. Slopes may require a
+            gradient.
+        deterministic: accepted and ignored; forward and backward give the same bits in every run.
         return_attn_probs: also return the logsumexp, and with dropout the weights.
 
     Returns:
-        (B, Lq, H, D) in q's dtype, 0 for a query that sees no key. With ``return_attn_probs`` a tuple of it, the
-        natural logsumexp (B, H, Lq) in float32 (float64 for float64), -inf for such a query, and S_dmask: with dropout
-        the weights (B, H, Lq, Lk) before it, negative where it drops one; without, an empty tensor (0,).
+        (B, Lq, H, D) in q's dtype, 0 for a query that sees no key. With ``return_attn_probs`` a tuple of the output,
+        the natural logsumexp (B, H, Lq) in float32 (float64 for float64), -inf for a query that sees no key, and
+        S_dmask. S_dmask: with dropout the weights (B, H, Lq, Lk) before dropout, negative where a weight is dropped;
+        without dropout an empty tensor (0,).
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes.
@@ -103,7 +104,7 @@ def flash_attn_qkvpacked_func(
 
 
 def check_packed(op: str, name: str, t: Tensor, layout: str, parts: int) -> None:
-    """Raise unless t has this layout, with so many tensors along the third dimension from the end."""
+    """Raise unless t has this layout, with ``parts`` tensors along the third dimension from the end."""
     check_dimensions(op, {name: layout}, t)
     if t.shape[-3] != parts:
         raise ValueError(f"{op}: {name} must be {layout}, got shape {tuple(t.shape)}")
@@ -112,11 +113,11 @@ def check_packed(op: str, name: str, t: Tensor, layout: str, parts: int) -> None
 def with_weights(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output, logsumexp, and with dropout the weights of a call of ``attention``.
+    """Call ``attention``: output, logsumexp, and with dropout the weights.
 
     Returns:
-        out (B, H, Lq, D), logsumexp (B, H, Lq), and the weights (B, H, Lq, Lk) before dropout, negative where it drops
-        one, without a gradient; None without dropout.
+        out (B, H, Lq, D), logsumexp (B, H, Lq), and the weights (B, H, Lq, Lk) before dropout, negative where a weight
+        is dropped, without a gradient; None without dropout.
     """
     if dropout_p == 0.0:
         out, logsumexp = attention(q, k, v, mask, return_logsumexp=True, **options)
@@ -130,5 +131,5 @@ def with_weights(
 
 
 def _as_given(out: Tensor) -> Tensor:
-    """(B, H, L, D) as (B, L, H, D) in contiguous memory; the kernels wrote it so."""
+    """Transpose (B, H, L, D) to (B, L, H, D), which is contiguous because the kernels write that layout."""
     return out.transpose(1, 2).contiguous()

@@ -29,12 +29,13 @@ def flash_attn_varlen_func(
 ) -> Result:
     """``flash_attn_varlen_func`` of flash-attention 2: each sequence of a packed batch attends to its own keys.
 
-    The key of query i of sequence b is ``i + Lk[b] - Lq[b]``. This is :func:`transformer_fast.attention_packed`. Two
-    kinds of calls are slower, as they go by a padded batch and cost B * max_seqlen_q * max_seqlen_k scores: those with
-    ``alibi_slopes`` (B, H), and those that ask for the weights that dropout leaves.
+    The own key of query i of sequence b is ``i + Lk[b] - Lq[b]``. The call runs
+    :func:`transformer_fast.attention_packed`. Two kinds of calls are slower, because they use a padded batch and
+    compute B * max_seqlen_q * max_seqlen_k scores: calls with ``alibi_slopes`` (B, H), and calls with dropout and
+    ``return_attn_probs``.
 
     Args:
-        q: (Tq, H, D), the queries of all sequences one after the other; dtypes as for :func:`flash_attn_func`.
+        q: (Tq, H, D), the queries of all sequences, concatenated; dtypes as for :func:`flash_attn_func`.
         k, v: (Tk, Hkv, D), with ``H % Hkv == 0``; with ``block_table`` pages (pages, page_size, Hkv, D).
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: sequence b is rows ``cu_seqlens[b]`` to
             ``cu_seqlens[b + 1]``.
@@ -43,17 +44,18 @@ def flash_attn_varlen_func(
             :func:`flash_attn_func`.
         return_attn_probs: also return the logsumexp, and with dropout the weights.
         block_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
-            ``block_table[b, j // page_size]``. Any page size will do. Without dropout and without a gradient.
+            ``block_table[b, j // page_size]``. Any page size is allowed. Excludes dropout and gradients.
 
     Returns:
-        (Tq, H, D) in q's dtype, 0 for a query that sees no key. With ``return_attn_probs`` a tuple of it, the natural
-        logsumexp (H, Tq) in float32 (float64 for float64), -inf for such a query, and S_dmask: with dropout the weights
-        (B, H, max_seqlen_q, max_seqlen_k) before it, negative where it drops one; without, an empty tensor (0,).
+        (Tq, H, D) in q's dtype, 0 for a query that sees no key. With ``return_attn_probs`` a tuple of the output, the
+        natural logsumexp (H, Tq) in float32 (float64 for float64), -inf for a query that sees no key, and S_dmask.
+        S_dmask: with dropout the weights (B, H, max_seqlen_q, max_seqlen_k) before dropout, negative where a weight is
+        dropped; without dropout an empty tensor (0,).
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or ``cu_seqlens`` that are not int32.
         ValueError: for shapes, devices or options that do not fit. The values of ``cu_seqlens`` and ``block_table`` are
-            checked on a CPU, and trusted on a GPU.
+            checked on a CPU and not on a GPU.
         NotImplementedError: for dropout with ``block_table``.
         RuntimeError: for a gradient through ``block_table``.
     """

@@ -34,17 +34,18 @@ def flex_attention(
         key, value: (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv).
         score_mod: None. ALiBi and relative positions are ``AttentionMask.alibi`` and ``AttentionMask.relative``; a
             softcap is an option of ``attention``.
-        block_mask: a BlockMask of (1 or B, 1 or H, Lq, Lk), read by :func:`attention_mask_of` in every call; or the
-            ``AttentionMask`` that it gave, which saves that.
+        block_mask: a BlockMask (1 or B, 1 or H, Lq, Lk), converted by :func:`attention_mask_of` in every call; or the
+            converted ``AttentionMask``, which is faster.
         scale: multiplies the scores; ``1 / sqrt(D)`` by default.
         enable_gqa: H may be a multiple of Hkv.
         return_lse: also return the logsumexp.
-        kernel_options: accepted; it chooses among torch's kernels.
+        kernel_options: accepted and ignored; it chooses among torch's kernels.
         return_aux: torch's ``AuxRequest(lse=True)``: also return its ``AuxOutput`` with the logsumexp.
 
     Returns:
-        (B, H, Lq, Dv) in query's dtype, 0 for a query that sees no key; or a tuple of it and the natural logsumexp
-        (B, H, Lq) in float32 (float64 for float64), -inf for such a query, or an ``AuxOutput`` that holds it.
+        (B, H, Lq, Dv) in query's dtype, 0 for a query that sees no key; or a tuple of the output and the natural
+        logsumexp (B, H, Lq) in float32 (float64 for float64), -inf for a query that sees no key, or an ``AuxOutput``
+        with the logsumexp.
 
     Raises:
         NotImplementedError: for a ``score_mod``, and for ``return_aux`` with ``max_scores``.

@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache`` of flash-attention 2: keys and values are put into a cache, and queries attend to it."""
+"""``flash_attn_with_kvcache`` of flash-attention 2: write keys and values into a cache, and attend to the cache."""
 
 from __future__ import annotations
 
@@ -46,29 +46,30 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (B or more, S, Hkv, D) with ``H % Hkv == 0``; with ``block_table`` pages
             (pages, page_size, Hkv, D), of any page size.
         k, v: (B, Lnew, Hkv, D), new keys and values; or None.
-        rotary_cos, rotary_sin: (positions, R / 2), R up to D: the first R numbers of a head of q and k are rotated. A
-            new key is at its place in the cache. A query is at ``cache_seqlens + i`` with ``causal`` or a window, and
-            at ``cache_seqlens`` without. Only with ``k`` and ``v``. Computed in float32, for float64 in float64.
-        cache_seqlens: keys of each sequence in the cache before this call: int32 (B,), or an int for all; None for S,
-            without ``k`` and ``v``.
-        cache_batch_idx: int32 (B,), the row of the cache of each sequence; not with ``block_table``.
-        cache_leftpad: int32 (B,), the first key of each sequence in its row; not with ``block_table``.
+        rotary_cos, rotary_sin: (positions, R / 2), R up to D: the first R numbers per head of q and k are rotated. The
+            position of a new key is its index in the cache. The position of a query is ``cache_seqlens + i`` with
+            ``causal`` or a window, else ``cache_seqlens``. Requires ``k`` and ``v``. Computed in float32 (float64 for
+            float64).
+        cache_seqlens: number of keys per sequence in the cache before this call: int32 (B,), or an int for all
+            sequences; None for S, only without ``k`` and ``v``.
+        cache_batch_idx: int32 (B,), cache row per sequence; excludes ``block_table``.
+        cache_leftpad: int32 (B,), index of the first key per sequence in its row; excludes ``block_table``.
         block_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``block_table[b, j // page_size]``.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for
             :func:`~transformer_fast.compat.flash_attn_func`.
-        rotary_interleaved: numbers 0 and 1, 2 and 3, ... are rotated together; False: 0 and R / 2, 1 and R / 2 + 1, ...
-        num_splits: accepted; how the keys are split is chosen here.
+        rotary_interleaved: rotate the pairs of numbers (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
+        num_splits: accepted and ignored; the kernel chooses how to split the keys.
         return_softmax_lse: also return the logsumexp.
 
     Returns:
-        (B, Lq, H, D) in q's dtype, 0 for a query that sees no key; or a tuple of it and the natural logsumexp
-        (B, H, Lq) in float32 (float64 for float64), -inf for such a query.
+        (B, Lq, H, D) in q's dtype, 0 for a query that sees no key; or a tuple of the output and the natural logsumexp
+        (B, H, Lq) in float32 (float64 for float64), -inf for a query that sees no key.
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or lengths and indices that are not integer.
-        ValueError: for shapes, devices or options that do not fit. Lengths and indices are checked on a CPU, and
-            trusted on a GPU.
+        ValueError: for shapes, devices or options that do not fit. Lengths and indices are checked on a CPU and not on
+            a GPU.
     """
     layout = "(B, S, Hkv, D)" if block_table is None else "(pages, page_size, Hkv, D)"
     check_dimensions(_OP, {"q": "(B, Lq, H, D)", "k_cache": layout, "v_cache": layout}, q, k_cache, v_cache)
@@ -106,7 +107,7 @@ def flash_attn_with_kvcache(
         options["mask"] &= AttentionMask.documents(seen, (key >= cache_leftpad[:, None]).to(torch.int32))
     if block_table is None and cache_batch_idx is None:
         k_cache, v_cache = (t[: q.shape[0]].transpose(1, 2) for t in (k_cache, v_cache))
-    else:  # a row of the cache is a page that holds a sequence
+    else:  # without a block table, a cache row is one page with one sequence
         options["page_table"] = rows.to(torch.int32)
     given = q.transpose(1, 2), k_cache, v_cache, lengths
     if not return_softmax_lse:
@@ -118,7 +119,7 @@ def flash_attn_with_kvcache(
 def _rows_of(
     q: Tensor, k_cache: Tensor, batch_idx: Tensor | None, leftpad: Tensor | None, block_table: Tensor | None
 ) -> Tensor:
-    """The pages of each sequence, int (B, max_pages); without a block table its row of the cache, (B, 1)."""
+    """Pages per sequence, int (B, max_pages); without a block table the cache row, (B, 1)."""
     B = q.shape[0]
     for name, t in (("cache_batch_idx", batch_idx), ("cache_leftpad", leftpad)):
         if t is None:
@@ -140,7 +141,7 @@ def _rows_of(
 
 
 def _lengths_of(q: Tensor, given: int | Tensor | None, capacity: int, appended: bool) -> Tensor:
-    """int (B,), the keys of each sequence in the cache before the call."""
+    """Number of keys per sequence in the cache before the call, int (B,)."""
     if given is None:
         if appended:
             raise ValueError(f"{_OP}: k and v need cache_seqlens, where in the cache they go")
@@ -159,7 +160,7 @@ def _check_per_sequence(name: str, t: Tensor, q: Tensor) -> None:
 
 
 def _checked_tables(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both tables of the rotation; a ValueError unless both are (positions, R / 2) with R up to the head_dim."""
+    """Return both rotation tables; raise a ValueError unless both are (positions, R / 2) with R up to the head_dim."""
     if cos is None or sin is None:
         raise ValueError(f"{_OP}: rotary_cos and rotary_sin must be given together")
     check_dimensions(_OP, dict.fromkeys(("rotary_cos", "rotary_sin"), "(positions, R / 2)"), cos, sin)
@@ -172,12 +173,12 @@ def _checked_tables(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """x (B, L, heads, D) with the first R numbers of each head rotated (Su et al., "RoFormer", 2021, section 3.2).
+    """Rotate the first R numbers per head of x (B, L, heads, D) (Su et al., "RoFormer", 2021, section 3.2).
 
     Args:
         cos, sin: (positions, R / 2).
         positions: int64 (B, L), rows of the tables.
-        interleaved: the numbers of a pair are neighbours; otherwise they are R / 2 apart.
+        interleaved: True if a pair's numbers are neighbours, False if they are R / 2 apart.
     """
     check_range(_OP, "positions", positions, 0, cos.shape[0] - 1, "the rows of rotary_cos")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

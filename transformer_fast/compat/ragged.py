@@ -1,7 +1,7 @@
-"""Attention of packed sequences whose last query is at their last key: the alignment of the peers.
+"""Bottom-right aligned attention of packed sequences: the last query of a sequence is at its last key.
 
-``attention_packed(bottom_right=True)`` aligns them so. Two kinds of calls go by a padded batch whose sequences end
-together: those with slopes for each sequence, and those that ask for the weights that dropout leaves.
+``attention_packed(bottom_right=True)`` computes this alignment. Two kinds of calls use a padded batch whose sequences
+end together: calls with one set of ALiBi slopes per sequence, and calls that return the weights after dropout.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Sequences:
 
     Attributes:
         starts: int32 (B + 1,), rising from 0 to the number of tokens.
-        longest: length of the longest one, on the host, or more.
-        used: int32 (B,), how many tokens of each count, from its first one on; None for all.
+        longest: upper bound of the sequence lengths, an int.
+        used: int32 (B,), number of tokens in use per sequence, counted from its first token; None for all.
     """
 
     starts: Tensor
@@ -40,17 +40,17 @@ class Sequences:
 
     @property
     def lengths(self) -> Tensor:
-        """int32 (B,)."""
+        """Number of tokens per sequence, int32 (B,)."""
         return self.starts[1:] - self.starts[:-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The options of a call, in our terms.
+    """Converted options of a call.
 
     Attributes:
         op: the public name, for the messages.
-        bounds: keys that a query sees to the left and to the right of its own; None is no bound.
+        bounds: number of visible keys to the left and right of a query's own key; None is no bound.
         alibi_slopes: float (H,) or (B, H), or None.
         scale, softcap, dropout_p: as for ``attention``.
     """
@@ -66,7 +66,7 @@ class Call:
         return {"scale": self.scale, "softcap": self.softcap}
 
     def by_position(self, longest_query: int) -> bool:
-        """Return True if a result depends on how queries and keys are aligned."""
+        """Return True if the result depends on the alignment of queries and keys."""
         left, right = self.bounds
         if left is None and self.alibi_slopes is None and right is not None and longest_query <= 1:
             return False  # the only query is at the last key
@@ -78,11 +78,11 @@ def sequences(op: str, names: tuple[str, str], starts: Any, longest: Any, total:
 
     Args:
         op: the public name, for the messages.
-        names: those of ``starts`` and ``longest`` in that function.
-        total: number of tokens; None where the tokens are in pages.
+        names: argument names of ``starts`` and ``longest`` in the public function.
+        total: number of tokens; None for paged keys.
 
     Raises:
-        TypeError: for starts that are no int32 tensor, or a longest that is no int.
+        TypeError: for starts that are not an int32 tensor, or a longest that is not an int.
         ValueError: for starts of another shape; on a CPU, also unless they rise from 0 to the number of tokens, or for
             a sequence beyond ``longest``.
     """
@@ -117,21 +117,22 @@ def ragged_attention(
     Args:
         q: (Tq, H, D).
         k, v: (Tk, Hkv, D).
-        more: also give the logsumexp, and of a call with dropout the weights.
+        more: also return the logsumexp, and with dropout the weights.
 
     Returns:
-        out (Tq, H, D), 0 for a query that sees no key; logsumexp (H, Tq), -inf there; and the weights
-        (B, H, max_q, max_k) before dropout, negative where it drops one. None for what is not given.
+        out (Tq, H, D), 0 for a query that sees no key; logsumexp (H, Tq), -inf for a query that sees no key; and the
+        weights (B, H, max_q, max_k) before dropout, negative where a weight is dropped. None for values that are not
+        requested.
     """
     _check_batch(call.op, q, queries.starts, keys.starts)
     slopes = call.alibi_slopes
-    dropped = more and call.dropout_p > 0.0  # the weights are asked for
+    dropped = more and call.dropout_p > 0.0  # the weights are requested
     if dropped or (slopes is not None and slopes.dim() != 1):
         return _padded_attention(q, k, v, queries, keys, call, more)
     options: dict[str, Any] = call.options() | {"dropout_p": call.dropout_p, "empty_rows": "zero"}
     options |= {"max_q": queries.longest, "max_k": keys.longest, "seqused_k": keys.used}
     if call.by_position(queries.longest):
-        # Sequences of one tensor have as many queries as keys, and count alike from both ends.
+        # With one tensor of starts, queries and keys are equally many, so both alignments agree.
         same = queries.starts is keys.starts and keys.used is None
         options |= {"mask": mask_of(call.bounds, slopes), "bottom_right": not same}
     if not more:
@@ -142,7 +143,7 @@ def ragged_attention(
 def _padded_attention(
     q: Tensor, k: Tensor, v: Tensor, queries: Sequences, keys: Sequences, call: Call, more: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """:func:`ragged_attention` by a padded batch, with the padding in front. It costs B * max_q * max_k scores."""
+    """:func:`ragged_attention` by a left-padded batch, which computes B * max_q * max_k scores."""
     of_q, of_k = _ending_together(queries, q), _ending_together(keys, k)
     q, k, v = (_padded(t, packing) for t, packing in ((q, of_q), (k, of_k), (v, of_k)))
     mask = mask_of(call.bounds, call.alibi_slopes, keys.longest - queries.longest)
@@ -160,12 +161,12 @@ def _padded_attention(
 
 
 def _per_head(logsumexp: Tensor, packing: Packing) -> Tensor:
-    """The logsumexp (B, H, L) of a padded batch as (H, T)."""
+    """Pack the logsumexp (B, H, L) of a padded batch to (H, T)."""
     return take(logsumexp.transpose(1, 2), packing).t().contiguous()
 
 
 def _ending_together(given: Sequences, tokens: Tensor) -> Packing:
-    """The packing of a batch (B, longest, ...) in which the last token of each sequence is at the last position."""
+    """Packing of a left-padded batch (B, longest, ...), in which each sequence ends at the last position."""
     token = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
     ends = given.starts[1:].contiguous()
     sequence = torch.searchsorted(ends, token, right=True)
@@ -174,12 +175,12 @@ def _ending_together(given: Sequences, tokens: Tensor) -> Packing:
 
 
 def _padded(tokens: Tensor, packing: Packing) -> Tensor:
-    """Tokens (T, H, D) as (B, H, L, D), 0 where there is none."""
+    """Pad tokens (T, H, D) to (B, H, L, D), with zeros."""
     return unpack(tokens, packing).transpose(1, 2)
 
 
 def _starting_together(x: Tensor, given: Sequences, dim: int) -> Tensor:
-    """x (B, ...) with the padding along ``dim`` behind the sequences, as 0."""
+    """Move the padding of x (B, ...) along ``dim`` behind the sequences, as zeros."""
     position = torch.arange(given.longest, device=x.device)
     lengths = given.lengths[:, None].long()
     source = (position + given.longest - lengths).clamp(max=max(given.longest - 1, 0))
@@ -197,9 +198,9 @@ def cached_attention(
     Args:
         q: (Tq, H, D).
         k, v: (pages, page_size, Hkv, D).
-        lengths: int (B,), keys of each sequence.
-        pages: int32 (B, max_pages), the pages of each sequence in order.
-        more: also give the logsumexp.
+        lengths: int (B,), number of keys per sequence.
+        pages: int32 (B, max_pages), pages per sequence, in order.
+        more: also return the logsumexp.
 
     Returns:
         out (Tq, H, D), and logsumexp (H, Tq) or None.
@@ -216,7 +217,7 @@ def cached_attention(
 
 
 def _check_batch(op: str, q: Tensor, *starts: Tensor) -> None:
-    """Raise unless all starts are of one number of sequences and on the device of the queries."""
+    """Raise unless all starts have the same number of sequences and are on the device of the queries."""
     for given in starts:
         if given.device != q.device:
             raise ValueError(f"{op}: the starts of sequences must be on q's device {q.device}, got {given.device}")
@@ -226,7 +227,7 @@ def _check_batch(op: str, q: Tensor, *starts: Tensor) -> None:
 
 
 def check_token_layout(op: str, names: tuple[str, str, str], q: Any, k: Any, v: Any, in_pages: bool) -> None:
-    """Raise unless the queries are (Tq, H, D), and keys and values (Tk, Hkv, D) or pages of them."""
+    """Raise unless the queries are (Tq, H, D), and keys and values are (Tk, Hkv, D) or paged."""
     layout = "(pages, page_size, Hkv, D)" if in_pages else "(Tk, Hkv, D)"
     check_dimensions(op, dict(zip(names, ("(Tq, H, D)", layout, layout), strict=True)), q, k, v)
     if k.shape[:-1] != v.shape[:-1]:

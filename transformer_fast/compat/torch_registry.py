@@ -1,8 +1,9 @@
-"""``register_flash_attention_impl``: our kernels as a flash implementation that torch can activate, on a CPU.
+"""``register_flash_attention_impl``: register our CPU kernels with torch as a flash-attention implementation.
 
-torch's registry keeps functions by name (``torch.nn.attention.register_flash_attention_impl``). An implementation that
-is activated puts kernels of its own under operators of ATen, so that ``F.scaled_dot_product_attention`` of code that
-nobody changes runs them. On a CPU these are one operator and its gradient. The operators of a GPU are left as they are.
+torch's registry keeps functions by name (``torch.nn.attention.register_flash_attention_impl``). An activated
+implementation registers its kernels for ATen operators, so that unchanged code that calls
+``F.scaled_dot_product_attention`` runs them. On a CPU these are one operator and its gradient. The GPU operators are
+not changed.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def register_flash_attention_impl(name: str = "transformer_fast") -> None:
-    """Register the C++ kernels with torch as a flash implementation for CPUs; nothing changes until it is activated.
+    """Register the C++ kernels with torch as a flash implementation for CPUs; activation is a separate step.
 
-    ``torch.nn.attention.activate_flash_attention_impl(name)`` lets every call of ``F.scaled_dot_product_attention`` in
-    the process run them where torch would run its own flash kernel for CPUs: four dimensions, one head_dim, no dropout.
-    ``torch.nn.attention.restore_flash_attention_impl()`` ends that. Results differ from torch's by rounding. Kernels on
-    a GPU are not replaced.
+    ``torch.nn.attention.activate_flash_attention_impl(name)`` redirects every call of
+    ``F.scaled_dot_product_attention`` in the process for which torch would run its own CPU flash kernel: four
+    dimensions, one head_dim, no dropout. ``torch.nn.attention.restore_flash_attention_impl()`` undoes the redirection.
+    Results differ from torch's by rounding. Kernels on a GPU are not replaced.
 
     Args:
         name: the name in torch's registry.
 
     Raises:
-        NotImplementedError: where torch has no such registry (before 2.11).
-        BackendError: where the extension cannot be loaded; the message says what to run.
+        NotImplementedError: if torch has no such registry (before 2.11).
+        BackendError: if the extension cannot be loaded; the message says what to run.
     """
     register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is None:
@@ -48,7 +49,7 @@ def register_flash_attention_impl(name: str = "transformer_fast") -> None:
 
 
 class _Activated:
-    """The kernels in the place of torch's, until they are removed. torch makes one and keeps it."""
+    """Handle of the active registration, held by torch; removing it restores torch's kernels."""
 
     def __init__(self) -> None:
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
@@ -58,7 +59,7 @@ class _Activated:
             self.library.impl(f"{_FORWARD}_backward", _backward, "CPU")
 
     def remove(self) -> None:
-        self.library = None  # which puts torch's own back
+        self.library = None  # restores torch's kernels
 
 
 def _forward(
@@ -71,7 +72,7 @@ def _forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Lq, D) and logsumexp (B, H, Lq), the latter with the strides that torch's kernel gives it."""
+    """Output (B, H, Lq, D) and logsumexp (B, H, Lq); the logsumexp has the strides of torch's kernel."""
     options = _options(query, dropout_p, is_causal, attn_mask, scale)
     out, logsumexp = torch.ops.transformer_fast.attention(*map(_dense, (query, key, value)), **options)
     return out, logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
@@ -90,14 +91,14 @@ def _backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
+    """Gradients of query, key and value."""
     options = _options(query, dropout_p, is_causal, attn_mask, scale)
     tensors = map(_dense, (grad_out, query, key, value, out, logsumexp))
     return torch.ops.transformer_fast.attention_backward(*tensors, None, **options)
 
 
 def _options(q: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None, scale: float | None) -> dict[str, Any]:
-    """The arguments of our operator. torch's function has checked the call, and made a bool mask a float one."""
+    """Arguments of our operator. torch's function has already checked the call and converted a bool mask to float."""
     if dropout_p != 0.0:
         raise NotImplementedError(f"{_FORWARD}: there is no dropout, got dropout_p={dropout_p}")
     if mask is not None:

@@ -16,7 +16,7 @@ _OP = "varlen_attn"
 
 
 class AuxRequest(NamedTuple):
-    """Request for what :func:`varlen_attn` returns besides its output. torch's own class will do as well."""
+    """Request for additional results of :func:`varlen_attn`. torch's own class works too."""
 
     lse: bool = False
 
@@ -40,26 +40,27 @@ def varlen_attn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``torch.nn.attention.varlen.varlen_attn`` of torch 2.11 to 2.14, on the CPU too and in float32.
 
-    The key of query i of a sequence is ``i + Lk - Lq``.
+    The own key of query i of a sequence is ``i + Lk - Lq``.
 
     Args:
-        query: (Tq, H, D), the queries of all sequences one after the other; float32, float16, bfloat16 (float64 on
-            CPU). D up to 256 on a GPU.
+        query: (Tq, H, D), the queries of all sequences, concatenated; float32, float16, bfloat16 (float64 on CPU). D up
+            to 256 on a GPU.
         key, value: (Tk, Hkv, D); with ``block_table`` pages (pages, page_size, Hkv, D).
         cu_seq_q, cu_seq_k: int32 (N + 1,), rising from 0 to Tq and Tk. ``cu_seq_k`` may be None with ``block_table``.
         max_q, max_k: lengths of the longest sequences.
         return_aux: an object with ``lse``, such as ``AuxRequest(lse=True)``: also return the logsumexp.
         scale: multiplies the scores; ``1 / sqrt(D)`` by default.
-        window_size: (left, right), keys that a query sees on either side of its own; -1 is no bound. (-1, 0) is causal.
+        window_size: (left, right), number of visible keys on either side of a query's own key; -1 is no bound. (-1, 0)
+            is causal.
         enable_gqa: H may be a multiple of Hkv.
-        seqused_k: int32 (N,), the number of keys of each sequence that count, from its first one on.
+        seqused_k: int32 (N,), number of keys in use per sequence, counted from its first key.
         block_table: int32 (N, max_pages): key j of sequence n is row ``j % page_size`` of page
-            ``block_table[n, j // page_size]``. It needs ``seqused_k``. No gradient.
-        num_splits: accepted. On a CPU the result for a sequence is the same bits whatever it says.
+            ``block_table[n, j // page_size]``. Requires ``seqused_k``. No gradient.
+        num_splits: accepted. On a CPU the result does not depend on it, bit for bit.
 
     Returns:
-        (Tq, H, D) in query's dtype, 0 for a query that sees no key; or a tuple of it and the natural logsumexp (H, Tq)
-        in float32 (float64 for float64), -inf for such a query.
+        (Tq, H, D) in query's dtype, 0 for a query that sees no key; or a tuple of the output and the natural logsumexp
+        (H, Tq) in float32 (float64 for float64), -inf for a query that sees no key.
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or lengths that are not int32.
@@ -92,7 +93,7 @@ def varlen_attn(
 
 
 def _at_most(lengths: Tensor, used: Tensor) -> Tensor:
-    """The numbers of keys that count, as int32; on a CPU they are checked."""
+    """Numbers of keys in use, as int32; checked on a CPU."""
     if used.shape == lengths.shape and can_look(used) and bool((used > lengths).any()):
         raise ValueError(
             f"{_OP}: seqused_k must be at most the lengths of cu_seq_k, {lengths.tolist()}, got {used.tolist()}"

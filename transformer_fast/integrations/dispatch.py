@@ -1,15 +1,15 @@
-"""Tests for models of transformers: does the model call the attention implementation that it is given?
+"""Refuse transformers models that do not call the attention implementation that they are given.
 
-transformers accepts a registered name for every model class. It does not ask whether the class's layers look the name
-up: many older models compute attention themselves, and take only their mask from the implementation. Such a model would
-add a mask in our form to its scores, and be wrong without a word; so it is refused.
+transformers accepts a registered name for every model class. transformers does not check that the layers look the name
+up. Many older models compute attention themselves and take only their mask from the implementation. Such a model would
+add our bool mask to its scores and silently compute wrong results. So such a model is refused.
 
-What a layer does is read from its byte code, not from a list of models: that holds for remote code and for models of
-tomorrow too. Three questions are asked of a layer's methods and of the functions of its package that they call.
+The test reads the byte code of a layer, not a list of models, so it also covers remote code and future models. It asks
+three questions about the layer's methods and the functions of its package that the methods call.
 
 - Does it look an implementation up? Then it names transformers' ``ALL_ATTENTION_FUNCTIONS``.
 - Does it take a mask and a softmax, or call a fused attention? Then it uses masks by itself.
-- Is its class called an attention? Then it should look an implementation up, if no layer beside it does.
+- Does its class name contain "attention"? Then it should look an implementation up, unless another layer does.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .layer_code import (
 from .lazy_bias import make_lazy
 
 OWN_ARGUMENTS = "_transformer_fast_own_arguments"
-"""Set on the class of a layer: arguments of the eager attention in its file that no other model's attention has."""
+"""Attribute of a layer's class: arguments that only the eager attention in the layer's file has."""
 
-# Set on the class of a config, where torch.compile can read them and where they are not saved with the config.
+# Attributes of a config's class: torch.compile can read them there, and they are not saved with the config.
 _CHECKED = "_transformer_fast_checked"
 _NEEDS_MASKS = "_transformer_fast_needs_masks"
 
@@ -44,18 +44,17 @@ _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary() 
 
 
 def refuse(model: nn.Module, names: set[str], asked: dict[int, str] | None = None) -> None:
-    """Raise if a part of ``model`` that is to use one of the implementations ``names`` would not.
+    """Raise if a part of ``model`` is set to an implementation in ``names`` but would not use it.
 
-    A part is a model of transformers together with the layers that belong to no model inside it.
+    A part is a transformers model with its layers, except the layers of models inside it.
 
     Args:
-        model: with all its layers.
-        names: the implementations that are ours.
-        asked: the implementation that is wanted, by the id of a config (``asked_of``); for the others, and by default,
-            it is what the config says.
+        model: model with all its layers.
+        names: names of this package's implementations.
+        asked: requested implementation by id of a config (``asked_of``); configs that are missing here keep their own.
 
     Raises:
-        NotImplementedError: it names the model's class, the layer's, the implementation and what to do instead.
+        NotImplementedError: the message names the classes of model and layer, the implementation, and an alternative.
     """
     passed = []
     for part, layers in _parts(model):
@@ -63,13 +62,13 @@ def refuse(model: nn.Module, names: set[str], asked: dict[int, str] | None = Non
         if name in names:
             _judge(type(part), layers, name)
             passed.append((part, layers))
-    for part, layers in passed:  # only now: two parts may have one config
+    for part, layers in passed:  # after all checks: two parts may share a config
         prepare(layers, names)
         mark(type(part), part.config)
 
 
 def prepare(layers: Iterable[type[nn.Module]], names: set[str]) -> None:
-    """Make the layers of a part that was not refused ready for the implementations ``names``."""
+    """Prepare the layers of an accepted part for the implementations ``names``."""
     for layer in layers:
         if arguments := own_arguments(layer):
             setattr(layer, OWN_ARGUMENTS, arguments)
@@ -78,7 +77,7 @@ def prepare(layers: Iterable[type[nn.Module]], names: set[str]) -> None:
 
 
 def mark(part: type[nn.Module], config: Any) -> None:
-    """Note that a part with a config was not refused."""
+    """Record on the config that its part was accepted."""
     kind = type(config)
     setattr(kind, _CHECKED, kind)
     if not _is_trusted(part):
@@ -87,12 +86,12 @@ def mark(part: type[nn.Module], config: Any) -> None:
 
 
 def obstacle(part: type[nn.Module], layers: Iterable[type[nn.Module]], unsupported: Mapping[str, str]) -> str:
-    """Reason not to give a part an implementation that nobody asked for by name; empty where there is none.
+    """Reason not to give a part an implementation that the user did not request; empty if there is none.
 
     Args:
-        part: its class.
-        layers: the classes of its layers.
-        unsupported: arguments that the implementation refuses when it is called with them, and what they are.
+        part: class of the part.
+        layers: classes of its layers.
+        unsupported: arguments that the implementation refuses, with a description.
     """
     if (wrong := _wrong_layer(part, layers)) is not None:
         return _reason(wrong)
@@ -105,9 +104,9 @@ def obstacle(part: type[nn.Module], layers: Iterable[type[nn.Module]], unsupport
 
 
 def refuse_class(cls: type[nn.Module], name: str) -> None:
-    """``refuse`` for a model class, before its layers exist.
+    """Apply ``refuse`` to a model class, before its layers exist.
 
-    Some classes choose their layers from a table by the implementation's name, and would stop with a bare KeyError.
+    Some classes choose their layers from a table by the implementation's name, and would raise a bare KeyError.
 
     Raises:
         NotImplementedError: as ``refuse``.
@@ -123,14 +122,14 @@ def refuse_class(cls: type[nn.Module], name: str) -> None:
             if is_layer(found) and not issubclass(found, PreTrainedModel) and found not in layers:
                 layers[found] = True
                 todo.append(found)
-    if not any(calls_the_interface(layer) for layer in layers):  # else only some of them may be made
+    if not any(calls_the_interface(layer) for layer in layers):  # else only some of the layers may be made
         _judge(cls, layers, name)
 
 
 def refuse_caller(config: Any, names: set[str]) -> None:
-    """``refuse`` for the model whose ``forward`` is running and asked for a mask, once for each config.
+    """Apply ``refuse`` to the model whose running ``forward`` requested a mask, once per config.
 
-    This finds a model whose config was given the name after the model was made.
+    This covers models whose config got the name after construction.
 
     Raises:
         NotImplementedError: as ``refuse``.
@@ -155,20 +154,20 @@ def is_checked(config: Any) -> bool:
 
 
 def needs_masks(config: Any) -> bool:
-    """Return True if the models of a config were never tried with "sdpa".
+    """Return True if the models of a config do not declare support of "sdpa".
 
-    Their layers may not say whether they are causal, so that a mask must not be left out for them.
+    Their layers may lack ``is_causal``, so they always need a mask.
     """
     return getattr(config, _NEEDS_MASKS, False)
 
 
 def implementation_of(model: nn.Module) -> str | None:
-    """The name of the attention implementation in a model's config."""
+    """Name of the attention implementation in a model's config."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """The configs of the models in ``model``, and the configs inside them."""
+    """Configs of the models in ``model``, and the configs inside these configs."""
     configs = [part.config for part, _ in _parts(model)]
     for config in configs:
         inner = (getattr(config, key, None) for key in getattr(config, "sub_configs", ()))
@@ -177,7 +176,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 def asked_of(model: nn.Module, wanted: str | dict[str, Any]) -> dict[int, str]:
-    """The implementation that ``model.set_attn_implementation(wanted)`` asks for, by the id of each config."""
+    """Implementations that ``model.set_attn_implementation(wanted)`` requests, by id of the config."""
     if isinstance(wanted, str):
         return {id(config): wanted for config in configs_of(model)}
     names, todo = {}, [(model.config, wanted)]
@@ -193,11 +192,11 @@ def asked_of(model: nn.Module, wanted: str | dict[str, Any]) -> dict[int, str]:
 
 
 def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) -> None:
-    """Raise if one of the layers of a part does what the implementation should do.
+    """Raise if a layer of a part computes attention by itself.
 
-    A part without any attention (a convolutional backbone, Mamba) passes: there is nothing to replace. A class that
-    says ``_supports_sdpa`` is trusted with layers of its own, since our masks are those of "sdpa"; but not where those
-    layers are all it has and compare the implementation's name themselves.
+    A part without any attention (a convolutional backbone, Mamba) passes: there is nothing to replace. A class with
+    ``_supports_sdpa`` may have layers that use masks by themselves, because our masks are those of "sdpa". It is
+    refused if all its attention layers do so and compare the implementation's name themselves.
     """
     if (wrong := _wrong_layer(part, layers)) is not None:
         raise NotImplementedError(_message(part, wrong, name))
@@ -233,7 +232,7 @@ def _message(model: type, layer: type, name: str) -> str:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[nn.Module, list[type[nn.Module]]]]:
-    """(model of transformers, classes of the layers that belong to it) for each of those in ``model``."""
+    """Pairs for each transformers model in ``model``: the model, and the classes of its layers."""
     from transformers import PreTrainedModel
 
     parts = [model]

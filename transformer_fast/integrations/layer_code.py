@@ -1,4 +1,4 @@
-"""Names, arguments and constants in the byte code of the layers of transformers."""
+"""Reader of names, arguments and constants in the byte code of transformers layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def uses_masks_by_itself(layer: type[nn.Module]) -> bool:
 
 @functools.cache
 def adds_to_its_mask(layer: type[nn.Module]) -> bool:
-    """Return True if a layer extends its mask by a tensor of the same type: it expects one to add to the scores."""
+    """Return True if a layer extends its mask by a tensor of the same dtype: it expects an additive mask."""
     code = getattr(inspect.unwrap(layer.forward), "__code__", None)
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)] if code is not None else []
     pairs = itertools.pairwise(steps)
@@ -50,7 +50,7 @@ def adds_to_its_mask(layer: type[nn.Module]) -> bool:
 
 @functools.cache
 def own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
-    """The arguments of the eager attention in a layer's file that no other model's has."""
+    """Arguments that only the eager attention in a layer's file has."""
     file = vars(sys.modules.get(layer.__module__, types))
     eager = file.get("eager_attention_forward") if calls_the_interface(layer) else None
     if not isinstance(eager, types.FunctionType):
@@ -60,7 +60,7 @@ def own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
 
 @functools.cache
 def keywords_of(layer: type[nn.Module]) -> frozenset[str]:
-    """The names of arguments that the methods of a layer give to what they call."""
+    """Names of keyword arguments in the calls of a layer's methods."""
     codes = (code for base in _own_bases(layer) for f in _functions(vars(base).values()) for code in _codes(f.__code__))
     tuples = (constant for code in codes for constant in code.co_consts if isinstance(constant, tuple))
     return frozenset(name for names in tuples for name in names if isinstance(name, str))
@@ -73,7 +73,7 @@ def is_layer(value: Any) -> bool:
 
 @functools.cache
 def names_of(layer: type[nn.Module]) -> frozenset[str]:
-    """Every name that the methods of a layer use; none for the layers of torch itself."""
+    """All names that the methods of a layer use; none for torch's own layers."""
     functions = [function for base in _own_bases(layer) for function in _functions(vars(base).values())]
     names: set[str] = set()
     seen: set[types.FunctionType] = set()
@@ -90,7 +90,7 @@ def names_of(layer: type[nn.Module]) -> frozenset[str]:
 
 
 def named_by_init(cls: type[nn.Module]) -> Iterator[Any]:
-    """The globals that the constructors of a class name: the layers it makes, the tables it looks into."""
+    """Values of the globals used by the constructors of a class: layers that it makes, tables that it reads."""
     for base in _own_bases(cls):
         for function in _functions([vars(base).get("__init__")]):
             for code in _codes(function.__code__):
@@ -98,14 +98,14 @@ def named_by_init(cls: type[nn.Module]) -> Iterator[Any]:
 
 
 def _own_bases(cls: type[nn.Module]) -> Iterator[type]:
-    """The classes that a layer or model inherits from, without those of torch and transformers' base classes."""
+    """Classes that a layer or model inherits from, without torch's and transformers' base classes."""
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] != "torch" and not base.__module__.startswith("transformers.modeling_"):
             yield base
 
 
 def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
-    """The Python functions among ``values``, without their decorators."""
+    """Python functions among ``values``, without their decorators."""
     for value in values:
         function = getattr(value, "__func__", value)
         if isinstance(function, types.FunctionType):
@@ -117,7 +117,7 @@ def _package(function: types.FunctionType) -> str:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of the functions written inside it."""
+    """Code objects of a function and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""T5's relative positions in normal form, and the tensor that stands for them."""
+"""T5's relative positions in normal form, and a lazy tensor for the dense bias."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..tensors import made_when_read
 from ..tracing import is_traced
 
 WORTH_IT = 256 * 256
-"""Fewest scores of a head for which a dense bias is not made. Where there are fewer, as in a step of generation,
-reading one takes less time than making a table of distances."""
+"""Minimum number of scores per head for a lazy bias. With fewer scores, as in a step of generation, reading a dense
+bias is faster than making a table of distances."""
 
 _LAYOUT = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device")} | {Tensor.size, Tensor.dim}
 
 
 @made_when_read
 class LazyBias(Tensor):
-    """A bias (1, H, Lq, Lk) that is made when something other than our attention reads it.
+    """Bias (1, H, Lq, Lk) that is computed only when something other than our attention reads it.
 
     Attributes:
-        mask: what the kernels read; its weight is the model's parameter, to which its gradient goes.
+        mask: mask for the kernels; its weight is the model's parameter, which gets the gradient.
     """
 
     mask: AttentionMask
@@ -42,7 +42,7 @@ class LazyBias(Tensor):
         return f"LazyBias({self.mask}, shape={tuple(self.shape)})"
 
     def dense(self) -> Tensor:
-        """The tensor itself, with its gradient."""
+        """Compute the dense tensor, with its graph."""
         added = self.mask.added(*self.shape[2:], self.dtype)
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if added is None else added
 
@@ -60,9 +60,9 @@ class LazyBias(Tensor):
 
 
 def make_lazy(layer: type[nn.Module], names: set[str]) -> None:
-    """Let an attention layer of T5's kind give its bias as a :class:`LazyBias`, under an implementation in `names`.
+    """Make an attention layer like T5's return a :class:`LazyBias`, under an implementation in `names`.
 
-    A layer of another kind stays as it is, and so does a call that is compiled, traced, checkpointed or small.
+    Other layers do not change. Calls that are compiled, traced, checkpointed or small use the dense bias.
     """
     compute = vars(layer).get("compute_bias")
     if compute is None or not hasattr(layer, "_relative_position_bucket") or hasattr(compute, "__wrapped__"):
@@ -90,7 +90,7 @@ def make_lazy(layer: type[nn.Module], names: set[str]) -> None:
 
 
 def _numbers(module: Any) -> tuple[int, int, bool]:
-    """(buckets, max_distance, bidirectional) of a layer."""
+    """Values (buckets, max_distance, bidirectional) of a layer."""
     return module.relative_attention_num_buckets, module.relative_attention_max_distance, not module.is_decoder
 
 

@@ -1,4 +1,4 @@
-"""The masks of transformers in normal form, and the tensor that stands for one."""
+"""Masks of transformers in normal form, and a lazy tensor for the dense mask."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ..tensors import made_when_read
 
 @made_when_read
 class LazyMask(Tensor):
-    """A bool keep mask (B, 1, Lq, Lk) that is made when something other than our attention reads it.
+    """Bool keep mask (B, 1, Lq, Lk) that is computed only when something other than our attention reads it.
 
     Attributes:
-        mask: what the kernels read. Once the tensor was made, and so may have been written to, it is that tensor.
-        call: the :class:`~.unpadded.Unpadded` call in which it was made; None outside of one.
+        mask: mask for the kernels. After the dense tensor was computed, and may have been written to, ``mask`` is that
+            tensor.
+        call: the :class:`~.unpadded.Unpadded` call in which the mask was made; None outside of such a call.
     """
 
     mask: AttentionMask
@@ -38,7 +39,7 @@ class LazyMask(Tensor):
         return f"LazyMask({self.mask}, shape={tuple(self.shape)})"
 
     def dense(self) -> Tensor:
-        """The tensor itself."""
+        """Compute the dense tensor."""
         keep = self.mask.keep_mask
         if keep is None or keep.shape != self.shape:
             keep = self.mask.dense(*self.shape[2:], self.device).expand(self.shape).contiguous()
@@ -46,7 +47,7 @@ class LazyMask(Tensor):
         return keep
 
     def alias(self) -> Tensor:
-        """The same mask as another tensor, as a reentrant checkpoint asks for it; an alias of one that was made."""
+        """Another tensor of the same mask, for reentrant checkpoints; an alias if the dense tensor exists."""
         if self.mask.keep_mask is not None:
             return self.dense().detach()
         lazy = self.again()
@@ -66,17 +67,17 @@ class LazyMask(Tensor):
 
 
 class PackedLazyMask(LazyMask):
-    """The mask of a packed batch, (1, 1, Tq, Tk): tokens see those of their own sequence.
+    """Mask of a packed batch, (1, 1, Tq, Tk): tokens see the tokens of their own sequence.
 
     Attributes:
-        packed: what the kernels read.
+        packed: mask for the kernels.
     """
 
     packed: PackedMask
 
     @property
     def has_gaps(self) -> bool:
-        """Return True if padding was taken out between tokens of a sequence, which changes their distances."""
+        """Return True if padding was removed between tokens of a sequence, which changes their distances."""
         return has_gaps(self.packed.queries) or has_gaps(self.packed.keys)
 
     @staticmethod
@@ -88,7 +89,7 @@ class PackedLazyMask(LazyMask):
 
     @functools.cached_property
     def mask(self) -> AttentionMask:  # type: ignore[override]
-        """The same mask for who does not know packed batches."""
+        """The mask as an AttentionMask, for code that does not support PackedMask."""
         mask = AttentionMask.documents(_sequences(self.packed.queries), _sequences(self.packed.keys))
         return mask if self.packed.window is None else mask & self.packed.window
 
@@ -104,28 +105,28 @@ def has_gaps(packing: Packing) -> bool:
 
 
 def _sequences(packing: Packing) -> Tensor:
-    """The number of each token's sequence, int64 (1, T)."""
+    """Sequence index per token, int64 (1, T)."""
     return (packing.indices // max(packing.length, 1))[None]
 
 
 def bounds_of(pattern: Any, offset: int) -> AttentionMask | None:
-    """The causal and window parts that a mask function of transformers stands for, or None where it is another.
+    """Causal and window parts equal to a mask function of transformers, or None for other functions.
 
     Args:
         pattern: function of (batch, head, query, key) indices, as the ``create_..._mask`` functions make them.
-        offset: the index of the first query less that of the first key.
+        offset: index of the first query minus index of the first key.
     """
     sides = _sides_of(pattern)
     if sides is None or not _is_window(pattern, *sides):
         return None
-    left, right = sides  # configs that use no window may have one of 0 keys, in which nothing is seen
+    left, right = sides  # a config without a window may have a window size of 0, which would block everything
     if left is not None and right is not None and left + right < 0:
         return None
     return AttentionMask.window(left, right, offset)
 
 
 def _sides_of(pattern: Any) -> tuple[int | None, int | None] | None:
-    """(left, right) of :meth:`AttentionMask.window`, by the names under which transformers has its patterns."""
+    """Arguments (left, right) of :meth:`AttentionMask.window`, from the names of transformers' patterns."""
     if not inspect.isfunction(pattern) or pattern.__module__ != "transformers.masking_utils":
         return None
     given = inspect.getclosurevars(pattern).nonlocals
@@ -148,7 +149,8 @@ def _sides_of(pattern: Any) -> tuple[int | None, int | None] | None:
 
 
 def _is_window(pattern: Any, left: int | None, right: int | None) -> bool:
-    """Return True if the pattern computes this window, tried around its edges: a name may change its meaning."""
+    """Return True if the pattern computes this window, tested at the window's edges, because a name may change its
+    meaning."""
     edges = (-(left or 0), 0, right or 0)
     distances = torch.tensor(sorted({edge + step for edge in edges for step in (-1, 0, 1)}))
     expected = torch.ones_like(distances, dtype=torch.bool)

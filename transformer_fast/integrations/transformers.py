@@ -3,8 +3,9 @@
 >>> tfast.integrations.transformers.register()
 >>> model = AutoModel.from_pretrained(name, attn_implementation="transformer_fast")
 
-Grouped heads are read in place, attention dropout is drawn inside the kernel, and ``output_attentions=True`` gets its
-weights beside the fused path. A query with every key blocked (left padding) attends uniformly, as "eager" computes.
+Grouped heads are read in place, attention dropout is drawn inside the kernel, and with ``output_attentions=True`` a
+separate kernel computes the weights. A query with every key blocked (left padding) attends uniformly, as "eager"
+computes.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ SPARSE = {
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
 }
-"""Arguments that the layers of some models always give, and that the kernels lack."""
+"""Arguments that some models always pass to attention and that the kernels lack."""
 _UNSUPPORTED = {**SPARSE, "cache": "a paged cache", "head_mask": "masks of whole heads"}
 _registered: set[str] = set()
 
 
 def register(name: str = NAME) -> None:
-    """Make ``attn_implementation=name`` known to transformers (4.53 or later); more than once does no harm.
+    """Register ``attn_implementation=name`` with transformers (4.53 or later); repeated calls are allowed.
 
-    From then on a model whose layers do not call transformers' attention interface is refused when it is made with
-    this name, or when it is given the name later: ``PreTrainedModel.__init__``, ``post_init`` and
-    ``set_attn_implementation`` ask for it, since transformers itself asks only for "sdpa" and its own other names.
+    After that, a model whose layers do not call transformers' attention interface is refused if it is made with this
+    name or gets the name later. ``PreTrainedModel.__init__``, ``post_init`` and ``set_attn_implementation`` are
+    extended by this check, because transformers checks only "sdpa" and its other own names.
 
     Raises:
-        ImportError: where transformers is missing or older.
+        ImportError: if transformers is missing or older.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -72,26 +73,26 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention, with the signature that the layers of transformers call.
+    """Attention with the signature of transformers' attention interface.
 
     Args:
-        module: the layer; its ``is_causal`` holds where the call does not say.
+        module: the layer; its ``is_causal`` is the default of ``is_causal``.
         query: (B, H, Lq, D).
         key, value: (B, Hkv, Lk, D) with ``H % Hkv == 0``.
         attention_mask: None; or broadcastable to (B, H, Lq, Lk), bool (True = kept) or float (added to the scores).
         dropout: probability, on the weights.
-        scaling: of the scores; ``1 / sqrt(D)`` by default.
-        is_causal: look-ahead mask, where there is no ``attention_mask`` and more than one query.
+        scaling: factor of the scores; ``1 / sqrt(D)`` by default.
+        is_causal: look-ahead mask; used without ``attention_mask`` and with more than one query.
         position_bias: float, added to the scores.
-        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added.
         s_aux: (H,), attention sinks.
 
     Returns:
         (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
 
     Raises:
-        NotImplementedError: for what the kernels lack (sparse attention by indices, masks of whole heads, paged
-            caches), and for an argument that only its own eager attention has.
+        NotImplementedError: for features that the kernels lack (sparse attention by indices, masks of whole heads,
+            paged caches), and for an argument that only the model's own eager attention has.
     """
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
@@ -130,8 +131,8 @@ def attention_forward(
 
 
 def weights_are_captured() -> bool:
-    """Return True if transformers records the weights of this call. A layer such as GPT-2's does not pass on that
-    ``output_attentions`` was asked for; transformers takes the weights from what the layer returns."""
+    """Return True if transformers records the weights of this call. Layers such as GPT-2's do not pass
+    ``output_attentions`` on; transformers captures the weights that the layer returns."""
     capturing = sys.modules.get("transformers.utils.output_capturing")  # since transformers 5
     if capturing is None or torch.compiler.is_compiling():
         return False
@@ -139,14 +140,14 @@ def weights_are_captured() -> bool:
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Mask of a forward pass, for transformers: the bool keep mask of its "sdpa", (B, 1, Lq, Lk).
+    """Mask function for transformers: the bool keep mask of "sdpa", (B, 1, Lq, Lk).
 
-    Padding, look-ahead and sliding windows stay in normal form, which is what the kernels read: such a mask becomes a
-    tensor only where something else looks at it. Of other patterns it is the tensor, or None where ``is_causal`` of the
-    layers says enough.
+    Padding, look-ahead and sliding windows stay in normal form, which the kernels read; a dense tensor is made only if
+    other code reads the mask. For other patterns the result is the dense tensor, or None if ``is_causal`` of the layers
+    suffices.
 
     Raises:
-        NotImplementedError: where the model that asks for it does not call transformers' attention interface.
+        NotImplementedError: if the calling model does not use transformers' attention interface.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -156,7 +157,7 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         if not (args or is_traced()) and (lazy := _lazy_mask(**kwargs)) is not None:
             lazy.call = unpadded.current()
             return lazy
-    elif not dispatch.is_checked(config):  # the caller cannot be found while it is traced: a mask that is right for all
+    elif not dispatch.is_checked(config):  # tracing hides the caller: make a mask for all
         return eager_mask(*args, **kwargs)
     if dispatch.needs_masks(config):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -175,7 +176,7 @@ def _lazy_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> LazyMask | None:
-    """The mask in normal form, from the arguments of transformers' mask functions; None where it has none."""
+    """Mask in normal form, from the arguments of transformers' mask functions; None if it has no normal form."""
     if not all(type(n) is int for n in (batch_size, q_length, kv_length, q_offset, kv_offset)):
         return None
     mask = bounds_of(mask_function, q_offset - kv_offset)
@@ -191,7 +192,7 @@ def _lazy_mask(
 
 
 def _check_models_of(base: type[nn.Module]) -> None:
-    """Make transformers' base class refuse what ``dispatch`` finds, before and after a model's layers are made."""
+    """Extend transformers' base class by the checks of ``dispatch``, before and after a model's layers are made."""
     init, post_init = base.__init__, base.post_init
     set_implementation = getattr(base, "set_attn_implementation", None)  # since transformers 4.54
 
@@ -223,7 +224,7 @@ def _check_models_of(base: type[nn.Module]) -> None:
 
 
 def _packed_mask(mask: PackedLazyMask, position_bias: Tensor | None) -> AttentionMask | None:
-    """The parts of a packed batch's mask that are counted inside each sequence; None where the bias is a tensor."""
+    """Mask parts of a packed batch, counted within each sequence; None if the bias is a tensor."""
     within = mask.packed.window or AttentionMask()
     if position_bias is None:
         return within
@@ -237,9 +238,9 @@ def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask
         return None, None
     if isinstance(mask, LazyMask) and mask.shape[2:] == (Lq, Lk):
         return mask.mask, None
-    mask = mask[..., :Lk]  # a static cache may be longer than what it holds
+    mask = mask[..., :Lk]  # a static cache may be longer than its content
     if mask.is_floating_point():
         return None, mask
-    if sizes(mask)[2] > 1 and mask.stride(2) == 0:  # the same for every query
+    if sizes(mask)[2] > 1 and mask.stride(2) == 0:  # the bias is equal for all queries
         mask = mask[:, :, :1]
     return AttentionMask.keep(mask), None

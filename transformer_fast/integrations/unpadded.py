@@ -1,7 +1,7 @@
-"""A call of a model whose layers run without the padding of its batch.
+"""A model call whose layers skip the padding of the batch.
 
-The masks that transformers makes say where the padding is. A mask that is made inside of such a call holds the call, so
-a layer finds out from its mask alone how its inputs are packed; this holds too when it is computed again for backward.
+The masks that transformers makes contain the padding. A mask made inside such a call refers to the call. So a layer
+learns the packing of its inputs from its mask alone, also when it is recomputed for the backward pass.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Unpadded:
     """One call of a model.
 
     Attributes:
-        read: int64 (batch,), the position of each row that the head of a causal model reads; that of another model
-            reads the first. None where no head reads single positions.
-        head: how the hidden states are packed from which the output layer makes logits; None where it stays padded.
-        head_was_packed: whether it was called since.
+        read: int64 (batch,), position per row that the head of a causal model reads; heads of other models read the
+            first position. None if no head reads single positions.
+        head: packing of the hidden states for the output layer; None if the output layer stays padded.
+        head_was_packed: True after the output layer was called with packed tokens.
     """
 
     def __init__(self, calls: PaddedCalls) -> None:
@@ -41,7 +41,7 @@ class Unpadded:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the call whose masks are made in this thread."""
+        """Make this the current call of this thread."""
         token = _current.set(self)
         try:
             yield
@@ -49,12 +49,12 @@ class Unpadded:
             _current.reset(token)
 
     def hold_back(self, reason: str) -> None:
-        """Let the whole call run with its padding."""
+        """Run the whole call with its padding."""
         self._held_back = True
         self.note(reason)
 
     def note(self, reason: str) -> None:
-        """Count a reason for which a layer of this call runs with its padding, once for the call."""
+        """Count a reason why a layer of this call keeps its padding, once per call."""
         if reason not in self._noted:
             self._noted.add(reason)
             self._calls.add(reason)
@@ -62,14 +62,14 @@ class Unpadded:
     def packing(
         self, keep: Tensor | None, batch: int, length: int, device: torch.device, causal: bool | None
     ) -> Packing | None:
-        """Packing of a batch (batch, length), the same object for the same padding.
+        """Packing of a batch (batch, length); equal padding gives the same object.
 
         Args:
-            keep: bool (batch, length), True at tokens; None where all are.
-            causal: whether its queries see no later keys; None for the keys of cross-attention.
+            keep: bool (batch, length), True at tokens; None for no padding.
+            causal: True if queries see no later keys; None for the keys of cross-attention.
 
         Returns:
-            None where the call must run with its padding.
+            None if the call must keep its padding.
         """
         if self._held_back:
             return None
@@ -94,5 +94,5 @@ class Unpadded:
 
 
 def current() -> Unpadded | None:
-    """The call that is running in this thread."""
+    """Current call of this thread."""
     return _current.get()
