@@ -1,8 +1,8 @@
 """Triton kernels and their launchers.
 
-One module an op: kernel, then launcher; attention, which has several kernels, is a folder. A launcher trusts its inputs
-(the checks are in ``transformer_fast.ops``) and imports nothing of the packages above but the cache on tensors and the
-loader of the extension.
+One module per op: kernel, then launcher; attention has several kernels and is a folder. A launcher does not check its
+inputs; ``transformer_fast.ops`` does. A launcher imports only the tensor cache and the loader of the extension from the
+packages above.
 
-Nothing is imported here, so that a machine without Triton can still import the package.
+This file imports nothing, so that the package can be imported without Triton.
 """

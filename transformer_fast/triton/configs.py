@@ -1,7 +1,7 @@
-"""Tile tables: which tile sizes, warps and pipeline stages a kernel runs with. Data, apart from the kernels.
+"""Tile tables: tile sizes, warps and pipeline stages per kernel.
 
-Fixed, so that no call ever waits for tuning and a new length never compiles; assign to an entry to override it, e.g.
-``configs.ATTENTION["forward", "sm90", 16, 64, "long"] = AttentionConfig(128, 128, 8, 2)``.
+The tables are fixed, so that no call waits for tuning and a new length does not compile. Assign to an entry to override
+it, e.g. ``configs.ATTENTION["forward", "sm90", 16, 64, "long"] = AttentionConfig(128, 128, 8, 2)``.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ARCHITECTURES = {"sm80": 80, "sm90": 90, "sm100": 100}
-"""Architecture classes and the compute capability each is tuned and checked for."""
+"""Architecture classes, with the compute capability that each class is tuned and checked for."""
 
 LONG = 512
 """Sequences of more keys than this use the "long" entry of a table."""
 
 
 class Table(dict):
-    """A tile table. Assigning to an entry lets launchers forget the calls they prepared by the old one."""
+    """Tile table. Assigning to an entry drops the launches that were prepared with the old entry."""
 
     changes = 0
 
@@ -47,7 +47,7 @@ class AttentionConfig:
         block_keys: keys per tile, a power of two of at least 32 (the dropout contract draws 32 keys at a time).
         num_warps: warps per program.
         num_stages: depth of the software pipeline over the inner loop.
-        max_registers: most registers per thread, so that more programs share a multiprocessor; or None.
+        max_registers: limit of registers per thread, so that more programs share a multiprocessor; or None.
     """
 
     block_queries: int
@@ -57,14 +57,14 @@ class AttentionConfig:
     max_registers: int | None = None
 
 
-# AttentionConfig by kernel, architecture class and padded head size, one for each of TILES.
-# None spills in its loop over tiles, by Triton 3.6 or 3.7, with dropout, with a tile map or lengths, packed or not.
-# Among those: for "short" small tiles, since what a sentence's last tile holds beyond it is waste; for the others large
-# ones, which read keys and values less often; and where two are equal in that, the one of which more warps fit.
-# On sm_80 a warp has 16 rows of its own where the tile has as many rows as a head has dimensions: not fewer rows then.
-# On sm_90, what a replay of the machine code finds fastest: two programs or more on a multiprocessor, of which one
-# computes while another waits. But "long" and "plain" keep 128 queries per tile where that is nearly as fast: a replay
-# does not know how fast the L2 cache can be read.
+# AttentionConfig by kernel, architecture class and padded head size, one per entry of TILES. No entry spills in its
+# loop over tiles, with Triton 3.6 or 3.7, with dropout, a tile map or lengths, packed or not. Choice among those:
+# "short" has small tiles, because the part of the last tile past a sentence is waste. The others have large tiles,
+# which read keys and values less often; among equals, the tile of which more warps fit. On sm_80 a warp has its own 16
+# rows only if the tile has at least as many rows as head dimensions. On sm_90: the fastest tile in a replay of the
+# machine code, with two or more programs per multiprocessor, so that one computes while another waits. "long" and
+# "plain" keep 128 queries per tile if that is nearly as fast, because a replay does not model the speed of the L2
+# cache.
 _TILES_16_BIT = {
     "forward": {
         "sm80": {
@@ -119,9 +119,9 @@ _TILES_16_BIT = {
     },
 }
 
-# By kernel, architecture class, padded head size and kind of call: where documents or a tile map would spill in the
-# tiles of "long" or "short", or other parts in those of "biased"; with 255 registers the compiler does not spill a
-# little to fit two programs.
+# By kernel, architecture class, padded head size and kind of call: exceptions for calls that would spill in the tiles
+# above (documents or a tile map in "long" or "short", other parts in "biased"). With a limit of 255 registers the
+# compiler does not spill to fit two programs.
 _TILES_OF_PARTS = {
     ("forward", "sm80", 64, "parts"): (64, 32, 8, 2),
     ("forward", "sm80", 128, "documents"): (32, 32, 8, 2),
@@ -150,12 +150,12 @@ _TILES_OF_PARTS = {
     ("grad_kv", "sm100", 128, "parts"): (32, 32, 8, 2, 255),
 }
 
-# For every call and architecture: exact fp32 products run outside the matrix units, and hold whole rows in registers.
+# For fp32, on all architectures: exact fp32 products run outside the matrix units and hold whole rows in registers.
 _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 256: (16, 32, 16, 1)}
 
 
-# Kernel and architecture class, for heads of 64: where a "long" forward keeps the bits of dropout for the backward (see
-# KEPT_BITS). Of other heads, keeping them is no faster than drawing them again.
+# By kernel and architecture class, for head size 64: tiles for a "long" forward that keeps dropout bits for the
+# backward (see KEPT_BITS). For other head sizes, keeping the bits is no faster than drawing again.
 _TILES_OF_KEPT_BITS = {
     "forward": {"sm80": (128, 64, 8, 2), "sm90": (128, 64, 8, 3, 128), "sm100": (128, 64, 8, 2)},
     "grad_q": {"sm80": (128, 64, 8, 2), "sm90": (128, 64, 8, 3, 128), "sm100": (128, 64, 8, 2)},
@@ -164,7 +164,7 @@ _TILES_OF_KEPT_BITS = {
 
 ATTENTION_KERNELS = "forward", "grad_q", "grad_kv"
 TILES = "short", "long", "plain", "biased"
-"""Names of the four tiles that the tables above have for each kernel, architecture class and head size."""
+"""Names of the four tiles per kernel, architecture class and head size in the tables above."""
 
 TILE_OF_KIND = {
     "short": "short",  # up to LONG keys
@@ -178,12 +178,13 @@ TILE_OF_KIND = {
     "mapped": "long",  # with a tile map, without documents, and more than LONG keys
     "packed long": "long",  # a packed batch without documents, and more than LONG keys
 }
-"""Tile of each kind of attention call, where _TILES_OF_PARTS has none for it."""
+"""Tile per kind of attention call, unless _TILES_OF_PARTS has an entry."""
 ATTENTION_KINDS = tuple(TILE_OF_KIND)
 
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
-    """(kernel, architecture class, bits of the type, padded head size, one of ATTENTION_KINDS or "kept") -> config."""
+    """Make the table: (kernel, architecture class, bits of the type, padded head size, one of ATTENTION_KINDS or
+    "kept") -> config."""
     table = {}
     for kernel, architectures in _TILES_16_BIT.items():
         for arch, sizes in architectures.items():
@@ -209,10 +210,10 @@ def attention_config(kernel: str, arch: str, bits: int, block_d: int, kind: str)
 
 
 KEPT_BITS = Table({"share": 1.0})
-"""How much memory the forward of attention may take to keep which weights dropout kept, for its backward: as a share of
-what q, k, v and the output take. 0 keeps nothing; ``math.inf`` all that can be kept: padded calls of 16 bits, heads of
-64 and more than LONG keys, without windows, dense masks and biases. A weight takes a bit, so 1.0 is reached by 4,096
-keys. What is not kept each kernel draws again: the same weights are dropped either way."""
+"""Memory that the attention forward may use to keep dropout bits for the backward, as a share of the memory of q, k, v
+and the output. 0 keeps nothing. ``math.inf`` keeps the bits of all supported calls: padded, 16-bit, head size 64, more
+than LONG keys, without windows, dense masks and biases. A weight takes one bit, so 4,096 keys reach 1.0. Without kept
+bits, each kernel draws the same dropout mask again."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,8 @@ class NormConfig:
         block_rows, block_columns: tile, powers of two; at least 8 columns (the dropout contract draws 8 at a time).
         num_warps: warps per program.
         num_stages: depth of the software pipeline over the rows or columns.
-        programs_per_multiprocessor: how many programs share the rows of the backward, and so the fp32 partial sums.
-        most_blocks: of how many blocks of columns of a wider row one program of the backward has the gradients.
+        programs_per_multiprocessor: number of programs that share the rows of the backward; each has fp32 partial sums.
+        most_blocks: maximum number of column blocks per program of the backward, for wide rows.
     """
 
     block_rows: int
@@ -236,12 +237,13 @@ class NormConfig:
 
 
 def _norm_table() -> dict[tuple[str, int], NormConfig]:
-    """(kernel, padded width) -> config; width 0 holds what serves any width, in blocks of columns. For "sum" it is the
-    number of partial sums in place of the width.
+    """Make the table (kernel, padded width) -> config; width 0 is for any width, in blocks of columns. For "sum" the
+    key is the number of partial sums instead of the width.
 
-    Forward about 16 elements per thread: enough 128-bit loads in flight, few enough registers for several programs.
-    Backward half of that, since it keeps two sums beside each pair of elements; as many from 4096 columns on, where
-    more warps would all wait for one row. The sum of partials has one step where it can: each waits for memory.
+    The forward has about 16 elements per thread: enough 128-bit loads in flight, and few enough registers for several
+    programs. The backward has 8, because it keeps two sums per pair of elements; from 4096 columns on it has 16,
+    because more warps would all wait for one row. The sum of partials takes one step if possible, because each step
+    waits for memory.
     """
     table = {
         ("forward", 0): NormConfig(1, 4096, 8),
@@ -270,16 +272,16 @@ def norm_config(kernel: str, d: int) -> NormConfig:
 
 
 EMBEDDING_GRADIENT = "sorted"
-"""How CUDA sums the gradient of an embedding: "sorted", the same bits on every run, however frequent an id is; or
-"atomic", in one pass without a sort, where the order of additions does not matter to you. Under
-``torch.use_deterministic_algorithms(True)`` it is sorted whatever this says."""
+"""Method by which CUDA sums the gradient of an embedding. "sorted" gives the same bits on every run, even for frequent
+ids. "atomic" takes one pass without a sort; the order of additions varies. ``torch.use_deterministic_algorithms(True)``
+always selects "sorted"."""
 
 
 @dataclass(frozen=True)
 class DropoutConfig:
     """Tile of a dropout kernel: block_columns at least 8 (the contract draws 8 at a time); 16 elements per thread.
 
-    Where a bias is summed, at most ``programs_per_multiprocessor`` programs share the rows, with fp32 partial sums.
+    For the gradient of a bias, at most ``programs_per_multiprocessor`` programs share the rows, with fp32 partial sums.
     """
 
     block_rows: int
@@ -290,7 +292,7 @@ class DropoutConfig:
 
 
 DROPOUT = Table({64: DropoutConfig(32, 64), 512: DropoutConfig(4, 512), 2048: DropoutConfig(1, 2048)})
-"""Widest row -> tile. Wider rows are cut into blocks of the last one's columns."""
+"""Tile by maximum row width. Wider rows are cut into blocks of the last tile's columns."""
 
 
 def dropout_config(d: int) -> DropoutConfig:
@@ -308,4 +310,4 @@ class CrossEntropyConfig:
 
 
 CROSS_ENTROPY = {1024: CrossEntropyConfig(1024, 4), 65536: CrossEntropyConfig(4096, 8)}
-"""Largest vocabulary -> tile. Larger ones take the last."""
+"""Tile by maximum vocabulary. Larger vocabularies take the last tile."""

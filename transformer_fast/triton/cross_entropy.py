@@ -1,6 +1,6 @@
-"""Label-smoothed cross entropy of rows of logits, and the gradient of its sum written over them.
+"""Label-smoothed cross entropy of rows of logits; the gradient of its sum overwrites the logits.
 
-One program a row, which it reads twice from memory (softmax statistics kept online, as in M. Milakov and N. Gimelshein,
+One program per row. It reads the row twice from memory (online softmax statistics, as in M. Milakov and N. Gimelshein,
 "Online normalizer calculation for softmax", 2018) and writes once.
 """
 
@@ -22,7 +22,7 @@ def _rows_kernel(
     logits += row * vocabulary
     wanted = tl.load(target + row)
     counts = wanted != ignore_index
-    # A target outside the vocabulary must not be read: its loss is NaN.
+    # The logit of a target outside the vocabulary must not be read; the loss is NaN.
     valid = (wanted >= 0) & (wanted < vocabulary)
     at_target = tl.load(logits + tl.where(valid, wanted, 0)).to(tl.float32)
     column = tl.arange(0, BLOCK_COLUMNS)
@@ -34,7 +34,7 @@ def _rows_kernel(
         inside = start + column < vocabulary
         x = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(lane_max, x)
-        # A lane that has seen nothing has the maximum -inf, which must not be subtracted from itself.
+        # Before its first value a lane has the maximum -inf; -inf - -inf would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         lane_sum = lane_sum * tl.exp(lane_max - shift) + tl.exp(x - shift)
         sums += tl.where(inside, x, 0.0)
@@ -61,7 +61,7 @@ def _rows_kernel(
 def rows_launch(
     logits: Tensor, target: Tensor, losses: Tensor, smoothing: float, ignore_index: int, gradient: bool
 ) -> Launch:
-    """The launch that fills `losses`, and writes the gradient over `logits` if asked to; all contiguous."""
+    """Launch that fills `losses` and, with `gradient`, overwrites `logits` by the gradient; all contiguous."""
     rows, vocabulary = logits.shape
     config = next((c for widest, c in CROSS_ENTROPY.items() if vocabulary <= widest), CROSS_ENTROPY[max(CROSS_ENTROPY)])
     return Launch(
@@ -92,7 +92,7 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, smoothing: float, ignore_
         target: int64 (rows,), contiguous. Outside the vocabulary and not ``ignore_index``: the loss is NaN.
         smoothing: mass spread evenly over the vocabulary.
         ignore_index: a row with this target has loss and gradient 0.
-        gradient: whether to write it.
+        gradient: True writes the gradient.
 
     Returns:
         (rows,) fp32.
@@ -114,25 +114,25 @@ def linear_cross_entropy(
     gradients: tuple[bool, bool, bool],
     chunk_elements: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op of csrc/ops/cross_entropy.cpp, its rows by Triton.
+    """Compute the op of csrc/ops/cross_entropy.cpp, with the rows by Triton.
 
     Args:
         x: (rows, d), fp32, fp16 or bf16.
         weight, bias: (vocabulary, d) and (vocabulary,) or None, of x's dtype.
         target: int64 (rows,).
         smoothing, ignore_index, mean: as in :func:`transformer_fast.linear_cross_entropy`.
-        gradients: which are asked for, of x, weight and bias.
-        chunk_elements: how many logits there are at a time, or those of 64 rows.
+        gradients: which gradients to compute, of x, weight and bias.
+        chunk_elements: number of logits in memory at a time; at least those of 64 rows.
 
     Returns:
-        loss () fp32; the gradients, or (0,) where one is not asked for: of x in its dtype, of weight and bias in fp32,
-        each still to be multiplied by the last, () fp32.
+        loss () fp32; the gradients of x (in its dtype), weight and bias (fp32), (0,) if not requested; and a scale ()
+        fp32 that the caller must multiply the gradients by.
     """
     rows, vocabulary = x.shape[0], weight.shape[0]
     if x.device.type == "cpu":
         check_targets(target, ignore_index, vocabulary)
-    # The gradients are those of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over
-    # chunks are made in float32, from the first chunk on.
+    # The gradients are those of the sum, not yet divided by the count, so that 16-bit numbers do not underflow. Sums
+    # over chunks are in float32, from the first chunk on.
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients[0] else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape if gradients[1] else (0,), dtype=torch.float32)
@@ -162,7 +162,7 @@ def linear_cross_entropy(
 
 
 def _accumulate(result: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """``result = a @ b`` for the first product, ``result += a @ b`` for those after it; result may be wider."""
+    """Compute ``result = a @ b`` for the first product, then ``result += a @ b``; result may have a wider dtype."""
     if result.dtype == a.dtype:
         torch.mm(a, b, out=result) if first else result.addmm_(a, b)
     elif first:

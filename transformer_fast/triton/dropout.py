@@ -1,7 +1,8 @@
-"""y = [residual +] dropout([relu] (x [+ bias])) and its backward: one read and one write, the mask drawn where used.
+"""y = [residual +] dropout([relu] (x [+ bias])) and its backward: one read and one write; each kernel draws the mask.
 
-The gradient of the bias is summed on the way: a bounded number of programs shares the rows of each stripe of columns
-and keeps its part in registers; a last kernel adds the parts in a fixed order. No atomics: two runs agree bit for bit.
+The backward also sums the gradient of the bias. A bounded number of programs shares the rows of each stripe of columns,
+and each program keeps its partial sum in registers. A last kernel adds the partial sums in a fixed order. Without
+atomics, two runs agree bit for bit.
 """
 
 import torch
@@ -19,7 +20,7 @@ from .philox import elementwise_keep_tile, load_seed
 
 @triton.jit
 def _place(n_rows, d, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """The tile of this program: row numbers, first column, offsets and which elements exist."""
+    """Tile of this program: row numbers, first column, offsets, and a mask of existing elements."""
     blocks = tl.cdiv(d, BLOCK_COLUMNS)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     start = (tl.program_id(0) % blocks) * BLOCK_COLUMNS
@@ -53,7 +54,7 @@ def _forward_kernel(
 def _gradient(grad_out, y, seed, rows, start, offsets, inside, threshold, rescale):
     """The fp32 gradient of a tile of x; 0 outside."""
     tile = tl.load(grad_out + offsets, mask=inside, other=0.0).to(tl.float32)
-    if y is not None:  # after a ReLU the output is positive exactly where its argument is positive and kept
+    if y is not None:  # after a ReLU the output is positive exactly where the input is positive and kept
         keep = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32) > 0.0
         return tl.where(keep, tile * rescale, 0.0)
     elif seed is not None:
@@ -78,7 +79,8 @@ def _backward_bias_kernel(
     grad_out, y, grad_x, partials, seed, n_rows, d, threshold, rescale, programs,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program keeps a stripe of columns and takes every programs-th tile of rows; partials is (programs, d)."""
+    """Sum the bias gradient: a program owns a stripe of columns and takes every programs-th tile of rows; partials is
+    (programs, d)."""
     start = (tl.program_id(0) // programs) * BLOCK_COLUMNS
     program = tl.program_id(0) % programs
     columns = start + tl.arange(0, BLOCK_COLUMNS)
@@ -94,7 +96,7 @@ def _backward_bias_kernel(
 
 
 def _launch(name: str, kernel: object, like: Tensor, arguments: dict[str, object], programs: int = 0) -> Launch:
-    """Over all tiles; with `programs` that many share the rows of each stripe of columns."""
+    """Launch over all tiles; `programs` is the number of programs that share the rows of a stripe of columns."""
     d = like.shape[-1]
     n_rows = like.numel() // d
     config = dropout_config(d)
@@ -116,7 +118,7 @@ def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
 def forward_launch(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, relu: bool, p: float, seed: Tensor | None
 ) -> Launch:
-    """The launch that fills `out`; all contiguous."""
+    """Launch that fills `out`; all contiguous."""
     arguments = {"x": x, "bias": bias, "residual": residual, "out": out, "RELU": relu, **dropout_arguments(p, seed)}
     return _launch("forward", _forward_kernel, x, arguments)
 
@@ -130,7 +132,7 @@ def backward_launches(
     p: float,
     seed: Tensor | None,
 ) -> list[Launch]:
-    """The launches that fill `grad_x`, and by way of `partials`, fp32 (programs, d), `grad_bias`; all contiguous."""
+    """Launches that fill `grad_x`, and by way of `partials`, fp32 (programs, d), `grad_bias`; all contiguous."""
     arguments = {"grad_out": grad_out, "y": y, "grad_x": grad_x, **dropout_arguments(p, seed)}
     if partials is None:
         return [_launch("backward", _backward_kernel, grad_out, arguments)]
@@ -168,13 +170,13 @@ def dropout_forward(
 def dropout_backward(
     grad_out: Tensor, y: Tensor | None, relu: bool, p: float, seed: Tensor | None, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias, by Triton; with ``relu`` the mask is read off the output y, else drawn again.
+    """Gradients of x and of the bias, by Triton; with ``relu`` the output y gives the mask, else it is drawn again.
 
     Args:
         grad_out: (..., d), any strides.
         y: the forward's output (without a residual); needed when ``relu``.
         relu, p, seed: those of the forward.
-        has_bias: whether to compute the gradient of a bias.
+        has_bias: True computes the gradient of a bias.
 
     Returns:
         grad_x (..., d) in grad_out's dtype; grad_bias (d,) fp32, or (0,) without a bias.

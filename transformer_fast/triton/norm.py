@@ -4,9 +4,9 @@
     std:   y = (x - mean) / (std + eps) * weight + bias         (variance over d - 1)
     rms:   y = x / sqrt(average(x x) + eps) * weight
 
-A program holds a tile of whole rows in registers, reads them once and writes them once. Rows wider than a tile are
-walked in blocks of columns by one program each. Statistics are fp32, in two passes: mean, then centred squares; or for
-rms in one, of the squares alone.
+A program holds a tile of whole rows in registers, reads the rows once and writes the results once. For a row wider than
+a tile, one program loops over blocks of columns. Statistics are fp32, in two passes: mean, then centred squares. For
+rms one pass sums the squares.
 """
 
 import torch
@@ -22,7 +22,7 @@ from .philox import elementwise_keep_tile, load_seed
 
 @triton.jit
 def load_tile(base, rows, columns, inside, stride):
-    """An fp32 tile of a matrix with unit column stride; 0 outside."""
+    """Load a tile of a matrix with unit column stride as fp32; 0 outside."""
     return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
@@ -31,7 +31,7 @@ def _summed_tile(
     x, residual, summed, rows, start, columns, inside, x_stride, residual_stride, d,
     key_low, key_high, threshold, rescale, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """The rows to be normed: x, or residual + dropout(x), which is also stored, and rounded as stored."""
+    """Rows to be normed: x, or residual + dropout(x), which is also stored, with the rounding of the stored dtype."""
     tile = load_tile(x, rows, columns, inside, x_stride)
     if residual is not None:
         if DROPOUT:
@@ -46,14 +46,14 @@ def _summed_tile(
 
 @triton.jit
 def _mean(tile, inside, count):
-    """Mean of each row, and once more of what is left: a constant row gets exactly itself, a large offset cancels."""
+    """Mean per row, corrected by the mean of the remainder: exact for constant rows and accurate for large offsets."""
     mean = tl.sum(tile, 1) / count
     return mean + tl.sum(tl.where(inside, tile - mean[:, None], 0.0), 1) / count
 
 
 @triton.jit
 def _scale(squares, d, eps, KIND: tl.constexpr):
-    """The factor of a row from the sum of its squares, centred but for rms."""
+    """Factor of a row from the sum of its squares (centred, except for rms)."""
     if KIND == "std":
         return 1.0 / (tl.sqrt(squares / (d - 1)) + eps)
     else:
@@ -76,7 +76,7 @@ def _forward_kernel(
     n_rows, d, x_stride, residual_stride, eps, threshold, rescale,
     KIND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of up to BLOCK_COLUMNS columns: everything stays in registers."""
+    """Norm rows of up to BLOCK_COLUMNS columns, held in registers."""
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -104,7 +104,8 @@ def _forward_wide_kernel(
     d, x_stride, residual_stride, eps, threshold, rescale,
     KIND: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row of any width: three walks over its columns, two for rms, of which the first alone reads memory."""
+    """Norm one row of any width in three loops over its columns (two for rms); only the first loop reads from
+    memory."""
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -124,12 +125,12 @@ def _forward_wide_kernel(
             if start == 0:
                 shift = _mean(tile, inside, BLOCK_COLUMNS)
             sums += tl.where(inside, tile - shift[:, None], 0.0)
-    mean = shift if KIND == "rms" else shift + tl.sum(sums, 1) / d  # rms has none: 0
+    mean = shift if KIND == "rms" else shift + tl.sum(sums, 1) / d  # rms has no mean: 0
 
     source = x if residual is None else summed
     stride = x_stride if residual is None else d
     if residual is not None:
-        tl.debug_barrier()  # the walks below read what other threads of this program stored
+        tl.debug_barrier()  # the loops below read values that other threads of this program stored
     if KIND == "rms":
         squares = sums
     else:
@@ -152,7 +153,7 @@ def _forward_wide_kernel(
 
 
 def as_rows(x: Tensor | None) -> Tensor | None:
-    """(rows, d) with unit stride along d; a view wherever the strides allow one."""
+    """View as (rows, d) with unit stride along d, or copy if the strides allow no view."""
     if x is None:
         return None
     d = x.shape[-1]
@@ -161,7 +162,7 @@ def as_rows(x: Tensor | None) -> Tensor | None:
 
 
 def dropout_arguments(p: float, seed: Tensor | None) -> dict[str, object]:
-    """Kernel arguments that say what is dropped."""
+    """Kernel arguments of the dropout."""
     return {
         "seed": seed if p > 0.0 else None,
         "threshold": round(p * 65536),
@@ -183,7 +184,7 @@ def forward_launch(
     dropout_p: float,
     seed: Tensor | None,
 ) -> Launch:
-    """The launch that norms the (rows, d) matrix x into out."""
+    """Launch that norms the (rows, d) matrix x into out."""
     n_rows, d = x.shape
     config = norm_config("forward", d)
     arguments = {

@@ -1,4 +1,4 @@
-"""LayerNorm, Norm and RMSNorm, backward: one pass over the gradient and the rows, weight gradients summed on the way.
+"""LayerNorm, Norm and RMSNorm, backward: one pass over gradient and rows, which also sums the weight gradients.
 
 With g = dy * weight and h = (x - mean) * rstd all norms have dx = rstd * (g - average(g) - h * slope):
 
@@ -6,8 +6,9 @@ With g = dy * weight and h = (x - mean) * rstd all norms have dx = rstd * (g - a
     std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
     rms:   the slope of layer; without mean and average(g)
 
-A bounded number of programs shares the rows; each keeps its part of the weight gradients in registers and stores it
-once as a row of an fp32 buffer, which a last kernel sums in a fixed order. No atomics: two runs agree bit for bit.
+A bounded number of programs shares the rows; each keeps a partial sum of the weight gradients in registers and stores
+it once, as a row of an fp32 buffer. A last kernel sums the buffer in a fixed order. Without atomics, two runs agree bit
+for bit.
 
 Rows of up to 8192 columns stay in registers from the averages to the gradients. A wider row is cut into slices of up to
 16,384 columns, one program each: the sums of a slice take 64 of a thread's 128 registers, so that the row itself is
@@ -42,7 +43,7 @@ def _store_gradients(
     gradient, grad_summed, grad_x, grad_residual, rows, start, columns, inside, grad_summed_stride, d,
     key_low, key_high, threshold, rescale, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradient that came by the residual path, and send the total to the residual and through the dropout."""
+    """Add the gradient of the residual path, and store the total for the residual and, through dropout, for x."""
     offsets = rows[:, None] * d + columns[None, :]
     if grad_summed is not None:
         gradient += load_tile(grad_summed, rows, columns, inside, grad_summed_stride)
@@ -59,8 +60,8 @@ def _backward_kernel(
     n_rows, d, dy_stride, grad_summed_stride, x_stride, threshold, rescale,
     KIND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes every num_programs-th tile of rows; partials is (2, programs, d), (1, programs, d) for rms,
-    or None."""
+    """Compute the gradients of narrow rows: a program takes every num_programs-th tile of rows; partials is (2,
+    programs, d), (1, programs, d) for rms, or None."""
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
     columns = tl.arange(0, BLOCK_COLUMNS)
@@ -107,9 +108,9 @@ def _backward_wide_kernel(
     n_rows, d, dy_stride, grad_summed_stride, x_stride, threshold, rescale,
     KIND: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of more than BLOCK_COLUMNS columns: a program has BLOCKS blocks of columns of every row it takes, its slice.
+    """Compute the gradients of rows wider than BLOCK_COLUMNS: a program owns a slice of BLOCKS column blocks.
 
-    It walks the whole row for the averages, and its slice, now in a cache, for the gradients.
+    It reads the whole row for the averages, then its slice again, from a cache, for the gradients.
     """
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
@@ -139,7 +140,7 @@ def _backward_wide_kernel(
         new_weight_sums = ()
         new_bias_sums = ()
         for block in tl.static_range(BLOCKS):
-            # Adds nothing, but leaves no address or mask of a block to be kept in registers from row to row.
+            # Adds 0, so that the compiler does not hold addresses and masks of blocks in registers from row to row.
             start = tl.multiple_of(first + block * BLOCK_COLUMNS + tl.minimum(row, 0), 16)
             dy_tile, g, h, columns, inside = _block_of_row(
                 dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS
@@ -169,7 +170,8 @@ def _backward_wide_kernel(
 def _block_of_row(
     dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """dy, g and h of one block of columns, fp32 (1, BLOCK_COLUMNS) and 0 outside; the columns; which are inside."""
+    """Load dy, g and h of one block of columns, fp32 (1, BLOCK_COLUMNS), 0 outside; also return the columns and their
+    mask."""
     columns = start + tl.arange(0, BLOCK_COLUMNS)
     inside = (columns < d)[None, :]
     dy_tile = load_tile(dy, rows, columns, inside, dy_stride)
@@ -184,7 +186,7 @@ def _block_of_row(
 def _sum_partials_kernel(
     partials, grad_weight, grad_bias, programs, d, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """(2, programs, d) fp32 partials summed into the two gradients, in their own dtype."""
+    """Sum fp32 partials (2, programs, d) to the two gradients, in the gradients' dtypes."""
     columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
@@ -202,8 +204,8 @@ def _sum_partials_kernel(
 
 
 def sum_of_partials(partials: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, programs: int) -> Launch:
-    """The launch that sums fp32 partials (2, programs, d) into a weight's gradient and a bias's; (programs, d) will do
-    for the first of them alone."""
+    """Launch that sums fp32 partials (2, programs, d) to the gradients of weight and bias, or (programs, d) to that of
+    the weight."""
     config, d = norm_config("sum", programs), partials.shape[-1]
     arguments = {
         "partials": partials, "grad_weight": grad_weight, "grad_bias": grad_bias, "programs": programs, "d": d,
@@ -216,7 +218,8 @@ def sum_of_partials(partials: Tensor, grad_weight: Tensor | None, grad_bias: Ten
 
 
 def slices_of(d: int) -> tuple[int, int]:
-    """(slices, blocks): a row of d columns is cut into `slices` for as many programs, of `blocks` blocks each."""
+    """Return (slices, blocks): a row of d columns is cut into `slices` slices of `blocks` blocks, one program per
+    slice."""
     config = norm_config("backward", d)
     blocks = blocks_of(d, config.block_columns)
     slices = blocks_of(blocks, config.most_blocks)
@@ -247,8 +250,8 @@ def backward_launches(
     seed: Tensor | None,
     programs: int,
 ) -> list[Launch]:
-    """The launches that fill the four gradients of (rows, d) matrices, in order; by way of `partials`, fp32
-    (2, programs, d), (1, programs, d) for rms, if there are gradients of a weight or bias."""
+    """Launches that fill the four gradients of (rows, d) matrices, in order. `partials`, for gradients of weight or
+    bias, is fp32 (2, programs, d), or (1, programs, d) for rms."""
     n_rows, d = x.shape
     config = norm_config("backward", d)
     slices, blocks = slices_of(d)
@@ -292,7 +295,7 @@ def norm_backward(
         weight: (d,) or None.
         mean, rstd: (rows,) fp32, from the forward; the mean is not read for "rms".
         kind, dropout_p, seed: those of the forward.
-        has_bias: whether to compute the gradient of a bias; "rms" has none.
+        has_bias: True computes the gradient of a bias; "rms" has no bias.
 
     Returns:
         grad_x (..., d); grad_residual (..., d), or (0,) without dropout, where it equals grad_x; grad_weight and

@@ -4,11 +4,11 @@ Method: J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011
 
 The key is one int64 seed. One call gives four 32-bit words, each read as two 16-bit draws (low half,
 then high half), so one call serves eight elements; an element is kept iff its draw is at least
-``round(p * 65536)``. Which element reads which draw is a pure function of its place, never of a tile:
+``round(p * 65536)``. The draw of an element is a pure function of the element's position and does not depend on tiles:
 
 * attention weight (b, h, i, j): counter ``((j >> 5) * 4 + ((j >> 1) & 3), i, h, b)``,
-  word ``(j >> 3) & 3``, half ``j & 1``. A call serves pairs of keys eight apart, which is just what one
-  thread of a tensor-core accumulator holds: the tile below needs no exchange between threads.
+  word ``(j >> 3) & 3``, half ``j & 1``. A call serves pairs of keys eight apart. One thread of a tensor-core
+  accumulator holds exactly these keys, so the tile below needs no exchange between threads.
 * element (r, c) of a (rows, columns) view: counter ``(c >> 3, low32(r), high32(r), 0)``,
   word ``(c >> 1) & 3``, half ``c & 1``. A call serves eight neighbours: one 128-bit access in 16-bit types.
 """
@@ -22,7 +22,7 @@ import triton.language as tl
 
 @triton.jit
 def load_seed(seed):
-    """The seed, an int64 or a pointer to one, as the key (low, high), two uint32 scalars; None for None."""
+    """Load the seed, an int64 or a pointer to an int64, as the key (low, high): two uint32 scalars; None for None."""
     if seed is None:
         return
     else:
@@ -46,22 +46,22 @@ class RandomBits(NamedTuple):
 
 
 def _product(factor: int) -> str:
-    """PTX of a 32 x 32-bit product whose low half and high half are two results."""
+    """PTX of a 32 x 32-bit product, with low half and high half as results."""
     return f"{{ .reg .b64 product; mul.wide.u32 product, $2, {factor}; mov.b64 {{$0, $1}}, product; }}"
 
 
-# The interpreter and GPUs of another maker do not know it.
+# The interpreter and non-NVIDIA GPUs do not support PTX.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
-# One instruction for both halves, which compilers do not make of the two products below; as 64-bit tensors it would
-# change how Triton lays out the words.
+# One instruction gives both halves; compilers do not merge the two products below. 64-bit tensors would change Triton's
+# layout of the words.
 _FACTORS = tl.constexpr((0xD2511F53, 0xCD9E8D57))
 _PRODUCTS = tl.constexpr(tuple(map(_product, _FACTORS.value)))
 
 
 @triton.jit
 def _multiply(x, NUMBER: tl.constexpr):
-    """(low, high) halves of the product of uint32 words with one of the two factors."""
+    """Return the (low, high) halves of the product of uint32 words with one of the two factors."""
     if PTX:
         return tl.inline_asm_elementwise(
             _PRODUCTS[NUMBER], "=r,=r,r", [x], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
@@ -87,9 +87,9 @@ def philox4x32(key_low, key_high, c0, c1, c2, c3):
 
 @triton.jit
 def _draws_to_keep(w0, w1, w2, w3, threshold, IN_PLACE: tl.constexpr):
-    """Eight keep bits per call: (R, C) words -> bool (R, C, half, high bit of word, low bit of word).
+    """Convert words (R, C) to eight keep bits per call: bool (R, C, half, high bit of word, low bit of word).
 
-    IN_PLACE compares a high half without shifting it down, one instruction less; but 65,536 has no place there.
+    IN_PLACE compares the high half without a shift, which saves an instruction; the threshold must be below 65,536.
     """
     threshold = tl.cast(threshold, tl.uint32)
     SHIFT: tl.constexpr = 0 if IN_PLACE else 16
@@ -109,9 +109,9 @@ def _draws_to_keep(w0, w1, w2, w3, threshold, IN_PLACE: tl.constexpr):
 
 @triton.jit
 def kept_or_zero(kept, values):
-    """``where(kept, values, 0)`` for values that are rounded to 16 bits next.
+    """Compute ``where(kept, values, 0)`` for values that are rounded to 16 bits next.
 
-    LLVM would round before it selects, where the zero is a constant, and then has to take pairs of 16 bits apart.
+    With a constant zero, LLVM would round before the select, and then would have to split pairs of 16 bits.
     """
     zero = tl.full((), 0.0, tl.float32)
     if PTX:
@@ -129,8 +129,8 @@ def attention_keep_tile(random, start_query, start_key, QUERIES: tl.constexpr, K
         QUERIES, KEYS: tile shape; KEYS a power of two of at least 32.
 
     Returns:
-        bool (QUERIES, KEYS), True = kept. With the threshold 65,536, that is where everything is dropped, they are any:
-        there the caller's factor of kept weights is 0.
+        bool (QUERIES, KEYS), True = kept. With threshold 65,536 (everything dropped) the bits are arbitrary, because
+        the caller's factor of kept weights is 0.
     """
     w0, w1, w2, w3 = attention_draws(random, start_query, start_key, QUERIES, KEYS)
     return kept_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
@@ -138,7 +138,7 @@ def attention_keep_tile(random, start_query, start_key, QUERIES: tl.constexpr, K
 
 @triton.jit
 def attention_draws(random, start_query, start_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """The four words of each call for the weights of a tile: uint32 (QUERIES, KEYS // 8)."""
+    """Draw the four words per call for the weights of a tile: uint32 (QUERIES, KEYS // 8)."""
     blank = tl.zeros((QUERIES, KEYS // 8), tl.uint32)
     query = (start_query + tl.arange(0, QUERIES)).to(tl.uint32)[:, None] + blank
     call = (start_key // 8 + tl.arange(0, KEYS // 8)).to(tl.uint32)[None, :] + blank
@@ -149,7 +149,7 @@ def attention_draws(random, start_query, start_key, QUERIES: tl.constexpr, KEYS:
 
 @triton.jit
 def kept_of_draws(w0, w1, w2, w3, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """The keep bits (QUERIES, KEYS) of a tile from its :func:`attention_draws`."""
+    """Convert :func:`attention_draws` of a tile to keep bits (QUERIES, KEYS)."""
     keep = _draws_to_keep(w0, w1, w2, w3, threshold, True)
     # key = group * 32 + word * 8 + (call & 3) * 2 + half
     keep = tl.reshape(keep, (QUERIES, KEYS // 32, 4, 2, 2, 2))

@@ -1,8 +1,8 @@
 """Masked attention: kernels and launchers.
 
-The kernels have the same arguments by the same names. A part that a call does not have is None, and the kernel compiles
-to what it would be without that part. The number of arguments has a reason: a tuple of arguments would be fewer names,
-but Triton specialises each integer in a tuple by its value, and compiles a kernel anew for each length.
+All kernels use the same argument names. A missing part of a call is None; the kernel is then compiled without that
+part. Arguments are not grouped in tuples, because Triton specialises each integer in a tuple by its value and would
+compile a kernel anew for each length.
 
 ========================== ============================================================================================
 argument                   meaning

@@ -1,8 +1,8 @@
-"""Masked attention, backward: weights are computed again from the logsumexp, tile by tile.
+"""Masked attention, backward: recomputes the weights from the logsumexp, tile by tile.
 
-Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as two kernels: the gradient of q, with delta (one number a
-row), which the next one needs (:mod:`.backward_q`), and the gradients of k and v (:mod:`.backward_kv`).
-Every sum has one owner and one order: two runs agree bit for bit.
+Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as two kernels. The first computes the gradient of q, and delta
+    (one number per row), which the second kernel reads (:mod:`.backward_q`). The second computes the gradients of k and
+    v (:mod:`.backward_kv`). One program computes each sum, in a fixed order, so two runs agree bit for bit.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from .tiles import changes_scores, positive_scale
 
 
 def row_buffers(q: Tensor, logsumexp: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Buffers from grad_q to grad_kv: delta, flags of rows without keys, sums of weights.
+    """Buffers that the grad_q kernel fills for the grad_kv kernel: delta, flags of rows without keys, sums of weights.
 
     `logsumexp` is (B, H, Lq), or (H, Tq) of a packed batch.
     """
@@ -31,7 +31,7 @@ def row_buffers(q: Tensor, logsumexp: Tensor, params: AttentionParams) -> tuple[
     else:
         flags = logsumexp.shape[0] * (rows // a_flag + params.packed.cu_seqlens_q.shape[0] - 1)
     empty_flags = torch.empty(flags, dtype=torch.int32, device=logsumexp.device)
-    # What 16-bit types cannot show is not corrected.
+    # Corrections below the precision of 16-bit types are skipped.
     if q.dtype == torch.float32 or changes_scores(params):
         delta, sums = empties_like(logsumexp, logsumexp)
         return delta, empty_flags, sums
@@ -42,7 +42,7 @@ def backward_launches(
     inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], params: AttentionParams,
     arch: str | None = None,
 ) -> list[Launch]:  # fmt: skip
-    """The two launches from :func:`attention_backward`'s tensors to the gradients, by way of :func:`row_buffers`.
+    """The two kernel launches of :func:`attention_backward`, which communicate by :func:`row_buffers`.
 
     Args:
         inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits.
@@ -82,8 +82,8 @@ def attention_backward(
         grad_out: the gradient of out; any strides.
         q, k, v, params: as given to the forward launcher.
         out, logsumexp: as it returned them.
-        grad_logsumexp: fp32, the gradient of logsumexp, or None. A row without keys takes none.
-        kept_bits: as the forward launcher returned it; None lets the kernels draw again.
+        grad_logsumexp: fp32, the gradient of logsumexp, or None. It is ignored for rows without keys.
+        kept_bits: result of the forward launcher; None makes the kernels draw the dropout again.
         call: see :func:`.launches.run_call`.
 
     Returns:
@@ -99,8 +99,8 @@ def attention_backward(
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits
     outputs = (*gradients, *row_buffers(q, logsumexp, params))
     if params.packed is not None and params.packed.seqused_k is not None:
-        grad_k, grad_v = (t.zero_() for t in gradients[1:])  # the kernels write to the keys that are used alone
+        grad_k, grad_v = (t.zero_() for t in gradients[1:])  # the kernels write only to keys in use
     run_call(call, inputs, outputs, params, backward_launches)
-    # The kernels had q times the sign of the scale.
+    # The kernels read q times the sign of the scale.
     grad_q, grad_k, grad_v = gradients
     return (grad_q if params.scale > 0 else grad_q * (-1.0 if params.scale < 0 else 0.0)), grad_k, grad_v

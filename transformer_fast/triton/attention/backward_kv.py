@@ -1,7 +1,7 @@
-"""Masked attention, backward: the gradients of k and v, a program a tile of keys of one key head.
+"""Masked attention, backward: the gradients of k and v, one program per tile of keys and key head.
 
 The program loops over the query heads of its group, and over the tiles of queries that see any of its keys. Rows
-without keys, whose weight is 1/Lk on every key, may lie outside those, and are summed first.
+without keys have weight 1/Lk on every key. They may lie outside these tiles, so they are summed first.
 """
 
 import triton.language as tl
@@ -24,7 +24,7 @@ from .steps import (
 )
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
-# Flags that are read at once.
+# Number of flags per load.
 _SCAN = tl.constexpr(256)
 
 
@@ -52,8 +52,8 @@ def grad_kv_kernel(
 ):  # fmt: skip
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     BASE_E: tl.constexpr = sums is not None
-    # Addresses and Philox keys are computed again in each step: cheaper than the registers to hold them. But a wide
-    # tile of a packed batch would then need more of them than there are.
+    # Each step recomputes addresses and Philox keys, which is cheaper than holding them in registers. Exception: a wide
+    # tile of a packed batch, which would then exceed the registers.
     RECOMPUTE: tl.constexpr = cu_seqlens_k is None or BLOCK_D < 64
     batch, kv_head, tile = program_of(heads // group, keys, batch_order, BLOCK_KEYS)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
@@ -61,8 +61,8 @@ def grad_kv_kernel(
     keys = used_keys(seqused_k, batch, stored_keys)
     causal_offset, window, distance_zero = positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT)
     bias, bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
-    # First key tile first: under a causal mask it has the most queries. The order of a mask's tiles is that of the
-    # group's first head: heads of one group mostly share a mask.
+    # First key tile first: under a causal mask it has the most queries. The tile order of the group's first head is
+    # used, because heads of a group mostly share a mask.
     if tile_order is not None:
         tile = tl.load(tile_order + batch * map_batch + kv_head * group * map_head + tile)
     start_key = tile * BLOCK_KEYS
@@ -78,7 +78,7 @@ def grad_kv_kernel(
     k_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
     v_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
 
-    # Rows without keys give every value the same share, and the key nothing. Elsewhere they weigh nothing.
+    # Rows without keys add the same share to every value and nothing to the keys. In the loop below their weight is 0.
     if not ZERO_EMPTY_ROWS:
         masked = (tile_list is not None) or (lengths is not None) or (window is not None) or (key_ids is not None)
         masked = masked or BIASED
@@ -139,7 +139,7 @@ def grad_kv_kernel(
         for step in tl.range(0, steps.end, disable_licm=RECOMPUTE):
             start = tile_at(head_tile_list, step, steps, query_tiles) * BLOCK_QUERIES
             row = start + tl.arange(0, BLOCK_QUERIES)
-            # Rows past the last query weigh nothing: exp(0 - inf). So do those without keys, whose scores are -inf.
+            # Rows past the last query have weight exp(0 - inf) = 0. Rows without keys have scores of -inf, so weight 0.
             shift = tl.load(logsumexp + first_row + row, mask=row < queries, other=float("inf"))
             row_delta = tl.load(delta + first_row + row, mask=row < queries, other=0.0)
             empty = shift == float("-inf")

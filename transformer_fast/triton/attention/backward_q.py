@@ -1,7 +1,7 @@
-"""Masked attention, backward: the gradient of q, a program a tile of queries.
+"""Masked attention, backward: the gradient of q, one program per tile of queries.
 
-The program loops over the tiles of keys that its queries see, as the forward does. What it knows of its rows before, it
-leaves for the gradients of k and v: delta, one number a row, and which rows have no keys.
+The program loops over the tiles of keys that its queries see, as the forward does. Before the loop it stores two values
+per row for the gradients of k and v: delta, and a flag for rows without keys.
 """
 
 import triton.language as tl
@@ -113,11 +113,11 @@ def grad_q_kernel(
     shift = tl.where(empty, 0.0, shift) * (1.0 if BASE_E else LOG2E)
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     grad_tile = load_rows(grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
-    # What the softmax's gradient subtracts in each row.
+    # delta: the value that the softmax gradient subtracts per row.
     out_tile = load_rows(out, start_query, queries, out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     row_delta = row_products(grad_tile, out_tile)
     if grad_logsumexp is not None:
-        # The logsumexp of an empty row is a constant, whatever gradient comes back to it (NaN, through an exp).
+        # The logsumexp of an empty row is a constant, so its gradient (perhaps NaN, through an exp) is ignored.
         row_delta -= tl.load(grad_logsumexp + first_row + rows, mask=empty == 0, other=0.0)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
@@ -164,8 +164,8 @@ def grad_q_kernel(
         empty_flags += flag_row(cu_seqlens_q, batch, head, heads, first_query, queries)
         tl.store(empty_flags + flag, found, mask=flag * FLAG_ROWS < queries)
 
-    # Twice only where a NaN or Inf came out: then with such keys read as zeros. Where they are allowed, the scores
-    # bring the NaN anyway.
+    # A second round only after a NaN or Inf result: it reads non-finite keys as zeros. For queries that may see such a
+    # key, the scores are NaN anyway.
     end = steps.end
     for NONFINITE_PASS in tl.static_range(0, 2):
         if NONFINITE_PASS:

@@ -2,8 +2,9 @@
 
 Method: T. Dao, D. Haziza, F. Massa and G. Sizov, "Flash-Decoding for long-context inference", 2023. All query heads
 that share a key head, times the new positions of each, are the rows of one tile, so that the cache is read once for
-them. How many parts there may be comes from shapes alone, so nothing waits for the device; how many keys a part has
-comes from each sequence's own length, read by the program: programs past its last key exit, the others share equally.
+them. The maximum number of parts depends on shapes only, so the host never waits for the device. The number of keys per
+part depends on the sequence's length, which each program reads: programs past the last key exit, and the others share
+the keys equally.
 """
 
 import functools
@@ -29,12 +30,12 @@ from .tiles import (
     within_reach,
 )
 
-# Parts are made until about so many programs run (a few for each multiprocessor), but never more than MOST_PARTS a row.
+# Target number of programs (a few per multiprocessor); the number of parts per row is at most MOST_PARTS.
 PROGRAMS = 512
 MOST_PARTS = 128
 REDUCED_AT_ONCE = 32
 
-# (most rows, keys, warps for each 16 rows, stages) a tile by bits of the type and padded head size.
+# (maximum rows, keys, warps per 16 rows, stages) of a tile, by bits of the type and padded head size.
 TILES = {
     (16, 32): (32, 64, 4, 3), (16, 64): (32, 64, 4, 3), (16, 128): (32, 64, 4, 3), (16, 256): (32, 32, 4, 3),
     (32, 32): (16, 64, 4, 2), (32, 64): (16, 64, 4, 2), (32, 128): (16, 32, 4, 2), (32, 256): (16, 32, 8, 2),
@@ -49,7 +50,7 @@ def _join_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One row of the output from its parts."""
+    """Join the parts of one output row."""
     number = tl.program_id(0)
     query = number % queries
     head = number // queries % (kv_heads * group)
@@ -62,7 +63,7 @@ def _join_kernel(
         window += length - queries
     bounds = Bounds(None, 0, causal_offset, window, queries, length, None, None)
     first_key, last_key, share = shares(bounds, parts, BLOCK_KEYS)
-    # At least one part, so that nothing is divided by zero; its loop does not run if there is no key.
+    # At least one part, to avoid a division by zero; its loop does not run if there is no key.
     used = tl.cdiv(tl.maximum(last_key - first_key, 0), tl.maximum(share, 1))
 
     dim = tl.arange(0, BLOCK_D)
@@ -123,15 +124,15 @@ def division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> Division:
 
 
 def most_registers(bits: int, block_d: int, block_rows: int, masked: bool, whole_pages: bool) -> int | None:
-    """Registers a thread may take where the scores are only masked, or not even that, and keys are read in parts from
-    pages of whole tiles, or not. One more program runs with so many, and nothing spills; None: the compiler chooses."""
+    """Register limit per thread with which one more program fits and nothing spills; None lets the compiler choose. It
+    depends on masking, on the number of parts, and on pages of whole tiles."""
     if (bits, block_d, block_rows) == (16, 64, 32):
         return 128
     return 96 if (bits, block_d, block_rows) == (16, 64, 16) and whole_pages and not masked else None
 
 
 def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Buffers from the parts to the join, fp32: sums of weighted values, maxima and sums of the rows of q; None for one
+    """Buffers between parts and join, fp32: weighted sums of values, and maxima and sums per row of q; None for one
     part."""
     if parts == 1:
         return None, None, None
@@ -147,7 +148,7 @@ def decode_launches(
     part_outs: Tensor | None, part_maxes: Tensor | None, part_sums: Tensor | None,
     causal: int | None, window: int | None, softcap: float | None, scale: float,
 ) -> list[Launch]:  # fmt: skip
-    """One launch, or two where the keys are split, that fill `out` and `logsumexp` by way of :func:`part_buffers`.
+    """Launches that fill `out` and `logsumexp`: one, or two by way of :func:`part_buffers` if the keys are split.
 
     k, v: (B, Hkv, S, D), or with a page table (pages, Hkv, page_size, D).
     """
@@ -162,8 +163,8 @@ def decode_launches(
     _, keys, warps, stages = TILES[q.element_size() * 8, block_d]
     registers = None
     if softcap is not None or distance_bias is not None:
-        keys = min(keys, 32)  # what is done to the scores takes the registers of more
-        registers = 255  # else ptxas may spill for one more program at once
+        keys = min(keys, 32)  # score features need the registers of further warps
+        registers = 255  # else ptxas may spill to fit one more program
     elif key_ids is None:
         masked = causal_offset is not None or window is not None
         whole_pages = parts > 1 and page_size > 0 and page_size % keys == 0
@@ -234,15 +235,17 @@ def attention_decode(
     scale: float,
     call: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the newest queries of every sequence to its cache, by Triton; forward only.
+    """Attention of the newest queries per sequence to a cache, by Triton; forward only.
 
     Args:
         q: (B, H, Lq, D), fp32, fp16 or bf16, the last Lq positions of each sequence; D from 1 to 256; last stride 1.
         k_cache, v_cache: (B, Hkv, S, D) of q's dtype, ``Hkv`` divides ``H``, any strides with last 1; or, with a page
             table, (pages, page_size, Hkv, D).
-        lengths: int32 (B,), keys in the cache, those of the new positions included; what lies past them is not read.
+        lengths: int32 (B,), number of keys per sequence in the cache, with those of the new positions; later keys are
+            not read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
-            ``page_table[b, j // page_size]``. Entries past the last key may hold anything. A page size compiles once.
+            ``page_table[b, j // page_size]``. Entries past the last key may hold anything. Each page size compiles
+            once.
         distance_bias: fp32 (B|1, H|1, Lq + S - 1), last stride 1, of which entry ``S - 1 + j - (i + lengths[b] - Lq)``
             is added to the score of query i and key j; -inf blocks.
         query_ids, key_ids: int32 (B, Lq) and (B, S): query i sees the keys of its own id. Both or neither.

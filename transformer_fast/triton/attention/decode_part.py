@@ -1,4 +1,5 @@
-"""Attention of a few new queries to a long cache: the kernel of one part of the keys, of which :mod:`.decode` tells."""
+"""Attention of a few new queries to a long cache: the kernel of one part of the keys; :mod:`.decode` describes the
+method."""
 
 import triton
 import triton.language as tl
@@ -6,7 +7,7 @@ import triton.language as tl
 from .mask import Bounds, first_visible, ids_at, key_limits, same_document, tanh, within_bounds
 from .tiles import LN2, LOG2E, any_true, load_rows
 
-# No cache length, batch or head count compiles anything new (compare attention_tiles.RUNTIME_INTEGERS).
+# A new cache length, batch size or head count does not recompile (see RUNTIME_INTEGERS in tiles.py).
 RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim in ("batch", "head", "row")] + [
     "table_batch", "kv_heads", "group", "queries", "capacity", "causal_offset", "window", "parts", "rows",
     "distance_batch", "distance_head", "distance_zero", "query_ids_batch", "key_ids_batch",
@@ -15,7 +16,7 @@ RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim i
 
 @triton.jit
 def shares(bounds, parts, KEYS: tl.constexpr):
-    """(first key, end, keys of a part): what the parts share of one sequence, in whole tiles of keys."""
+    """Return (first key, end, keys per part) of one sequence, in whole tiles of keys."""
     first = first_visible(0, bounds) // KEYS * KEYS
     end = bounds.keys
     if bounds.causal_offset is not None:
@@ -28,7 +29,7 @@ def _load_cache(
     base, page_table, start, end, page_stride, row_stride, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows [start, start + KEYS) of a cache, zeros from `end` on; PAGE_SIZE 0: a cache without pages."""
+    """Load rows [start, start + KEYS) of a cache, zeros from `end` on; PAGE_SIZE 0 means no pages."""
     if PAGE_SIZE == 0:
         return load_rows(base, start, end, row_stride, KEYS, HEAD_DIM, BLOCK_D, UNIT)
     elif PAGE_SIZE % KEYS == 0:
@@ -57,7 +58,8 @@ def part_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of one (sequence, key head), for a tile of the query rows that share it."""
+    """Compute one part of the keys of one (sequence, key head), for a tile of the query rows that share the key
+    head."""
     tiles = tl.cdiv(group * queries, BLOCK_ROWS)
     part = tl.program_id(0) % parts
     tile = tl.program_id(0) // parts % tiles
@@ -77,7 +79,7 @@ def part_kernel(
     first_key, last_key, share = shares(bounds, parts, BLOCK_KEYS)
     begin = first_key + part * share
     end = tl.minimum(begin + share, last_key)
-    # With one part the result is written here, and an empty cache has one too.
+    # With a single part, also for an empty cache, the result is written here.
     if part_outs is not None and begin >= last_key:
         return
 
@@ -105,7 +107,7 @@ def part_kernel(
 
     row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
-    if sinks is not None and part_outs is None:  # else the join knows them
+    if sinks is not None and part_outs is None:  # else the join adds the sinks
         row_max = tl.load(sinks + head, mask=inside, other=0.0) * LOG2E
         row_sum += 1.0
     acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
@@ -113,7 +115,7 @@ def part_kernel(
         stop = end
         if key_ids is not None:
             same = same_document(query, start, bounds, BLOCK_KEYS)
-            # A tile without a key of these rows' documents is not read.
+            # A tile that shares no document with these rows is skipped.
             stop = tl.where(any_true(same), end, start)
         k_tile = _load_cache(k, page_table, start, stop, k_batch, k_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         v_tile = _load_cache(v, page_table, start, stop, v_batch, v_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
@@ -142,14 +144,14 @@ def part_kernel(
                 visible = visible & (nearness != float("-inf"))
             scores = tl.where(visible, scores, float("-inf"))
             if causal_offset is not None or window is not None or key_ids is not None or distance_bias is not None:
-                # Some rows see these values and some must not: 0 * NaN inside the product below is NaN.
+                # Only some rows may see these values; in the product below, 0 * NaN would be NaN for the others.
                 finite = (v_tile - v_tile) == 0.0
                 seen = tl.where(visible, 1.0, 0.0).to(v_tile.dtype)
                 reached = tl.dot(seen, tl.where(finite, 0.0, 1.0).to(v_tile.dtype), input_precision="ieee") > 0.0
                 acc += tl.where(reached, float("nan"), 0.0)
                 v_tile = tl.where(finite, v_tile, 0.0)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # A row that has seen no key yet has row_max -inf, which must not be subtracted from itself.
+        # Before its first key a row has row_max -inf; -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.math.exp2(scores - shift[:, None])
         decay = tl.math.exp2(row_max - shift)

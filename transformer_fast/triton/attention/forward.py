@@ -1,12 +1,12 @@
 """Masked attention, forward: one pass over the keys with an online softmax.
 
 Method: M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018; tiled as in T. Dao,
-"FlashAttention-2", 2023, section 3.1. A program computes one tile of queries of one head. It runs the tiles of
-keys that all its queries see without mask code, then the tiles that some see, and never touches the rest.
+"FlashAttention-2", 2023, section 3.1. A program computes one tile of queries of one head. It runs tiles of keys visible
+to all its queries without mask code, then partially visible tiles, and skips the rest.
 
-Two things are rare and are not paid for in those loops: rows with no key (their weight is 1/Lk on *every* key), and NaN
-or Inf in V at a key that some rows of a tile block (0 * NaN is NaN inside a matrix product). Both show in the result,
-and then the program repeats its tile once, with such values read as zeros.
+The loops do not handle two rare cases: rows with no key (their weight is 1/Lk on *every* key), and NaN or Inf in V at a
+key that some rows of a tile block (0 * NaN is NaN inside a matrix product). Both are visible in the result. Then the
+program repeats its tile once, and reads such values as zeros.
 """
 
 from dataclasses import replace
@@ -111,7 +111,7 @@ def _forward_kernel(
         row_sum += 1.0
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
-    # Without LICM the compiler computes addresses and Philox keys again: cheaper than the registers to hold them.
+    # Without LICM the compiler recomputes addresses and Philox keys, which is cheaper than holding them in registers.
     for step in tl.range(0, steps.end, disable_licm=True):
         start = tile_at(tile_list, step, steps, key_tiles) * BLOCK_KEYS
         k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
@@ -122,10 +122,10 @@ def _forward_kernel(
             )
             scores = tl.where(allowed, scores, float("-inf"))
         else:
-            # Scores that come from a branch alone do not show Triton that the next product takes them: on sm_80 it
-            # would spread the keys of a row over several warps, which then exchange all that is summed or drawn along
-            # it. Selected again they do, at no cost: compilers see that it changes nothing. In a product of fewer rows
-            # than columns it would spread them all the more.
+            # If scores come only from a branch, Triton does not see that the next product uses them. On sm_80 it would
+            # then spread the keys of a row over several warps, which must exchange sums and draws along the row. This
+            # is worse in products with fewer rows than columns. The extra select shows Triton the use; it costs
+            # nothing, because compilers remove it.
             edge = at_edge(step, steps, window is not None and tile_list is None, True)
             masked = scores
             if edge:
@@ -133,7 +133,7 @@ def _forward_kernel(
                 masked = tl.where(allowed, scores, float("-inf"))
             scores = tl.where(edge, masked, scores) if BLOCK_QUERIES >= BLOCK_D else masked
         new_max = tl.maximum(row_max, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))
-        # A row that has seen no key yet has the maximum -inf, which must not be subtracted from itself.
+        # Before its first key a row has the maximum -inf; -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = exponential(scores, shift[:, None], scale, BIASED)
         decay = tl.math.exp2((row_max - shift) * (LOG2E if BIASED else 1.0))
@@ -145,7 +145,7 @@ def _forward_kernel(
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
         row_max = new_max
 
-    # Usually none of the two loops below takes a step: they are loops rather than branches.
+    # The two loops below usually take no step; they stand in for branches.
     empty = row_sum == 0.0
     nonfinite_end = tl.where(any_true((acc - acc) != 0.0), last_key, 0)
     repeat_end = nonfinite_end
@@ -169,7 +169,7 @@ def _forward_kernel(
         v_tile = load_rows(v, start, keys, v_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         v_tile = tl.where((v_tile - v_tile) == 0.0, v_tile, 0.0)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
-    # Which queries a NaN or Inf reaches, in a loop of its own: the two at once would need the most registers of all.
+    # A separate loop finds the queries that a NaN or Inf reaches; one loop for both would need too many registers.
     for start in tl.range(0, nonfinite_end, REPEAT_KEYS, num_stages=1, disable_licm=True):
         v_tile = load_rows(v, start, last_key, v_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.zeros((BLOCK_QUERIES, REPEAT_KEYS), tl.float32)
@@ -193,7 +193,7 @@ def _forward_kernel(
 def forward_launches(
     inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], params: AttentionParams, arch: str | None = None
 ) -> list[Launch]:
-    """The launch from :func:`attention_forward`'s tensors to its results, for an architecture class."""
+    """Kernel launch of :func:`attention_forward`, for an architecture class."""
     (q, k, v), (out, logsumexp, kept_bits) = inputs, outputs
     q, scale, _ = positive_scale(q, params.scale)
     params = replace(params, scale=scale)
@@ -213,14 +213,14 @@ def attention_forward(
     Args:
         q: (B, H, Lq, D), fp32, fp16 or bf16; D from 1 to 256; last stride 1. Of a packed batch (Tq, H, D).
         k, v: (B, Hkv, Lk, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1. Of a packed batch (Tk, Hkv, D).
-        params: what is masked, scaled and dropped. Dropout is drawn by :mod:`..philox`; query i and key j of sequence b
-            of a packed batch draw as in a padded one.
-        training: whether a backward follows, for which the forward may keep what it drew.
+        params: mask, scale and dropout. :mod:`..philox` draws dropout; query i and key j of sequence b draw the same in
+            a packed and in a padded batch.
+        training: True if a backward follows; the forward may then keep its dropout bits.
         call: see :func:`.launches.run_call`.
 
     Returns:
-        out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys. And which
-        weights dropout kept, for the backward (:mod:`.kept_bits`), or None.
+        out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys. Third, the
+        bits of kept weights for the backward (:mod:`.kept_bits`), or None.
     """
     out, logsumexp = empty_outputs(q)
     if q.numel() == 0 or k.numel() == 0:

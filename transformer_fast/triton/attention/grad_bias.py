@@ -1,9 +1,10 @@
 """Masked attention, backward: the gradient of the additive bias, for any shape it is broadcast from.
 
 The gradient of a score is ``weight * (gradient of the weight - delta)`` (T. Dao, "FlashAttention-2", 2023, section
-3.1.2); that of the bias is its sum over whatever the bias was broadcast over: batches (T5), queries (ALiBi), heads.
-A program owns one tile of the bias and walks over those, in one order; where too few programs would run, several share
-a tile and their fp32 parts are added afterwards. Nothing is atomic: two runs agree bit for bit.
+3.1.2); The gradient of the bias is the sum of score gradients over all broadcast dimensions: batches (T5), queries
+(ALiBi), heads. A program owns one tile of the bias and sums over these dimensions in a fixed order. If too few programs
+would run, several programs share a tile, and their fp32 parts are added afterwards. Without atomics, two runs agree bit
+for bit.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from .tiles import (
 )
 from .weights import TILES
 
-# A bias of fewer tiles than this is shared out until about so many programs run: a few for each multiprocessor.
+# Target number of programs, a few per multiprocessor; a bias with fewer tiles is shared among programs.
 PROGRAMS = 512
 STEPPING = ("batches_each", "heads_each", "query_tiles_each", "key_tiles_each", "parts", "steps")
 
@@ -57,10 +58,10 @@ def _grad_bias_kernel(
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the bias, or a part of the sum for it: `steps` of the (batch, head, query tile, key tile) behind it.
+    """Sum one tile of the bias, or a part of that sum: `steps` of the (batch, head, query tile, key tile) combinations.
 
-    Program numbers count parts, then the bias's key tiles, query tiles, heads and batches; `*_each` is how many of
-    each the bias's one stands for: 1, or all where it is broadcast.
+    Program numbers count parts, then the bias's key tiles, query tiles, heads and batches; `*_each` is the number of
+    entries that share one entry of the bias: 1, or all entries of a broadcast dimension.
     """
     query_tiles = tl.cdiv(queries, BLOCK_QUERIES)
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
@@ -151,12 +152,12 @@ def _grad_bias_kernel(
 
 
 class Sharing(NamedTuple):
-    """Tiles of a bias, shared out.
+    """Distribution of the tiles of a bias over programs.
 
     Attributes:
         tiles: number of tiles of the bias.
-        each: how many batches, heads, blocks of queries and blocks of keys one of them stands for.
-        parts: number of parts that a sum is made in.
+        each: number of batches, heads, query blocks and key blocks per tile.
+        parts: number of parts per sum.
         steps: number of addends per part.
     """
 
@@ -167,10 +168,10 @@ class Sharing(NamedTuple):
 
 
 def sharing(q: Tensor, k: Tensor, params: AttentionParams) -> Sharing:
-    """Share out the tiles of a bias, for q and k as the kernels take them."""
+    """Distribute the tiles of a bias over programs, for q and k as the kernels take them."""
     rows, keys, _ = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]
     counts = (*q.shape[:2], blocks_of(q.shape[2], rows), blocks_of(k.shape[2], keys))
-    shape = params.bias.shape if params.packed is None else (2, params.bias.shape[0], 2, 2)  # each sequence has its own
+    shape = params.bias.shape if params.packed is None else (2, params.bias.shape[0], 2, 2)  # one per sequence
     each = [n if size == 1 else 1 for n, size in zip(counts, shape, strict=True)]
     tiles, total = 1, 1
     for n, behind in zip(counts, each, strict=True):
@@ -180,14 +181,14 @@ def sharing(q: Tensor, k: Tensor, params: AttentionParams) -> Sharing:
 
 
 def part_sums(bias: Tensor, parts: int) -> Tensor:
-    """(parts, *bias.shape), in bias's dtype if there is nothing left to add, else fp32."""
+    """Buffer (parts, *bias.shape), in the bias's dtype for a single part, else fp32."""
     return torch.empty((parts, *bias.shape), dtype=bias.dtype if parts == 1 else torch.float32, device=bias.device)
 
 
 def grad_bias_launches(
     inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], params: AttentionParams
 ) -> list[Launch]:
-    """The two launches from :func:`attention_grad_bias`'s tensors to the gradient, or its parts.
+    """The two kernel launches of :func:`attention_grad_bias`, which fill the gradient or its parts.
 
     Args:
         inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp.

@@ -1,10 +1,10 @@
 """Masked attention, backward: the gradient of a bias by distance, in memory linear in the lengths.
 
-Entry ``zero + d`` of such a bias is added to the score of every query i and key ``i + d``: its gradient is the sum of
-the gradients of scores along a diagonal. Tiles of scores lie on diagonals, too: those whose keys start so many tiles
-after their queries. A program owns one diagonal of tiles of one head, adds up its tiles, and in the end sums the
-diagonals of that one tile. Neighbouring diagonals of tiles share distances, which are added afterwards, as are batches
-and heads that share the bias. Nothing is atomic: two runs agree bit for bit.
+Entry ``zero + d`` of such a bias is added to the score of every query i and key ``i + d``: the gradient of the entry is
+the sum of the score gradients along a diagonal. Tiles of scores form diagonals too: all tiles whose keys start the same
+number of tiles after their queries. A program owns one diagonal of tiles of one head. It adds up these tiles, and in
+the end sums the diagonals of the resulting tile. Neighbouring diagonals of tiles share distances; these sums are added
+afterwards, and so are batches and heads that share the bias. Without atomics, two runs agree bit for bit.
 """
 
 from typing import Any
@@ -25,9 +25,9 @@ from .tile_map import bits_arguments
 from .tiles import at_head, at_row, jit, mask_arguments, padded_head_dim, sequence_arguments, tensor_arguments
 from .weights import TILES as _TILES
 
-# (query rows, keys, warps) a tile by bits of the type and padded head size: those of the weights, where none spills.
+# (query rows, keys, warps) of a tile, by bits of the type and padded head size: the tiles of weights.py if none spills.
 TILES = _TILES | {(16, 32): (64, 32, 8), (16, 64): (64, 32, 8)}
-# Batches that share a bias are walked by one program, but shared out until about so many programs run.
+# Target number of programs. One program sums all batches that share a bias, or several programs up to this number.
 PROGRAMS = 512
 
 
@@ -49,7 +49,7 @@ def _grad_distance_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one diagonal of tiles, of one head, over `batches_each` of `batches` batches.
+    """Sum one diagonal of tiles, of one head, over `batches_each` of `batches` batches.
 
     Program numbers count parts of the batches, then diagonals, heads, and batches that have a bias of their own.
     """
@@ -58,7 +58,7 @@ def _grad_distance_kernel(
     count = above + tl.cdiv(keys, BLOCK_KEYS)
     part = tl.program_id(0) % parts
     number = tl.program_id(0) // parts
-    # Tile of keys less that of queries, in tiles of keys.
+    # Index of the key tile minus that of the query tile, in tiles of keys.
     diagonal = number % count - above
     head = number // count % heads
     first_batch = number // count // heads + part * batches_each
@@ -92,7 +92,7 @@ def _grad_distance_kernel(
         first = tl.cdiv(tl.maximum(-diagonal, 0), KEY_TILES)
         end = tl.cdiv(tl.maximum(tl.cdiv(own_keys, BLOCK_KEYS) - diagonal, 0), KEY_TILES)
         end = tl.minimum(end, tl.cdiv(own_queries, BLOCK_QUERIES))
-        # Nothing where the nearest distance is past the causal diagonal.
+        # No work if the nearest distance is past the causal diagonal.
         end = tl.where(diagonal * BLOCK_KEYS - (BLOCK_QUERIES - 1) > own_causal, first, end)
         for tile in tl.range(first, end, num_stages=1, disable_licm=True):
             start_query = tile * BLOCK_QUERIES
@@ -135,16 +135,14 @@ def diagonal_sums(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
 
 
 def lengths_of_views(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[int, int]:
-    """Queries and keys of the tensors that the kernel gets: no sequence is longer than all tokens of a packed batch,
-    whatever the caller's bound."""
+    """Number of queries and keys in the kernel's tensors; in a packed batch at most the number of tokens."""
     if params.packed is None:
         return q.shape[2], k.shape[2]
     return min(params.packed.max_q, q.shape[0]), min(params.packed.max_k, k.shape[0])
 
 
 def along_distances(sums: Tensor, params: AttentionParams, queries: int, keys: int, tile: tuple[int, int]) -> Tensor:
-    """The gradient, fp32 like distance_bias, from :func:`diagonal_sums`: neighbours shifted by a tile of keys and
-    added."""
+    """Gradient, fp32 like distance_bias, from :func:`diagonal_sums`: adds neighbours, shifted by a tile of keys."""
     rows, columns = tile
     ends = params.packed is not None and params.packed.bottom_right
     sums = sums[0].movedim(2, 0) if ends else sums.sum(3)
@@ -162,10 +160,10 @@ def along_distances(sums: Tensor, params: AttentionParams, queries: int, keys: i
 
 
 def _counted_from_the_end(gradient: Tensor, packed: PackedBatch, queries: int) -> Tensor:
-    """The sum (1, H|1, max_q + max_k - 1) over sequences (B, H|1, distances) that count positions from their ends.
+    """Sum over sequences, (B, H|1, distances) -> (1, H|1, max_q + max_k - 1), for bottom-right aligned positions.
 
     Args:
-        gradient: entry ``queries - 1 + j - i`` of each sequence is of its query i and key j.
+        gradient: per sequence, entry ``queries - 1 + j - i`` belongs to query i and key j.
     """
     shift = packed.key_lengths - packed.query_lengths
     place = torch.arange(packed.max_q + packed.max_k - 1, device=gradient.device)
@@ -178,7 +176,7 @@ def _counted_from_the_end(gradient: Tensor, packed: PackedBatch, queries: int) -
 def grad_distance_bias_launches(
     inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], params: AttentionParams
 ) -> list[Launch]:
-    """The two launches from :func:`attention_grad_distance_bias`'s tensors to the sums of diagonals.
+    """The two kernel launches of :func:`attention_grad_distance_bias`, which fill the sums of diagonals.
 
     Args:
         inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp.
@@ -244,5 +242,5 @@ def attention_grad_distance_bias(
     gradient = along_distances(sums, params, queries, keys, tile)
     if params.packed is None or params.packed.bottom_right:
         return gradient.contiguous()
-    # Distances that no sequence has.
+    # Distances that occur in no sequence.
     return F.pad(gradient, (params.packed.max_q - queries, params.packed.max_k - keys))

@@ -1,7 +1,8 @@
-"""Masked attention, backward: gradients of scores, for those who want them summed another way than q, k and v do.
+"""Masked attention, backward: gradients of scores, for the gradients of bias and distance bias.
 
 The gradient of a score is ``weight * (gradient of the weight - delta)`` (T. Dao, "FlashAttention-2", 2023, section
-3.1.2). One kernel finds delta and the sum of the weights of each row; with those, a tile of gradients is made at once.
+3.1.2). One kernel computes delta and the sum of the weights per row. From both, any tile of gradients can be computed
+directly.
 """
 
 import triton
@@ -17,7 +18,7 @@ from .steps import positions, program_of, sequence, sequence_bias, statistics_ro
 from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim, sequence_arguments
 from .weights import TILES, summed_rows
 
-# (query rows, keys, warps) a tile of what is summed up a row, where those of the weights hold too much.
+# (query rows, keys, warps) of a tile of the row sums, where the tiles of weights.py would need too many registers.
 ROW_TILES = TILES | {(16, 128): (64, 32, 4)}
 
 
@@ -40,7 +41,7 @@ def _rows_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """For each row: delta, which its gradients of scores subtract, and what its weights sum to."""
+    """Compute per row: delta, which the score gradients subtract, and the sum of the weights."""
     batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
     first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
@@ -102,8 +103,8 @@ def grad_score_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr,
     MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores of a tile, after a cap and with all that is added: fp32 (QUERIES, KEYS). 0 for blocked
-    keys, rows without keys and rows past the last, whatever they hold. Pointers are those of the head and sequence."""
+    """Gradients of the final scores of a tile (capped, biased): fp32 (QUERIES, KEYS). 0 for blocked keys, for rows
+    without keys, and for rows past the last. Pointers are those of the head and sequence."""
     rows = query_rows(start_query, mask.bounds, QUERIES)
     shift = tl.load(logsumexp + rows)
     shift = tl.where(shift == float("-inf"), 0.0, shift)
@@ -126,8 +127,8 @@ def grad_score_tile(
 
 
 def rows_launch(arguments: dict[str, object], q: Tensor, params: AttentionParams) -> Launch:
-    """The launch that fills delta and sums of every row of q (B, H, Lq, D), as the kernels take it; they and all else
-    but its tile are in `arguments`."""
+    """Launch that fills delta and sums for each row of q (B, H, Lq, D); `arguments` holds all arguments but the
+    tile."""
     rows, keys, warps = ROW_TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]
     packed = params.packed
     return Launch(

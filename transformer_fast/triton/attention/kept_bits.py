@@ -1,12 +1,12 @@
 """Bits of dropout from the forward to the backward: one per attention weight, loaded instead of drawn again.
 
-Drawing a weight takes eight instructions, reading its bit takes one. But the bits take memory, so they are kept only as
-`configs.KEPT_BITS` says. Elsewhere each kernel draws for itself, and finds the same mask bit for bit.
+Drawing a weight takes eight instructions, reading its bit takes one. The bits take memory, so `configs.KEPT_BITS`
+limits them. Otherwise each kernel draws the same mask again.
 
-The bits lie as a thread has the accumulator of a product, and its draws: of 16 queries and 64 keys a lane has 32
-weights, its word. In the word of lane 4 a + b, bit 16 r + 8 g + 2 n + h is of query 8 r + a and of key
-32 g + 8 n + 2 b + h. The words of (B, H) are (columns of 64 keys, units of 16 queries, 32 lanes); both counts are
-rounded up to whole tiles, and what no forward visits is not written.
+The layout follows the accumulator of a product in a warp: for 16 queries and 64 keys, a lane holds 32 weights, which
+form one word. In the word of lane 4 a + b, bit 16 r + 8 g + 2 n + h is of query 8 r + a and of key 32 g + 8 n + 2 b +
+h. The words of (B, H) are (columns of 64 keys, units of 16 queries, 32 lanes); both counts are rounded up to whole
+tiles. Words of tiles that the forward skips are not written.
 """
 
 import math
@@ -24,11 +24,11 @@ from .launches import call_kind
 from .tiles import padded_head_dim
 
 _MOST_ROWS = tl.constexpr(128)
-"""Queries, and keys, of the largest tile. There are words for whole ones, so that no access is guarded."""
+"""Queries and keys of the largest tile. Memory covers whole tiles, so that no access needs a guard."""
 
 
 def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> Tensor | None:
-    """Memory for the bits of a call, or None where they are not kept.
+    """Allocate memory for the bits of a call, or None if the bits are not kept.
 
     Args:
         q: (B, H, Lq, D), or (T, H, D) of a packed batch.
@@ -37,7 +37,7 @@ def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) ->
         arch: architecture class.
 
     Returns:
-        int32 (B, H, columns, units, 32), uninitialised: see the module.
+        int32 (B, H, columns, units, 32), uninitialised; the module docstring explains the layout.
     """
     if params.packed is not None or params.window is not None or params.dropout_p == 0.0:
         return None
@@ -89,8 +89,8 @@ def _words_at(kept_bits, start_query, start_key, queries, QUERIES: tl.constexpr,
 def draw_keep_tile(
     kept_bits, random, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """:func:`~..philox.attention_keep_tile`, stored where there is memory for it: `kept_bits`, from
-    :func:`bits_at_head`, or None."""
+    """Draw :func:`~..philox.attention_keep_tile`, and store it in `kept_bits` (from :func:`bits_at_head`) unless that
+    is None."""
     if kept_bits is None:
         return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
     else:
@@ -104,9 +104,9 @@ def draw_keep_tile(
 def recall_keep_tile(
     kept_bits, random, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Return the result of :func:`draw_keep_tile` for the weights of a tile, loaded or drawn again.
+    """Return the keep bits of a tile as :func:`draw_keep_tile` does, loaded or drawn again.
 
-    Where no forward drew, the bits are arbitrary: those weights are 0.
+    Bits of tiles that the forward skipped are arbitrary; the weights there are 0.
     """
     if kept_bits is None:
         return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)

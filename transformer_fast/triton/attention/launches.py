@@ -1,4 +1,4 @@
-"""From an attention call to the launch of one of its kernels."""
+"""Preparation of the kernel launches of an attention call."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from .tiles import mask_arguments, sequence_arguments, tensor_arguments, within_
 
 
 def call_kind(keys: int, params: AttentionParams) -> str:
-    """Entry of the tile table for a call."""
+    """Name of the tile-table entry for a call."""
     if params.distance_bias is not None or params.softcap is not None:
         return "parts"
     if params.bias is not None:
@@ -36,7 +36,7 @@ def call_kind(keys: int, params: AttentionParams) -> str:
 
 
 def is_mapped(params: AttentionParams) -> bool:
-    """Return True where a call steps through the lists of a tile map."""
+    """Return True if a call steps through the lists of a tile map."""
     parts = (params.keep, params.key_keep, params.query_ids)
     return params.packed is None and any(part is not None for part in parts)
 
@@ -44,18 +44,18 @@ def is_mapped(params: AttentionParams) -> bool:
 def order_arguments(
     q: Tensor, k: Tensor, tile: tuple[int, int], columns: bool, params: AttentionParams
 ) -> dict[str, object]:
-    """The arguments that a tile map adds, or those that say that there is none, but perhaps an order of batches.
+    """Kernel arguments of the tile map; without a map, empty arguments and perhaps an order of batches.
 
     Args:
         q, k: (B, H, Lq, D) and (B, Hkv, Lk, D).
         tile: queries and keys per tile.
-        columns: for a program a tile of keys, which steps through queries.
+        columns: True for kernels with one program per tile of keys, which steps through queries.
         params: as given to the launcher.
     """
     lengths, packed = params.lengths, params.packed
     B, _, queries, _ = q.shape
     keys = k.shape[2]
-    # Shorter programs end together in any order.
+    # Short programs need no order.
     ordered = keys > LONG
     if is_mapped(params):
         return tile_lists(params, B, queries, keys, tile, columns=columns, ordered=ordered).arguments
@@ -77,15 +77,15 @@ def tile_launch(
     name: str, kernel, q: Tensor, k: Tensor, arch: str, tensors: dict[str, Tensor], rows: dict[str, Tensor | None],
     params: AttentionParams, kept_bits: Tensor | None,
 ) -> Launch:  # fmt: skip
-    """Launch of an attention kernel with its tile from the table.
+    """Launch of an attention kernel, with the tile from the table.
 
     Args:
-        name: "forward", "grad_q" or "grad_kv", which has a program a tile of keys.
+        name: "forward", "grad_q" or "grad_kv"; "grad_kv" has one program per tile of keys.
         kernel: the jitted function.
         q, k: (B, H, Lq, D) and (B, Hkv, Lk, D).
         arch: architecture class.
         tensors: (B, H, L, D) tensors by argument, q and k among them.
-        rows: tensors with a number a row, or None, by argument; logsumexp among them.
+        rows: tensors with one number per row, or None, by argument; logsumexp among them.
         params: as given to the launcher.
         kept_bits: see :mod:`.kept_bits`.
     """
@@ -127,12 +127,12 @@ def run_call(
     call: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
     params: AttentionParams, prepare: Callable[..., list[Launch]],
 ) -> None:  # fmt: skip
-    """Run the launches of an attention call, or those of an earlier call like it, with its pointers.
+    """Run the launches of an attention call, or reuse the launches of an earlier equal call with new pointers.
 
     Args:
         call, inputs, outputs: see :func:`..launch_cache.run_kept`.
         params: as given to the launcher.
-        prepare: the launches from (inputs, outputs, params).
+        prepare: function (inputs, outputs, params) -> launches.
     """
     packed = params.packed
     places = () if packed is None else tuple([getattr(packed, name) for name in PLACES])
@@ -151,20 +151,20 @@ def run_call(
 
 
 def _packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
-    """(T, H, D) as a (B, H, longest, D) of which every batch is the whole: a sequence's first row is added in the
-    kernel."""
+    """View (T, H, D) as (B, H, longest, D) in which every batch entry is the whole tensor; the kernel adds the first
+    row of a sequence."""
     return within_reach(t.transpose(0, 1))[:, :longest].expand(batches, -1, -1, -1)
 
 
 def kernel_views(
     params: AttentionParams, queries: Iterable[Tensor], keys: Iterable[Tensor], *, written: bool = False
 ) -> list[Tensor]:
-    """Tensors of a call as the kernels take them, (B, H, L, D): those like q, then those like k.
+    """Convert the tensors of a call to (B, H, L, D) for the kernels: tensors like q, then tensors like k.
 
     Args:
         params: as given to the launcher.
         queries, keys: (B, H, L, D), or of a packed batch (T, H, D).
-        written: whether the kernels write to them, so that they must not be copied.
+        written: True if the kernels write to the tensors, which then must not be copied.
     """
     if params.packed is None:
         return [t if written else within_reach(t) for t in (*queries, *keys)]

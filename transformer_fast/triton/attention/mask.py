@@ -1,12 +1,12 @@
-"""Mask arithmetic of every attention kernel: the keys that a query may see.
+"""Mask arithmetic of the attention kernels: the keys that a query may see.
 
-Every part of a mask that is a bound on the key number - lengths, causal, the end of the keys - is folded
-into one number a query, its limit: key j is visible iff ``j < limit``. So a tile is full, partial or empty by
-comparing two integers, and only what has a value per (query, key) - keep masks, additive bias - is read.
+Every part of a mask that is a bound on the key number - lengths, causal, the end of the keys - is combined into one
+number per query, its limit: key j is visible iff ``j < limit``. So comparing two integers tells if a tile is full,
+partial or empty. Only parts with a value per (query, key) - keep masks, additive bias - are read.
 
 A window bounds the keys from below, too: key j is visible to query i only if ``j >= i + window``. Documents compare an
 id of the query with one of the key. Scores may be capped, and a bias that depends on the distance alone is read along
-its diagonals. A part that a call does not have is None, and the call compiles to what it would be without that part.
+its diagonals. A missing part is None, and the kernel is compiled without that part.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,16 @@ from .tiles import LOG2E, any_true
 
 
 class Bounds(NamedTuple):
-    """The bounds on the keys of one batch, or one sequence of a packed batch.
+    """Bounds on the keys of one batch entry, or of one sequence of a packed batch.
 
     Args:
         lengths: pointer to the batch's first length, or None.
-        lengths_query: stride from query to query; 0 for one length for all.
-        causal_offset: query i sees keys j <= i + causal_offset; None for no such bound, where a kernel allows for it.
+        lengths_query: stride from query to query; 0 for one length for all queries.
+        causal_offset: query i sees keys j <= i + causal_offset; None for no such bound, in kernels that support None.
         window: query i sees keys j >= i + window; None for no such bound.
-        queries, keys: how many there are.
-        query_ids, key_ids: pointers to the first query's and the first key's id, or None: query i sees the keys of its
-            own id.
+        queries, keys: number of queries and of keys.
+        query_ids, key_ids: pointers to the first query's and the first key's id, or None: query i sees the keys with
+            its own id.
     """
 
     lengths: tl.tensor
@@ -41,17 +41,17 @@ class Bounds(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The mask of one (batch, head); its pointers are None where there is none.
+    """Mask of one (batch, head); pointers of missing parts are None.
 
     Args:
-        bounds: those of the batch.
+        bounds: bounds of the batch entry.
         keep, keep_query, keep_word: bits of a dense mask (:mod:`.tile_map`), stride of queries in chunks of 8 words,
             and of words.
-        key_keep: bits of a mask on keys alone.
+        key_keep: bits of a mask over keys only.
         bias, bias_query, bias_key: additive bias, and its strides, that of queries in MASK_UNITs.
-        distance_bias, distance_zero: bias by distance, of which entry ``distance_zero + j - i`` is added.
-        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added.
-        sink: the score of one more key, which has no value. Of use to what sums up weights alone.
+        distance_bias, distance_zero: bias by distance, whose entry ``distance_zero + j - i`` is added.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added.
+        sink: score of one additional key without a value. Only kernels that sum weights use it.
     """
 
     bounds: Bounds
@@ -70,7 +70,7 @@ class Mask(NamedTuple):
 
 @triton.jit
 def sink_of(sinks, head):
-    """The score of a head's sink; None for None."""
+    """Score of a head's sink; None for None."""
     if sinks is None:
         return
     else:
@@ -88,13 +88,13 @@ def ids_at(ids, batch, batch_stride, first):
 
 @triton.jit
 def query_rows(start_query, bounds, QUERIES: tl.constexpr):
-    """The queries of a tile. Those past the last repeat it: they need no mask of their own, and are not stored."""
+    """Queries of a tile. Indices past the last query repeat the last query; their results are not stored."""
     return tl.minimum(start_query + tl.arange(0, QUERIES), bounds.queries - 1)
 
 
 @triton.jit
 def key_limits(rows, bounds):
-    """Most keys that each of these queries may see: the first key past length, diagonal or end."""
+    """Limit per query: the first key past length, causal diagonal or end of the keys."""
     if bounds.causal_offset is None:
         limit = bounds.keys + 0 * rows
     else:
@@ -106,7 +106,7 @@ def key_limits(rows, bounds):
 
 @triton.jit
 def first_visible(start_query, bounds):
-    """The first key that any query from this one on may see."""
+    """First key visible to any query from this query on."""
     if bounds.window is None:
         return 0
     else:
@@ -115,8 +115,8 @@ def first_visible(start_query, bounds):
 
 @triton.jit
 def any_visible(rows, start_query, start_key, last_key, bounds, KEYS: tl.constexpr):
-    """Return True where the bounds leave these queries any key of a tile, from `start_query` on, whose last limit is
-    `last_key`."""
+    """Return True if the bounds leave any key of a tile visible to the queries from `start_query` on, whose last limit
+    is `last_key`."""
     visible = start_key < last_key
     if bounds.window is not None:
         visible = visible & (start_key + KEYS > first_visible(start_query, bounds))
@@ -139,7 +139,7 @@ def within_bounds(rows, limit, start_key, bounds, KEYS: tl.constexpr):
 
 @triton.jit
 def same_document(rows, start_key, bounds, KEYS: tl.constexpr):
-    """Keys of a tile that have the id of these queries: bool (queries, KEYS)."""
+    """Keys of a tile with the same id as these queries: bool (queries, KEYS)."""
     key = start_key + tl.arange(0, KEYS)
     key_ids = tl.load(bounds.key_ids + key, mask=key < bounds.keys, other=0)
     return tl.load(bounds.query_ids + rows)[:, None] == key_ids[None, :]
@@ -147,7 +147,7 @@ def same_document(rows, start_key, bounds, KEYS: tl.constexpr):
 
 @triton.jit
 def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WORDS: tl.constexpr):
-    """The bits of one tile: int32 (QUERIES, WORDS), bit n of word w = key ``start_key + 32 w + n`` is allowed."""
+    """Load the bits of one tile: int32 (QUERIES, WORDS), bit n of word w = key ``start_key + 32 w + n`` is allowed."""
     word = start_key // 32 + tl.arange(0, WORDS)
     inside = limit[:, None] - word[None, :] * 32
     bits = tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)
@@ -155,7 +155,7 @@ def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WO
     if mask.bounds.window is not None:
         before = row + (start_query + mask.bounds.window - start_key) - tl.arange(0, WORDS)[None, :] * 32
         before = tl.minimum(tl.maximum(before, 0), 32)
-        # In two shifts: one by all 32 bits is undefined.
+        # Two shifts, because a shift by 32 bits is undefined.
         bits &= (-1 << (before // 2)) << (before - before // 2)
     if mask.keep is not None:
         base = mask.keep + tl.cast(start_query, tl.int64) * mask.keep_query * 8
@@ -167,7 +167,7 @@ def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WO
 
 @triton.jit
 def allowed_tile(start_query, start_key, limit, mask, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Allowed pairs (query, key) of a tile: bool (QUERIES, KEYS), by the bounds and, where given, by the bits."""
+    """Allowed pairs (query, key) of a tile: bool (QUERIES, KEYS), by the bounds and by the bits, if given."""
     rows = query_rows(start_query, mask.bounds, QUERIES)
     if mask.keep is None and mask.key_keep is None:
         return within_bounds(rows, limit, start_key, mask.bounds, KEYS)
@@ -185,8 +185,9 @@ def masked_scores(
     scores, scale, start_query, start_key, limit, mask,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Apply every part of the mask: (scores, allowed, slope). With a bias of either kind or a cap, the scores come back
-    scaled, capped and biased. The slope is what a gradient of them is multiplied by on its way through the cap."""
+    """Apply all parts of the mask and return (scores, allowed, slope). With a bias of either kind or a cap, the
+    returned scores are scaled, capped and biased. The slope is the derivative of the cap, a factor of the score
+    gradients."""
     allowed = allowed_tile(start_query, start_key, limit, mask, QUERIES, KEYS)
     slope = 1.0
     if mask.bias is not None:
@@ -196,7 +197,7 @@ def masked_scores(
     if mask.softcap is not None:
         capped = tanh(scores / mask.softcap)
         scores = capped * mask.softcap
-        # That of a blocked key may be NaN.
+        # The score of a blocked key may be NaN.
         slope = tl.where(allowed, 1.0 - capped * capped, 0.0)
     if mask.bias is not None:
         scores = scores + added
@@ -210,14 +211,14 @@ def masked_scores(
 
 @triton.jit
 def bias_tile(start_query, start_key, mask, QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr):
-    """The additive bias of a tile: fp32 (QUERIES, KEYS), -inf past the last key."""
-    # Past the last query the last one is read again. MASK_UNIT divides the number of keys: saying so in the guard keeps
-    # whole groups of keys together in one access.
+    """Load the additive bias of a tile: fp32 (QUERIES, KEYS), -inf past the last key."""
+    # Rows past the last query read the last query again. MASK_UNIT divides the number of keys; the guard states this,
+    # so that groups of keys are loaded in one access.
     row = tl.minimum(tl.arange(0, QUERIES), mask.bounds.queries - 1 - start_query)[:, None]
     column = start_key + tl.arange(0, KEYS)
     inside = column // MASK_UNIT * MASK_UNIT < mask.bounds.keys
-    # Offsets start from the tile's row but from the first key: were they the same for every tile, the compiler would
-    # keep one register for each element of the tile all through the loop.
+    # Offsets start at the tile's first row but at key 0. If the offsets were equal for every tile, the compiler would
+    # hold one register per element of the tile through the whole loop.
     offsets = row * (mask.bias_query.to(tl.int32) * MASK_UNIT) + column[None, :] * mask.bias_key
     base = mask.bias + tl.cast(start_query, tl.int64) * mask.bias_query * MASK_UNIT
     return tl.load(base + offsets, mask=inside[None, :], other=float("-inf")).to(tl.float32)
@@ -225,7 +226,7 @@ def bias_tile(start_query, start_key, mask, QUERIES: tl.constexpr, KEYS: tl.cons
 
 @triton.jit
 def distance_tile(rows, start_key, mask, KEYS: tl.constexpr):
-    """The bias by distance of these queries and a tile of keys: fp32 (queries, KEYS), -inf past the last key."""
+    """Load the bias by distance of these queries and a tile of keys: fp32 (queries, KEYS), -inf past the last key."""
     key = start_key + tl.arange(0, KEYS)
     offsets = key[None, :] + (mask.distance_zero - rows)[:, None]
     return tl.load(mask.distance_bias + offsets, mask=(key < mask.bounds.keys)[None, :], other=float("-inf"))
@@ -233,8 +234,8 @@ def distance_tile(rows, start_key, mask, KEYS: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh to about three units in the last place, also where it is almost x: there it is an odd polynomial (least
-    largest relative error, 4e-9), for 1 - 2 / (exp(2 x) + 1) would cancel."""
+    """Compute tanh to about three units in the last place. Near 0, where 1 - 2 / (exp(2 x) + 1) would cancel, it is an
+    odd minimax polynomial (relative error 4e-9)."""
     size = tl.abs(x)
     square = x * x
     tail = -0.005704986770762321 * square + 0.02063908700448809

@@ -1,9 +1,9 @@
-"""The tile of a program of an attention kernel, its rows, and the tiles that it steps through.
+"""Tile of a program of an attention kernel, rows of the tile, and the tiles that the program visits.
 
 Three kinds of call run the same kernels. A padded one bounds its keys by limits (lengths, causal, the end of the keys)
-and steps through the tiles within them by arithmetic. One with a dense mask steps through lists (see
-:mod:`.tile_map`); so does one with documents. A packed one finds its sequence in `cu_seqlens`, and from there is like
-the first; of documents it steps from the first to the last that a tile shares.
+and steps through the tiles within them by arithmetic. A call with a dense mask or with documents steps through lists
+(see :mod:`.tile_map`). A packed call finds its sequence in `cu_seqlens` and then works like a padded call; with
+documents it steps from the first to the last tile that shares a document.
 """
 
 from typing import NamedTuple
@@ -14,15 +14,15 @@ import triton.language as tl
 from .mask import first_visible, query_rows
 
 FLAG_ROWS = tl.constexpr(16)
-"""So many rows of a sequence have one flag: the smallest tile of queries."""
+"""Rows per flag: the smallest tile of queries."""
 
-# Ids that are read at once where a program looks for those of its own tile.
+# Number of ids per load when a program searches for the ids of its tile.
 _SCAN = tl.constexpr(1024)
 
 
 class Steps(NamedTuple):
-    """The steps of a program, from tile to tile: `end` of them. Those from `full` to before `full_end` need no mask.
-    Without a list, the first step is at tile `first`, the next at the tile after it."""
+    """Steps of a program over tiles: `end` steps. Steps from `full` up to `full_end` (exclusive) need no mask. Without
+    a list, the first step is at tile `first`, and each next step at the next tile."""
 
     first: tl.tensor
     full: tl.tensor
@@ -32,9 +32,9 @@ class Steps(NamedTuple):
 
 @triton.jit
 def program_of(heads, rows, batch_order, BLOCK: tl.constexpr):
-    """(batch, head, block) of this program, where every (batch, head) has a program for each block of rows.
+    """Return (batch, head, block) of this program, with one program per batch, head and block of rows.
 
-    With an order of batches, the batch that it puts in this place.
+    An order of batches maps the program's number to a batch.
     """
     blocks = tl.cdiv(rows, BLOCK)
     batch = tl.program_id(0) // blocks // heads
@@ -45,7 +45,8 @@ def program_of(heads, rows, batch_order, BLOCK: tl.constexpr):
 
 @triton.jit
 def sequence(cu_seqlens, batch, length):
-    """(first row, rows) of a sequence of a packed batch; without `cu_seqlens`, of a padded one: (0, length)."""
+    """Return (first row, number of rows) of a sequence of a packed batch; without `cu_seqlens` (padded): (0,
+    length)."""
     if cu_seqlens is None:
         return tl.full((), 0, tl.int32), length
     else:
@@ -55,7 +56,7 @@ def sequence(cu_seqlens, batch, length):
 
 @triton.jit
 def used_keys(seqused_k, batch, stored_keys):
-    """Number of a sequence's own keys among those stored for it: all, without `seqused_k`."""
+    """Number of a sequence's keys in use; without `seqused_k`, all stored keys."""
     if seqused_k is None:
         return stored_keys
     else:
@@ -64,7 +65,7 @@ def used_keys(seqused_k, batch, stored_keys):
 
 @triton.jit
 def positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT: tl.constexpr):
-    """The offsets of a sequence whose positions count from its end, if they do: its last query is at its last key."""
+    """Offsets of a sequence, shifted for bottom-right alignment if that is on (last query at last key)."""
     if BOTTOM_RIGHT:
         shift = keys - queries
         if window is None:
@@ -77,7 +78,7 @@ def positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT:
 
 @triton.jit
 def sequence_bias(bias, row_stride, bias_starts, batch, stored_keys):
-    """(pointer, stride of queries) of the bias of a sequence of a packed batch; of a padded one, those of the batch."""
+    """Return (pointer, stride of queries) of the bias of a packed sequence, or of a padded batch entry."""
     if bias_starts is None:
         return bias, row_stride
     else:
@@ -86,7 +87,7 @@ def sequence_bias(bias, row_stride, bias_starts, batch, stored_keys):
 
 @triton.jit
 def statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query):
-    """Offset of the numbers of a sequence's rows in a (B, H, Lq) tensor of them, or (H, Tq) of a packed batch."""
+    """Offset of a sequence's rows in a tensor (B, H, Lq) with one number per row, or (H, Tq) for a packed batch."""
     if cu_seqlens_q is None:
         return (batch * heads + head).to(tl.int64) * total_queries
     else:
@@ -95,9 +96,9 @@ def statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
 
 @triton.jit
 def flag_row(cu_seqlens_q, batch, head, heads, first_query, queries):
-    """Offset of the flags of a sequence's rows, one per FLAG_ROWS rows, in (B, H, cdiv(Lq, FLAG_ROWS)).
+    """Offset of a sequence's flags, one per FLAG_ROWS rows, in (B, H, cdiv(Lq, FLAG_ROWS)).
 
-    A packed batch has H * (Tq // FLAG_ROWS + B): the last flag of each sequence may be of fewer rows.
+    A packed batch has H * (Tq // FLAG_ROWS + B) flags, because the last flag of a sequence may cover fewer rows.
     """
     flags = tl.cdiv(queries, FLAG_ROWS)
     if cu_seqlens_q is None:
@@ -108,7 +109,7 @@ def flag_row(cu_seqlens_q, batch, head, heads, first_query, queries):
 
 @triton.jit
 def _shared_range(ids, count, own):
-    """(first, end) of those whose id lies between the smallest and the largest of a tile's own."""
+    """Return (first, end) of the range whose ids lie between the smallest and the largest id of a tile."""
     low = tl.min(own, 0)
     high = tl.max(own, 0)
     first = tl.full((_SCAN,), 0, tl.int32) + count
@@ -126,8 +127,8 @@ def _shared_range(ids, count, own):
 def key_steps(
     tile_counts, tile_row, start_query, limit, last_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):  # fmt: skip
-    """The steps of a tile of queries over tiles of keys. Within a window, both edges need the mask; of documents
-    without a map, all tiles between the edges do."""
+    """Steps of a tile of queries over tiles of keys. With a window, both edges need the mask; with documents and no
+    map, all tiles need the mask."""
     if tile_counts is not None:
         return _listed_steps(tile_counts, tile_row)
     elif bounds.query_ids is not None:
@@ -153,7 +154,7 @@ def key_steps(
 def query_steps(
     tile_counts, tile_row, start_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):  # fmt: skip
-    """The steps of a tile of keys over tiles of queries. Under a causal mask the edge comes first."""
+    """Steps of a tile of keys over tiles of queries. Under a causal mask the edge comes first."""
     if tile_counts is not None:
         return _listed_steps(tile_counts, tile_row)
     else:
@@ -172,7 +173,7 @@ def query_steps(
         full_end = tiles - first
         end = full_end
         if bounds.window is not None:
-            # Queries from here on see only later keys.
+            # Because of the window, queries from here on see only later keys.
             past = tl.maximum(tl.minimum(end_key, length) - bounds.window, 0)
             full_end = tl.maximum(start_key + 1 - bounds.window, 0) // BLOCK_QUERIES - first
             end = tl.minimum(end, tl.cdiv(past, BLOCK_QUERIES) - first)
@@ -195,7 +196,7 @@ def _listed_steps(tile_counts, tile_row):
 
 @triton.jit
 def at_edge(step, steps, FRONT: tl.constexpr, BACK: tl.constexpr):
-    """Return True where the tile of a step needs the mask, where only steps in front, or at the back, or both may."""
+    """Return True if the tile of a step needs the mask; flags say if steps in front or at the back may need it."""
     if FRONT and BACK:
         return (step < steps.full) | (step >= steps.full_end)
     elif FRONT:
@@ -206,8 +207,8 @@ def at_edge(step, steps, FRONT: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def tile_at(tile_list, step, steps, across):
-    """The tile at one step: that of the list, whose full tiles are at the front and partial ones, backwards, at the
-    end; without a list, the next one."""
+    """Tile at a step: from the list (full tiles from the front, partial tiles backwards from the end), or the next tile
+    without a list."""
     if tile_list is None:
         return steps.first + step
     else:

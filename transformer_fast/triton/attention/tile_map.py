@@ -1,12 +1,13 @@
-"""The tile map of a mask: which tiles of (queries x keys) hold work, found once on the device for all layers.
+"""Tile map of a mask: the tiles of (queries x keys) that hold work, computed once on the device for all layers.
 
-A dense mask is packed to bits, 32 keys of one query a word; it is these that the attention kernels read, an eighth of
-the mask. From the bits, the bounds (lengths, causal, window) and the smallest and largest ids of documents on either
-side every tile is classed: empty, partial or full. A program of an attention kernel then walks the list of its tiles
+A dense mask is packed to bits, 32 keys of one query per word. The attention kernels read the bits, an eighth of the
+mask's size. From the bits, the bounds (lengths, causal, window) and the smallest and largest ids of documents on either
+side, each tile is classified: empty, partial or full. A program of an attention kernel then walks the list of its tiles
 that hold work, full ones first, and reads bits and ids only in the others.
 
-The bits serve every kernel. Classes and lists are made for a kernel's own tile, since the best tile of the three
-kernels differs; those that agree share them. All of it stays on the mask's tensor as an attribute, and goes with it.
+The bits serve every kernel. Classes and lists are made for a kernel's own tile, because the best tile differs between
+the three kernels; kernels with equal tiles share them. Bits, classes and lists are cached on the mask's tensor as an
+attribute and freed with it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .tiles import at_head, bounded_offset, bounded_window, bounds_arguments, ji
 
 _PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
 
-# Rows of words are whole chunks of this many keys: no tile of keys reaches past one.
+# Rows of words are padded to chunks of this many keys, so that no tile of keys reaches past a row.
 CHUNK_KEYS = 256
 _CHUNK_KEYS = tl.constexpr(CHUNK_KEYS)
 PACK_ROWS = 16
@@ -39,7 +40,7 @@ def _pack_kernel(
     mask, bits, mask_batch: tl.int64, mask_head: tl.int64, mask_query: tl.int64, mask_key,
     heads, queries, keys, words, ROWS: tl.constexpr, MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Bits of PACK_ROWS rows by CHUNK_KEYS keys of a bool mask."""
+    """Pack PACK_ROWS rows by CHUNK_KEYS keys of a bool mask to bits."""
     chunks = tl.cdiv(keys, _CHUNK_KEYS)
     row_tiles = tl.cdiv(queries, ROWS)
     chunk = tl.program_id(0) % chunks
@@ -48,7 +49,7 @@ def _pack_kernel(
     key = chunk * _CHUNK_KEYS + tl.arange(0, _CHUNK_KEYS)
     mask += (batch_head // heads * mask_batch + batch_head % heads * mask_head) * MASK_UNIT
     offsets = row.to(tl.int64)[:, None] * (mask_query * MASK_UNIT) + key[None, :] * mask_key
-    # MASK_UNIT divides the number of keys: the guard says so, and keeps whole groups in one access.
+    # MASK_UNIT divides the number of keys; the guard states this, so that groups of keys are loaded in one access.
     inside = (row < queries)[:, None] & (key // MASK_UNIT * MASK_UNIT < keys)[None, :]
     kept = (tl.load(mask + offsets, mask=inside, other=0) != 0).to(tl.int32)
     kept = tl.reshape(kept, (ROWS, _CHUNK_KEYS // 32, 32))
@@ -67,7 +68,7 @@ def _classes_kernel(
     heads, queries, keys, causal_offset, window,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The class of every tile in one row of tiles."""
+    """Classify each tile in one row of tiles."""
     TILES: tl.constexpr = _CHUNK_KEYS // BLOCK_KEYS
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     batch, head, query_tile = program_of(heads, queries, None, BLOCK_QUERIES)
@@ -95,7 +96,8 @@ def _classes_kernel(
         some = tl.max(tl.max((bits != 0).to(tl.int32), 2), 0)
         every = tl.min(tl.min((bits == -1).to(tl.int32), 2), 0)
         if query_ids is not None:
-            # The last id stands for those past it, too. Tiles that only seem to share an id are masked, not wrong.
+            # Positions past the end repeat the last id. A tile that shares no id after all is masked, so results stay
+            # right.
             key = tl.minimum(start + tl.arange(0, _CHUNK_KEYS), keys - 1)
             key_id = tl.reshape(tl.load(bounds.key_ids + key), (TILES, BLOCK_KEYS))
             low = tl.min(key_id, 1)
@@ -110,7 +112,8 @@ def _classes_kernel(
 def _lists_kernel(
     classes, lists, counts, tile_rows, across, head_stride: tl.int64, row_stride, tile_stride, CHUNK: tl.constexpr
 ):
-    """The list of one row of tiles: full tiles from the front, partial ones from the back; and how many of each."""
+    """Make the list of one row of tiles: full tiles from the front, partial tiles from the back, and the counts of
+    both."""
     tile_row = tl.program_id(0) % tile_rows
     classes += tl.program_id(0) // tile_rows * head_stride + tile_row * row_stride
     lists += tl.program_id(0).to(tl.int64) * across
@@ -131,14 +134,14 @@ def _lists_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TileLists:
-    """The tiles that hold work, for each tile of queries, or each tile of keys: a row of tiles.
+    """Tiles that hold work, per row of tiles: per tile of queries or per tile of keys.
 
     Args:
-        lists: int32 (B|1, H|1, tile rows, across), full ones from the front, partial ones from the end.
+        lists: int32 (B|1, H|1, tile rows, across), full tiles from the front, partial tiles from the end.
         counts: int32 (B|1, H|1, tile rows, 2): full tiles, partial tiles.
-        row_order: int32 (B|1, H|1, tile rows), those of each (batch, head) with the most work first; or None.
+        row_order: int32 (B|1, H|1, tile rows), per (batch, head), rows with the most work first; or None.
         batch_order: int32 (B,), the batches with the most work first; or None.
-        arguments: all this and the bits of the mask, as arguments of the attention kernels.
+        arguments: these tensors and the bits of the mask, as arguments of the attention kernels.
     """
 
     lists: Tensor
@@ -153,14 +156,15 @@ NO_MAP = {
     "key_keep_batch": 0, "key_keep_head": 0, "tile_list": None, "tile_counts": None, "tile_order": None,
     "batch_order": None, "map_batch": 0, "map_head": 0,
 }  # fmt: skip
-"""The arguments of the attention kernels where there is no map."""
+"""Arguments of the attention kernels without a map."""
 
 
 def mask_bits(mask: Tensor) -> Tensor:
-    """A bool mask (b, h, rows, keys) of any strides as bits: int32 (b|1, h|1, rows|1, words), words a multiple of 8.
+    """Pack a bool mask (b, h, rows, keys) with any strides to bits: int32 (b|1, h|1, rows|1, words), words a multiple
+    of 8.
 
-    Dimensions over which the mask repeats itself (size 1, or stride 0) have size 1. One such row of keys is 8 words of
-    one value. Kept on the mask, and made anew when it was written to.
+    Broadcast dimensions of the mask (size 1, or stride 0) have size 1. A broadcast row of keys is 8 equal words. The
+    bits are cached on the mask until the mask is written to.
     """
     return get_or_compute(mask, ("bits",), (), lambda: _pack(mask))
 
@@ -168,13 +172,13 @@ def mask_bits(mask: Tensor) -> Tensor:
 def tile_lists(
     params: AttentionParams, B: int, queries: int, keys: int, tile: tuple[int, int], *, columns: bool, ordered: bool
 ) -> TileLists:
-    """The lists of a mask for kernels of one tile; kept on the mask.
+    """Lists of a mask for kernels with this tile; cached on the mask.
 
     Args:
-        params: of the call; keep, key_keep or ids are given.
+        params: params of the call, with keep, key_keep or ids.
         B, queries, keys: the sizes of the call.
         tile: queries and keys per tile, powers of two; at most CHUNK_KEYS keys.
-        columns: lists of query tiles for each key tile, rather than of key tiles for each query tile.
+        columns: True for lists of query tiles per key tile, False for lists of key tiles per query tile.
         ordered: also order tile rows and batches by work.
     """
     keep, key_keep = params.keep, params.key_keep
@@ -192,12 +196,12 @@ def tile_lists(
 
 
 def length_order(lengths: Tensor) -> Tensor:
-    """The batches of int lengths (B,), longest first: int32 (B,). Kept on the lengths."""
+    """Batch indices by length, longest first: int32 (B,). Cached on the lengths."""
     return get_or_compute(lengths, ("order",), (), lambda: _most_first(lengths))
 
 
 def packed_order(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """The sequences of a packed batch, those with the most (query, key) pairs first: int32 (B,). Kept on the latter."""
+    """Sequence indices of a packed batch, most (query, key) pairs first: int32 (B,). Cached on cu_seqlens_k."""
 
     def order() -> Tensor:
         return _most_first(cu_seqlens_q.diff().long() * cu_seqlens_k.diff())
@@ -222,7 +226,7 @@ def _strides(t: Tensor, unit: int) -> list[int]:
 
 
 def pack_launch(mask: Tensor, bits: Tensor) -> Launch:
-    """The launch that packs `mask` (b, h, rows, keys) into `bits`."""
+    """Launch that packs `mask` (b, h, rows, keys) into `bits`."""
     b, h, rows, keys = mask.shape
     strides = _strides(mask, 1)
     unit = 16 if all(n % 16 == 0 for n in (keys, *strides[:3])) else 1
@@ -250,7 +254,7 @@ def _pack(mask: Tensor) -> Tensor:
 
 
 def bits_arguments(keep: Tensor | None, key_keep: Tensor | None) -> dict[str, object]:
-    """Kernel arguments that say where the bits of a mask are; strides in chunks of 8 words."""
+    """Kernel arguments of a mask's bits: pointer, and strides in chunks of 8 words."""
     keep_bits, key_bits = (None if t is None else mask_bits(t) for t in (keep, key_keep))
     keep_strides, key_strides = ([0] * 4 if t is None else _strides(t, 8) for t in (keep_bits, key_bits))
     return {
@@ -261,7 +265,7 @@ def bits_arguments(keep: Tensor | None, key_keep: Tensor | None) -> dict[str, ob
 
 
 def classes_launch(classes: Tensor, params: AttentionParams, queries: int, keys: int, tile: tuple[int, int]) -> Launch:
-    """The launch that fills `classes`."""
+    """Launch that fills `classes`."""
     return Launch(
         name=f"attention classes {tile[0]}x{tile[1]}{' window' if params.window is not None else ''}"
         f"{' documents' if params.query_ids is not None else ''}",
@@ -275,7 +279,7 @@ def classes_launch(classes: Tensor, params: AttentionParams, queries: int, keys:
 
 
 def _classes(params: AttentionParams, B: int, queries: int, keys: int, tile: tuple[int, int]) -> Tensor:
-    """The class of every tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
+    """Class of each tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
     masks = [_without_repeats(t) for t in (params.keep, params.key_keep) if t is not None]
     parts = [*masks, *[t for t in (params.query_ids, params.key_ids) if t is not None]]
     batches = B if params.lengths is not None else max(t.shape[0] for t in parts)
@@ -287,7 +291,7 @@ def _classes(params: AttentionParams, B: int, queries: int, keys: int, tile: tup
 
 
 def lists_launch(classes: Tensor, lists: Tensor, counts: Tensor, columns: bool) -> Launch:
-    """The launch that fills `lists` and `counts` from `classes`."""
+    """Launch that fills `lists` and `counts` from `classes`."""
     b, h, tile_rows, across = lists.shape
     key_tiles = classes.shape[3]
     return Launch(

@@ -1,4 +1,4 @@
-"""Tiles of the attention kernels, read and written, and the arguments of a call."""
+"""Loads and stores of tiles in the attention kernels, and the kernel arguments of a call."""
 
 import triton
 import triton.language as tl
@@ -10,12 +10,12 @@ from ..philox import PTX
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# In elements. Rows further apart than this are copied together before a launch, so that offsets within a tile of at
-# most 256 rows fit 32 bits.
+# Maximum row stride, in elements. Tensors with larger strides are copied before a launch, so that offsets within a tile
+# of at most 256 rows fit 32 bits.
 WIDEST_STRIDE = 2**22
 
-# Integers that change from call to call. Not specialising on their values (1, multiples of 16) is what keeps a new
-# length from compiling anything; alignment is told by the constants UNIT and MASK_UNIT instead.
+# Integers that change from call to call. Kernels are not specialised on their values (1, multiples of 16), so that a
+# new length does not recompile. The constants UNIT and MASK_UNIT give the alignment instead.
 RUNTIME_INTEGERS = (
     [
         f"{name}_{dim}"
@@ -40,7 +40,7 @@ def jit(function):
 
 @triton.jit
 def at_head(base, batch, head, batch_stride, head_stride, UNIT: tl.constexpr):
-    """Pointer to what belongs to one (batch, head); None for None."""
+    """Pointer to the data of one (batch, head); None for None."""
     if base is None:
         return
     else:
@@ -57,10 +57,12 @@ def at_row(base, batch, head, row, batch_stride, head_stride, row_stride, UNIT: 
 def load_rows(
     base, start, end, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Rows [start, start + ROWS) of a (rows, HEAD_DIM) matrix as (ROWS, BLOCK_D); zeros at or past `end`, HEAD_DIM."""
+    """Load rows [start, start + ROWS) of a (rows, HEAD_DIM) matrix as (ROWS, BLOCK_D); zeros at or past `end`,
+    HEAD_DIM."""
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
-    # One wide scalar a tile; within it 32 bits are enough (see WIDEST_STRIDE) and cost half the registers.
+    # One 64-bit scalar per tile; offsets within the tile fit 32 bits (see WIDEST_STRIDE), which need half the
+    # registers.
     base += tl.cast(start, tl.int64) * stride * UNIT
     pointers = base + (row[:, None] * (stride.to(tl.int32) * UNIT) + dim[None, :])
     inside = (start + row < end)[:, None]
@@ -74,7 +76,7 @@ def store_rows(
     base, tile, start, end, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of :func:`load_rows`: what is outside is left alone."""
+    """Store a tile, the inverse of :func:`load_rows`; memory outside the matrix is not written."""
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
     base += tl.cast(start, tl.int64) * stride * UNIT
@@ -85,10 +87,10 @@ def store_rows(
 
 @triton.jit
 def row_products(a, b):
-    """The products of the rows of two tiles (rows, BLOCK_D): fp32 (rows,).
+    """Dot products of the rows of two tiles (rows, BLOCK_D): fp32 (rows,).
 
-    Each product is rounded before it is summed. One that the compiler rounds only together with another lane's makes
-    lanes differ that hold the sum of one row.
+    Each product is rounded before the sum. If the compiler fused products across lanes, lanes with the sum of one row
+    would differ.
     """
     a = a.to(tl.float32)
     return tl.sum(tl.fma(a, b.to(tl.float32), tl.zeros_like(a)), 1)
@@ -96,12 +98,12 @@ def row_products(a, b):
 
 @triton.jit
 def factor_in_registers(x):
-    """x, all of it computed where this stands: for a product's first factor in the loop of a kernel.
+    """Force x to be computed at this point: for the first factor of a product in a kernel's loop.
 
-    PTX wants wgmma.fence between whatever writes that factor and the product. LLVM knows of no tie between the two, and
-    may move arithmetic below the fence (triton-lang/triton#9433); ptxas then waits for one product before the next. The
-    assembly has not been moved, as the emulator sees. Called not pure, it could not be: but then Triton refuses to
-    pipeline some of the loops.
+    PTX requires a wgmma.fence between the instructions that write that factor and the product. LLVM does not know this
+    dependency and may move arithmetic below the fence (triton-lang/triton#9433); ptxas then serialises the products. So
+    far LLVM has not moved the inline assembly, as the emulator checks. Marking the assembly as impure would forbid the
+    move, but then Triton does not pipeline some of the loops.
     """
     if PTX and x.dtype.primitive_bitwidth == 16:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
@@ -112,8 +114,8 @@ def factor_in_registers(x):
 def exponential(scores, shift, scale, BASE_E: tl.constexpr):
     """``exp(score - shift)``: scores and shift in base e, or raw scores (before `scale`) and a shift in base 2.
 
-    The second is one operation less. The first is for a bias: its type's lowest number is common, and times log2(e) it
-    would overflow.
+    Base 2 saves one operation. Base e is for biases: the lowest number of the dtype is a common bias, and would
+    overflow when multiplied by log2(e).
     """
     if BASE_E:
         return tl.math.exp2((scores - shift) * LOG2E)
@@ -123,12 +125,12 @@ def exponential(scores, shift, scale, BASE_E: tl.constexpr):
 
 @triton.jit
 def any_true(flags):
-    """Return True, as a scalar, where any element of a 1-D or 2-D tile is True."""
+    """Return True, as a scalar, if any element of a 1-D or 2-D tile is True."""
     return tl.max(flags.to(tl.int32)) > 0
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """(q * sign, |scale| or 1, sign): the row maximum of raw scores is that of scaled ones only if scale > 0."""
+    """Return (q * sign, |scale| or 1, sign): raw and scaled scores have the same row maximum only if scale > 0."""
     if scale > 0:
         return q, scale, 1.0
     sign = -1.0 if scale < 0 else 0.0
@@ -136,25 +138,25 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
 
 
 def within_reach(t: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy where offsets within a tile could pass 32 bits (see WIDEST_STRIDE)."""
+    """The tensor, or a contiguous copy if offsets within a tile could exceed 32 bits (see WIDEST_STRIDE)."""
     reach = 256 * t.stride(-2) + t.shape[-1] * t.stride(-1)
     return t.contiguous() if reach > 256 * WIDEST_STRIDE else t
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two that holds a head_dim in a kernel."""
+    """Head size in a kernel: head_dim rounded up to a power of two."""
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def bounded_offset(causal: int | None, Lq: int, Lk: int, reach: int = 0) -> int:
-    """The causal offset of a kernel. One past the last key lets every query see every key: no mask is the same program
-    as causal. A kernel may add an offset of up to `reach`, or take it away."""
+    """Causal offset for a kernel. Without a causal mask it is past the last key, so that the same program serves both
+    cases. A kernel may add or subtract up to `reach`."""
     most = Lk + reach
     return most if causal is None else max(-Lq - reach, min(causal, most))
 
 
 def bounded_window(window: int | None, Lq: int, Lk: int, reach: int = 0) -> int | None:
-    """The window of a kernel; None where every query sees the keys from the first one on. `reach` as above."""
+    """Window for a kernel; None if it excludes no key. `reach` is as for :func:`bounded_offset`."""
     return None if window is None or window <= 1 - Lq - reach else min(window, Lk + reach)
 
 
@@ -189,7 +191,7 @@ def bounds_arguments(params: AttentionParams, Lq: int, Lk: int) -> dict[str, obj
 
 
 def batch_stride(ids: Tensor | None) -> int:
-    """Stride from batch to batch of (B|1, L), or 0: of packed rows (T,), and where all batches share one row."""
+    """Batch stride of (B|1, L); 0 for packed rows (T,) and for a row shared by all batches."""
     return 0 if ids is None or ids.dim() == 1 or ids.shape[0] == 1 else ids.stride(0)
 
 
@@ -205,12 +207,12 @@ def distance_arguments(distance_bias: Tensor | None, zero: int) -> dict[str, obj
 
 
 def changes_scores(params: AttentionParams) -> bool:
-    """Return True where scores are more than scaled products, so that a kernel applies the mask to every tile."""
+    """Return True if scores are more than scaled products, so that a kernel applies the mask to each tile."""
     return params.bias is not None or params.distance_bias is not None or params.softcap is not None
 
 
 def sequence_arguments(params: AttentionParams, logsumexp: Tensor) -> dict[str, object]:
-    """Kernel arguments that say where the sequences of a packed batch are; None in a padded one."""
+    """Kernel arguments of the sequence boundaries of a packed batch; None for a padded batch."""
     packed = params.packed
     return {
         "cu_seqlens_q": None if packed is None else packed.cu_seqlens_q,
@@ -223,14 +225,14 @@ def sequence_arguments(params: AttentionParams, logsumexp: Tensor) -> dict[str, 
 
 
 def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, object]:
-    """Kernel arguments that say what is masked, scaled and dropped, but for dense masks, of which kernels read bits
-    (:mod:`.tile_map`). Size-1 dimensions of a bias get stride 0."""
+    """Kernel arguments of mask, scale and dropout, without dense masks, whose bits are in :mod:`.tile_map`. Size-1
+    dimensions of a bias get stride 0."""
     bias, dropout_p = params.bias, params.dropout_p
     threshold = round(dropout_p * 65536)
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
     arguments = bounds_arguments(params, Lq, Lk)
-    # Without such a part, a packed sequence has empty rows only where it has no keys, and their mean is 0, too.
+    # Without such a part, a packed sequence has empty rows only if it has no keys; then the mean is 0 too.
     packed = params.packed
     emptying = arguments["window"] is not None or arguments["causal_offset"] < 0
     emptying = emptying or (packed is not None and packed.bottom_right and params.causal is not None)
@@ -239,12 +241,12 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     if packed is not None:
         zero = (packed.max_k if packed.bottom_right else packed.max_q) - 1
     strides = [0, 0, 0, 0]
-    if bias is not None and packed is not None:  # its rows are found in the kernel
+    if bias is not None and packed is not None:  # the kernel computes its rows
         strides = [0, bias.stride(0) if bias.shape[0] > 1 else 0, 0, 1]
     elif bias is not None:
         bias = within_reach(bias)
         strides = [s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True)]
-    # Only a bias is read by it: without one, no length compiles anything of its own.
+    # Only reads of a bias use MASK_UNIT. Without a bias it is constant, so that lengths do not recompile.
     aligned = bias is not None and packed is None and all(n % 16 == 0 for n in (Lk, *strides[:3]))
     unit = 16 if aligned else 1
     arguments |= {"MASK_UNIT": unit, "bias": bias, "bias_key": strides[3]}

@@ -1,7 +1,7 @@
-"""Attention weights on request, computed again from the logsumexp: ``exp(score - logsumexp)``, tile by tile.
+"""Attention weights on request, recomputed from the logsumexp: ``exp(score - logsumexp)``, tile by tile.
 
-The forward stores one number a row rather than Lq x Lk weights (T. Dao, "FlashAttention-2", 2023, section 3.1.1);
-whoever asks for weights pays one matrix product and the store.
+The forward stores one number per row rather than Lq x Lk weights (T. Dao, "FlashAttention-2", 2023, section 3.1.1). A
+request for weights costs one more matrix product and the store.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from .tiles import (
     within_reach,
 )
 
-# (query rows, keys, warps) a tile by bits of the type and padded head size.
+# (query rows, keys, warps) of a tile, by bits of the type and padded head size.
 TILES = {
     (16, 32): (64, 64, 8), (16, 64): (64, 64, 8), (16, 128): (64, 32, 8), (16, 256): (64, 32, 8),
     (32, 32): (32, 32, 8), (32, 64): (32, 32, 8), (32, 128): (16, 32, 16), (32, 256): (16, 32, 16),
@@ -43,10 +43,10 @@ def summed_rows(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr,
     MASK_UNIT: tl.constexpr, WITH_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """True sum of `exp(score - shift)` per row, and the sum of weight times gradient; (1, 0) where not needed.
+    """Recomputed sum of `exp(score - shift)` per row, and the sum of weight times gradient; (1, 0) if not needed.
 
-    A large logsumexp has lost digits (beside a bias of -1e9 on a whole row, even the number of keys): weights from it
-    do not sum to 1, nor gradients of scores to 0. Only a tile that has such a row walks over the keys.
+    A large logsumexp has lost digits (with a bias of -1e9 on a whole row, even the number of keys). Weights from it do
+    not sum to 1, and gradients of scores do not sum to 0. Only a tile with such a row loops over the keys.
     """
     too_large = tl.abs(shift) > (4.0 if q_tile.dtype == tl.float32 else 1024.0)
     first_key = first_visible(start_query, mask.bounds) // KEYS * KEYS
@@ -79,7 +79,7 @@ def _tile_of_weights(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr,
     MASK_UNIT: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile before dropout, (QUERIES, KEYS), 0 where blocked."""
+    """Weights of a tile before dropout, (QUERIES, KEYS), 0 where blocked."""
     k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     if BASE_E and (mask.bias is None and mask.distance_bias is None and mask.softcap is None):
@@ -140,15 +140,15 @@ def _weights_kernel(
             q_tile, q_tile, k, k, k_row, k_row, shift, start_query, limit, last_key, scale, rescale, mask, random,
             HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, False,
         )  # fmt: skip
-        # NaN stays: it is above zero no more than below.
+        # The comparison keeps NaN.
         divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)
     uniform = 0.0 if ZERO_EMPTY_ROWS else 1.0 / keys.to(tl.float32)
 
     row = tl.arange(0, BLOCK_QUERIES)
     out += (batch_head * queries + start_query) * out_row * OUT_UNIT
     for start in tl.range(0, keys, BLOCK_KEYS, disable_licm=True):
-        # Tiles without a key that a query may see need no product. Beside a dense mask or a bias, whose kernels
-        # have no register left for it, they are masked like the others.
+        # Tiles without a visible key need no product. Kernels with a dense mask or a bias have no register for this
+        # test; they mask such tiles like the others.
         weights = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
         if DENSE or any_visible(rows, start_query, start, last_key, bounds, BLOCK_KEYS):
             weights = _tile_of_weights(
@@ -166,14 +166,14 @@ def _weights_kernel(
 
 
 def weights_launches(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], params: AttentionParams) -> list[Launch]:
-    """The launch from :func:`attention_weights`'s tensors to its result."""
+    """Kernel launch of :func:`attention_weights`."""
     (q, k, logsumexp), (out,) = inputs, outputs
     q, k = within_reach(q), within_reach(k)
     masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
     unit = 16 if k.shape[2] % 16 == 0 else 1
     rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
     if params.bias is not None and (params.distance_bias is not None or params.softcap is not None):
-        keys = 32  # more would spill
+        keys = 32  # more queries would spill
     return [
         Launch(
             name=f"attention weights {str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
@@ -193,13 +193,13 @@ def weights_launches(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], pa
 
 @widen_bf16_if_interpreted(results=1)
 def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, params: AttentionParams, call: Any = None) -> Tensor:
-    """The weights of :func:`~.forward.attention_forward` by Triton, after dropout if there is a seed.
+    """Compute the weights of :func:`~.forward.attention_forward` by Triton, after dropout if there is a seed.
 
     Args:
         q: (B, H, Lq, D), fp32, fp16 or bf16; last stride 1.
         k: (B, Hkv, Lk, D) of q's dtype; last stride 1.
         logsumexp: (B, H, Lq) fp32, as the forward returned it.
-        params: that of the forward, of a padded batch.
+        params: params of the forward, of a padded batch.
         call: see :func:`.launches.run_call`.
 
     Returns:
