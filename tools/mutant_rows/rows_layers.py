@@ -114,8 +114,8 @@ ROWS = (
     Fault(
         name="d2l's decoder looks ahead in training",
         path=PACKAGE + "dialects/d2l/blocks.py",
-        old="mask = AttentionMask.causal()  # lengths",
-        new="mask = None  # lengths",
+        old="mask = AttentionMask.causal()  # equals",
+        new="mask = None  # equals",
         tests=("tests/layers/test_dialects_d2l.py",),
     ),
     Fault(

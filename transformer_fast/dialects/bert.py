@@ -23,7 +23,7 @@ BertMask = Tensor | AttentionMask | None
 
 @in_role(LOOKS_UP)
 class TokenEmbedding(Embedding):
-    """``nn.Embedding`` with ``padding_idx=0``: that row is zero and gets no gradient. No factor sqrt(d).
+    """``nn.Embedding`` with ``padding_idx=0``: row 0 is zero and gets no gradient. There is no factor sqrt(d).
 
     Args:
         vocab_size: number of token ids.
@@ -37,7 +37,7 @@ class TokenEmbedding(Embedding):
 class PositionalEmbedding(SinusoidalTable):
     """The sinusoidal encoding itself, not added to anything.
 
-    The buffer ``pe`` (1, max_len, d_model) is described at :class:`~transformer_fast.layers.embedding.SinusoidalTable`.
+    :class:`~transformer_fast.layers.embedding.SinusoidalTable` describes the buffer ``pe`` (1, max_len, d_model).
 
     Args:
         d_model: width; may be odd.
@@ -48,7 +48,7 @@ class PositionalEmbedding(SinusoidalTable):
         super().__init__(d_model, max_len)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, L) or (B, L, ...) -> ``pe[:, :L]``, (1, L, d_model); only the length of x matters."""
+        """Return ``pe[:, :L]``, (1, L, d_model), for x (B, L) or (B, L, ...)."""
         length = x.shape[1]
         return self.table(length)[:length].unsqueeze(0)
 
@@ -69,14 +69,15 @@ class BERTEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, sequence: Tensor) -> Tensor:
-        """ids (B, L), int -> (B, L, embed_size)."""
+        """Embed ids (B, L), int -> (B, L, embed_size)."""
         if is_plain(self.position, PositionalEmbedding):
             return embed_with_positions(sequence, self.token, self.position, self.dropout)
         return apply_dropout(self.dropout, self.token(sequence) + self.position(sequence))
 
 
 class Attention(nn.Module):
-    """``dropout(softmax(query key^T / sqrt(d))) value`` (Vaswani et al., 2017, section 3.2.1). Without parameters."""
+    """``dropout(softmax(query key^T / sqrt(d))) value`` (Vaswani et al., 2017, section 3.2.1). The module has no
+    parameters."""
 
     def forward(
         self,
@@ -88,21 +89,21 @@ class Attention(nn.Module):
         *,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and weights.
+        """Compute output and weights.
 
         Args:
             query: (B, h, Lq, d), or fewer axes in front.
             key, value: (B, h, Lk, d).
             mask: keep mask with as many dimensions as the scores, broadcastable to (B, h, Lq, Lk), bool or integer; or
                 an AttentionMask.
-            dropout: acts on the weights when it is in training mode.
-            need_weights: False leaves out the product that the weights cost, and returns None for them.
+            dropout: module applied to the weights, active in training mode.
+            need_weights: False skips the matrix product for the weights and returns None instead of them.
 
         Returns:
             out (B, h, Lq, d) and p_attn (B, h, Lq, Lk), after dropout.
 
         Raises:
-            ValueError: for a mask without its head axis. TypeError: for a float mask, which can be read two ways.
+            ValueError: for a mask without its head axis. TypeError: for a float mask, which is ambiguous.
         """
         if dropout is not None and not isinstance(dropout, nn.Module):
             raise TypeError(f"Attention: dropout must be an nn.Module or None, got {type(dropout).__name__}")
@@ -136,7 +137,7 @@ class MultiHeadedAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: BertMask = None) -> Tensor:
-        """query (B, Lq, d_model); key, value (B, Lk, d_model) -> (B, Lq, d_model).
+        """Attend: query (B, Lq, d_model); key, value (B, Lk, d_model) -> (B, Lq, d_model).
 
         mask: keep mask (B, 1, 1, Lk) or (B, 1, Lq, Lk) (axes of 1 may be more), or an AttentionMask.
         """

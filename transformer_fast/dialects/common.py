@@ -1,4 +1,4 @@
-"""Parts that the three dialects share: heads, inputs with fewer axes, and attention with given scores."""
+"""Shared parts of the dialects: heads, inputs with fewer axes, and attention with given scores."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from ..ops.embedding import add_positional, embed
 from ..tracing import is_traced, sizes
 
 Weights = bool | str
-"""As ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped" (after)."""
+"""Values of ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped"
+(after)."""
 
 _ALL = slice(None)
 _ADDED = {2: (None, None), 3: (_ALL, None)}
-"""By number of dimensions, the index that adds the missing axes of (B, H, L, d), and the one that takes them away."""
+"""Per number of dimensions: the index that adds the missing axes of (B, H, L, d), and the index that removes them."""
 _TAKEN = {2: (0, 0), 3: (_ALL, 0)}
 
 
 def head_width(module: object, width: int, heads: int) -> int:
-    """``width / heads``, or a ValueError that names the module."""
+    """Return ``width / heads``; raise a ValueError that names the module if heads does not divide width."""
     if heads < 1 or width % heads != 0:
         name = type(module).__name__
         raise ValueError(f"{name}: the width must be a multiple of the number of heads, got {width} and {heads} heads")
@@ -35,17 +36,17 @@ def head_width(module: object, width: int, heads: int) -> int:
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, L, heads * d) -> (B, heads, L, d), a view."""
+    """Split (B, L, heads * d) to (B, heads, L, d), a view."""
     return x.view(*x.shape[:-1], heads, -1).transpose(-3, -2)
 
 
 def project_heads(linears: Iterable[nn.Module], inputs: Iterable[Tensor], heads: int) -> list[Tensor]:
-    """Queries, keys and values (B, heads, L, d) of inputs (B, L, width), each by its own linear layer."""
+    """Project inputs (B, L, width) to queries, keys and values (B, heads, L, d)."""
     return [split_heads(apply_linear(linear, x), heads) for linear, x in zip(linears, inputs, strict=True)]
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(B, heads, L, d) -> (B, L, heads * d)."""
+    """Merge (B, heads, L, d) to (B, L, heads * d)."""
     return x.transpose(-3, -2).flatten(-2)
 
 
@@ -58,9 +59,9 @@ def embed_with_positions(
     scale: float = 1.0,
     offset: int = 0,
 ) -> Tensor:
-    """``dropout(embedding(ids) * scale + position)``: ids (B, L), the first at ``offset`` -> (B, L, d).
+    """Compute ``dropout(embedding(ids) * scale + position)``: ids (B, L), the first at ``offset`` -> (B, L, d).
 
-    It is one pass where embedding and dropout are plain. ``positions`` is not called: its table is read.
+    Plain embedding and dropout run in one pass. The module ``positions`` is not called; its table is read.
     """
     table, p = positions.table(offset + sizes(ids)[-1]), fused_p(dropout)
     if p is None or not is_lookup(embedding):
@@ -70,7 +71,7 @@ def embed_with_positions(
 
 
 def with_head_axis(mask: Tensor, axes: int) -> Tensor:
-    """A mask over scores of ``axes`` dimensions as one over (B, H, Lq, Lk): (B, Lq, Lk) gets its head axis."""
+    """Expand a mask over scores of ``axes`` dimensions to (B, H, Lq, Lk): (B, Lq, Lk) gets a head axis."""
     return mask.unsqueeze(1) if axes == 3 == mask.dim() else mask
 
 
@@ -87,7 +88,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`transformer_fast.attention` over inputs (B, H, L, d), (B, L, d) or (L, d).
 
-    Returns the output and the weights, or None for them, with as many dimensions.
+    Returns the output and the weights (or None) with as many dimensions as the inputs.
     """
     axes = query.dim()
     if axes not in (2, 3, 4) or key.dim() != axes or value.dim() != axes:
@@ -110,7 +111,8 @@ def attend_by_scores(
     dropout: nn.Module | None = None,
     return_weights: Weights = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with scores (B, Lq, Lk) of one's own over values (B, Lk, d): they are the bias of scores that are 0."""
+    """Attention with given scores (B, Lq, Lk) over values (B, Lk, d): the scores are passed as a bias on zero
+    scores."""
     B, Lq, Lk = scores.shape
     q, k = value.new_zeros(1, 1, 1, 1).expand(B, 1, Lq, 1), value.new_zeros(1, 1, 1, 1).expand(B, 1, Lk, 1)
     bias = scores.unsqueeze(1)
@@ -120,22 +122,23 @@ def attend_by_scores(
 
 
 def additive_scores(query: Tensor, key: Tensor, v: nn.Module) -> Tensor:
-    """``v^T tanh(q + k)`` for projected queries (B, Lq, n), keys (B, Lk, n) and v, a linear layer: scores (B, Lq, Lk).
+    """Scores ``v^T tanh(q + k)`` (B, Lq, Lk) of projected queries (B, Lq, n) and keys (B, Lk, n); v is a linear layer.
 
     Additive attention (Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and
-    translate", 2015, appendix A.1.2). The (B, Lq, Lk, n) features are made, as the score has no cheaper form.
+    translate", 2015, appendix A.1.2). The features (B, Lq, Lk, n) are materialised, because the score has no cheaper
+    form.
     """
     return v(torch.tanh(query.unsqueeze(2) + key.unsqueeze(1))).squeeze(-1)
 
 
 LAST_WEIGHTS = "_last_weights"
-"""Where a module has the weights of its last call: a value, or a function of the module that computes them."""
+"""Name of the attribute with the weights of the last call: a tensor, or a function of the module that computes them."""
 
 
 class LastWeights:
-    """An attribute with the attention weights of the last call, before dropout and without gradient.
+    """Descriptor of the attention weights of the last call, before dropout and without gradient.
 
-    They are computed when the attribute is read. The attribute may also be set.
+    The weights are computed when the attribute is read. The attribute may also be set.
     """
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
@@ -154,7 +157,7 @@ class LastWeights:
 
 
 def leave_weights(module: nn.Module, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Let a module that has :class:`LastWeights` compute those of this call as ``compute(*tensors)``."""
+    """Let a module with :class:`LastWeights` compute the weights of this call by ``compute(*tensors)``."""
     detached = [t.detach() for t in tensors]
     setattr(
         module, LAST_WEIGHTS, None if torch.compiler.is_compiling() or is_traced() else lambda _: compute(*detached)

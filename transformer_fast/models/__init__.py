@@ -1,4 +1,4 @@
-"""The stacks and the whole model."""
+"""Encoder and decoder stacks, and the Transformer."""
 
 from .decoder import Decoder
 from .encoder import Encoder

@@ -13,12 +13,12 @@ from .stack import Stack
 
 
 class DecoderCache(Protocol):
-    """Results of earlier calls: a cache per layer."""
+    """Generation cache of a decoder: one cache per layer."""
 
     layers: list[LayerCache]
 
     def position(self, rows: int) -> tuple[int | Tensor, int]:
-        """Position of the newest ids of so many rows, and the number of positions that the table must have."""
+        """Position of the newest ids, for this number of rows, and the required length of the positional table."""
 
 
 class Decoder(Stack):
@@ -36,10 +36,11 @@ class Decoder(Stack):
         *,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """trg (B, L_trg) ids, e_outputs (B, L_src, d_model); masks as in the layer -> (B, L_trg, d_model).
+        """Run the decoder: trg (B, L_trg) ids, e_outputs (B, L_src, d_model); masks as in the layer -> (B, L_trg,
+        d_model).
 
         With PackedMasks trg is (T_trg,), e_outputs (T_src, d_model), and the result (T_trg, d_model). With a cache trg
-        is the newest id of every row, (rows, 1), the cache stands for the rest, and it grows by this position.
+        is the newest id per row, (rows, 1); the cache replaces e_outputs and the masks, and grows by one position.
         """
         if cache is not None:
             offset, length = cache.position(trg.shape[0])

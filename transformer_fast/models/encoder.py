@@ -18,9 +18,10 @@ class Encoder(Stack):
         super().__init__(EncoderLayer, vocab_size, d_model, N, heads, dropout, **options)
 
     def forward(self, src: Tensor, mask: LayerMask) -> Tensor:
-        """src (B, L) ids; mask: keep mask (B, 1, L) or (B, L, L), or an AttentionMask -> (B, L, d_model).
+        """Run the encoder: src (B, L) ids; mask: keep mask (B, 1, L) or (B, L, L), or an AttentionMask -> (B, L,
+        d_model).
 
-        With a PackedMask src is packed, (T,), and so is the result, (T, d_model).
+        With a PackedMask src is packed, (T,), and the result is packed too, (T, d_model).
         """
         normal = layer_mask(mask)
         return self.through(self.embedded(src, normal), (normal,), (mask,))

@@ -1,4 +1,4 @@
-"""The masks of a padded batch as masks of a packed one."""
+"""Convert the masks of a padded batch to masks of a packed batch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def packed_masks(
         src_mask, trg_mask: as for :meth:`transformer_fast.Transformer.forward` with ``packed``.
 
     Returns:
-        The masks of the encoder, of the decoder's attention to it, and of the decoder's attention to itself.
+        The masks of the encoder, of the decoder's attention to the encoder, and of the decoder's self-attention.
 
     Raises:
-        ValueError: for a mask that is more than padding (and, for the target, look-ahead).
+        ValueError: for a mask with parts other than padding (and, for the target, look-ahead).
     """
     (batch, src_length), (_, trg_length) = src.shape, trg.shape
     source = packing_of(layer_mask(src_mask), batch, src_length, src.device)
@@ -41,12 +41,12 @@ def packed_masks(
 
 
 def padding_of(mask: AttentionMask | None, length: int) -> AttentionMask | None:
-    """The mask of an encoder, whose dense part (B|1, 1, L, L) becomes (B|1, 1, 1, L) if it is padding and no more.
+    """Mask of an encoder, whose dense part (B|1, 1, L, L) becomes (B|1, 1, 1, L) if it is only padding.
 
-    Rows of padding may be as those of tokens, or empty.
+    Rows at padding may equal the rows at tokens, or be empty.
 
     Raises:
-        ValueError: for a dense mask that is more than padding.
+        ValueError: for a dense mask that is not only padding.
     """
     if mask is None or mask.keep_mask is None:
         return mask
@@ -59,7 +59,7 @@ def padding_of(mask: AttentionMask | None, length: int) -> AttentionMask | None:
 
 
 def _window(mask: AttentionMask | None) -> AttentionMask | None:
-    """The window of a mask. Packing closes gaps between tokens, and distances are the same only without any."""
+    """Window of a mask. Packing closes gaps between tokens, so distances stay the same only without gaps."""
     if mask is None or mask.window_offset is None:
         return None
     if mask.keep_mask is not None or mask.key_keep_mask is not None:
@@ -83,9 +83,9 @@ def _padding_and_look_ahead(mask: AttentionMask | None, length: int) -> tuple[At
 
 
 def _padding_of_dense(keep: Tensor, length: int) -> Tensor:
-    """The padding (B|1, 1, 1, L) in a dense mask (B|1, 1, L, L) that is padding and look-ahead and nothing else.
+    """Padding (B|1, 1, 1, L) of a dense mask (B|1, 1, L, L) that consists of padding and look-ahead only.
 
-    Every token sees itself, so the diagonal tells the tokens; what the rows of padding say does not matter.
+    Each token sees itself, so the diagonal marks the tokens. Rows at padding do not matter.
     """
     on_gpu = keep.device.type != "cpu"
     if on_gpu or torch.compiler.is_compiling() or is_traced():

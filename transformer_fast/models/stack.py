@@ -19,17 +19,17 @@ from ..masks.packing import PackedMask, take, unpack
 
 
 class Stack(nn.Module):
-    """Embedding with positional encoding, N layers that start as copies of one, and (pre-norm) a last norm.
+    """Embedding with positional encoding, N layers with equal initial weights, and (pre-norm) a final norm.
 
     Args:
         layer_type: class of the layers.
         vocab_size, d_model, N, heads: sizes.
-        dropout: probability, everywhere unless ``layer_options`` say otherwise.
+        dropout: probability, in all places that ``layer_options`` do not override.
         max_len: length of the stored positional table; longer inputs extend it.
-        padding_idx: this id's embedding starts at zero and gets no gradient.
-        checkpoint_activations: keep no layer's inner results for backward, which computes them again, with the same
-            dropout (Chen et al., 2016); an attribute, to be changed at will.
-        scale: of the embeddings; None is ``sqrt(d_model)``.
+        padding_idx: id whose embedding starts at zero and gets no gradient.
+        checkpoint_activations: recompute the layers' inner results in the backward pass, with the same dropout, instead
+            of keeping them (Chen et al., 2016). The attribute of this name may be changed at any time.
+        scale: factor of the embeddings; None is ``sqrt(d_model)``.
         positions: layout of the positional table, see :func:`transformer_fast.positional_table`.
         norm_first, norm, layer_options: see :class:`~transformer_fast.layers.EncoderLayer`.
     """
@@ -61,26 +61,26 @@ class Stack(nn.Module):
         self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()
 
     def embedded(self, ids: Tensor, mask: AttentionMask | PackedMask | None) -> Tensor:
-        """Input of the first layer: ids (B, L) -> (B, L, d_model); packed by the mask, (T,) -> (T, d_model)."""
+        """Input of the first layer: ids (B, L) -> (B, L, d_model); with a packed mask (T,) -> (T, d_model)."""
         if not isinstance(mask, PackedMask):
             return embed_with_positions(self.embed, self.pe, ids)
         packing = mask.queries
-        if not is_plain(self.pe, PositionalEncoder):  # it may know no positions but those of padded rows
+        if not is_plain(self.pe, PositionalEncoder):  # the module may support only positions of padded rows
             return take(embed_with_positions(self.embed, self.pe, unpack(ids, packing)), packing)
         each = ids.unsqueeze(-1)  # one sequence per token
         x = embed_with_positions(self.embed, self.pe, each, packing.positions, length=packing.length)
         return x.squeeze(-2)
 
     def through(self, x: Tensor, inputs: tuple[Any, ...], given: tuple[Any, ...]) -> Tensor:
-        """Run the layers and the last norm.
+        """Run the layers and the final norm.
 
-        Between two pre-norm layers the sum that ends one and the norm that begins the next are one op. With
+        Between two pre-norm layers, the last sum of a layer and the first norm of the next layer run as one op. With
         ``checkpoint_activations`` only the outputs of the layers are kept for backward.
 
         Args:
             x: (B, L, d_model), or packed (T, d_model).
             inputs: further arguments of each layer, with masks in normal form.
-            given: the same with masks as the caller gave them, for a layer that is not plain.
+            given: the same arguments with the caller's original masks, for a layer that is not plain.
         """
         again = self.checkpoint_activations and torch.is_grad_enabled()
         y: Tensor | Unsummed = x

@@ -22,18 +22,19 @@ class Transformer(nn.Module):
     Args:
         src_vocab, trg_vocab: vocabulary sizes.
         d_model, N, heads: width, layers in each stack, heads (dividing ``d_model``). N, heads and ``d_ff`` may each be
-            two numbers, of the encoder and of the decoder.
+            a pair, for encoder and decoder.
         dropout: probability.
         tie_weights: True shares one matrix among both embeddings and the output layer (one vocabulary);
             "decoder" shares the target embedding and the output layer.
-        packed: take the padding out of every batch before the first layer, so that no layer works on it (also an
-            attribute, to be changed at will). Same outputs and gradients as without, but zeros at padded targets.
+        packed: remove the padding of a batch before the first layer, so that no layer computes padding. Outputs and
+            gradients stay the same, except zeros at padded targets. The attribute of this name may be changed at any
+            time.
         options: ``norm_first``, ``norm``, ``activation``, ``max_len``, ``padding_idx``, ``attention_dropout``,
             ``activation_dropout``, ``checkpoint_activations``, ``scale``, ``positions``; see
             :class:`~transformer_fast.models.Stack`.
 
     Raises:
-        ValueError: where ``heads`` does not divide ``d_model``, or vocabularies to be tied differ.
+        ValueError: if ``heads`` does not divide ``d_model``, or if vocabularies to be tied differ.
 
     Example:
         >>> model = tfast.Transformer(100, 120, d_model=32, N=2, heads=4, dropout=0.1)
@@ -83,23 +84,22 @@ class Transformer(nn.Module):
 
         Args:
             src, trg: (B, L_src) and (B, L_trg) token ids.
-            src_mask: which source positions may be seen: keep mask (B, 1, L_src), or e.g.
-                ``AttentionMask.lengths(src_lengths)``.
-            trg_mask: which target positions each target position may see: keep mask (B, L_trg, L_trg), or e.g.
+            src_mask: visible source positions: keep mask (B, 1, L_src), or e.g. ``AttentionMask.lengths(src_lengths)``.
+            trg_mask: target positions visible to each target position: keep mask (B, L_trg, L_trg), or e.g.
                 ``AttentionMask.causal()``.
 
         Returns:
             (B, L_trg, trg_vocab), before softmax.
 
-        With ``packed`` the masks say where the padding is, and must say no more: src_mask a keep mask (B, 1, L_src) or
-        an AttentionMask of padding; trg_mask an AttentionMask of padding and look-ahead, such as
+        With ``packed`` the masks give the padding and must hold nothing else: src_mask a keep mask (B, 1, L_src) or an
+        AttentionMask of padding; trg_mask an AttentionMask of padding and look-ahead, such as
         ``AttentionMask.lengths(trg_lengths) & AttentionMask.causal()`` (``causal()`` alone: no target is padded), or on
-        CPU a dense keep mask that amounts to that. Logits of padded targets are 0; a target whose source has no tokens
-        gets 0 from the attention to it. On a GPU the host waits once for each mask, unless its lengths are on the CPU.
-        ``torch.compile`` and ``torch.export`` leave the number of tokens open; they take no dense target mask.
+        a CPU an equivalent dense keep mask. Logits of padded targets are 0. If a source has no tokens, attention to it
+        gives 0. On a GPU the host waits once per mask, unless the lengths are on the CPU. With ``torch.compile`` and
+        ``torch.export`` the number of tokens is symbolic, and dense target masks are refused.
 
         Raises:
-            ValueError: with ``packed``, for a mask that is more than padding (and, for the target, look-ahead).
+            ValueError: with ``packed``, for a mask with parts other than padding (and, for the target, look-ahead).
         """
         hidden, queries = self._hidden(src, trg, src_mask, trg_mask)
         logits = apply_linear(self.out, hidden)
@@ -117,11 +117,12 @@ class Transformer(nn.Module):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> Tensor:
-        """The label-smoothed cross entropy of the logits, which are never built as a whole.
+        """Label-smoothed cross entropy of the logits; the full logits are never in memory.
 
         Args:
             src, trg, src_mask, trg_mask: as for :meth:`forward`.
-            target: (B, L_trg) int64, the token wanted at each target position; ``ignore_index`` counts nowhere.
+            target: (B, L_trg) int64, the expected token per target position; positions with ``ignore_index`` are left
+                out.
             label_smoothing, ignore_index: as for :func:`transformer_fast.linear_cross_entropy`.
             reduction: "mean" or "sum".
 
@@ -153,7 +154,7 @@ class Transformer(nn.Module):
         src_mask: Tensor | AttentionMask | None,
         trg_mask: Tensor | AttentionMask | None,
     ) -> tuple[Tensor, Packing | None]:
-        """The decoder's outputs; packed, also where they stand in the batch."""
+        """The decoder's outputs, and their packing if the model is packed."""
         if self.packed:
             own, cross, causal = packed_masks(src, trg, src_mask, trg_mask)
             e_outputs = self.encoder(take(src, own.queries), own)

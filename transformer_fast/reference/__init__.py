@@ -1,4 +1,4 @@
-"""The oracle: every op, layer and dialect in plain eager PyTorch, written for reading. Kernels are held to it."""
+"""Reference implementation of every op, layer and dialect in plain eager PyTorch. Kernels are tested against it."""
 
 from . import attention, cross_entropy, dialects, dropout, embedding, layers, norm, quantized_linear
 

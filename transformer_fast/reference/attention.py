@@ -1,4 +1,4 @@
-"""Masked scaled dot-product attention, in plain PyTorch: what every attention kernel must compute.
+"""Masked scaled dot-product attention, in plain PyTorch: the reference of all attention kernels.
 
 ``softmax(q k^T * scale + bias, over the allowed keys) v`` with dropout on the weights (Vaswani et al.,
 "Attention Is All You Need", 2017, section 3.2.1).
@@ -44,21 +44,21 @@ def attention(
         k, v: (B, Hkv, Lk, D) with ``H % Hkv == 0``: query head h reads key head ``h // (H / Hkv)``.
         keep, key_keep, lengths, causal, window: the mask in normal form (see :mod:`transformer_fast.masks`).
         bias: added to the scaled scores, broadcastable to (B, H, Lq, Lk); ``-inf`` blocks.
-        distance_bias: (B|1, H|1, Lq + Lk - 1), of which entry ``Lq - 1 + j - i`` is added likewise.
+        distance_bias: (B|1, H|1, Lq + Lk - 1), whose entry ``Lq - 1 + j - i`` is added too.
         query_ids, key_ids: (B|1, Lq) and (B|1, Lk): query i sees the keys of its own id.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added.
         scale: multiplies ``q k^T``.
         dropout_p, seed: dropout on the weights by :func:`~transformer_fast.reference.dropout.attention_keep`.
-        empty_rows: a query with no allowed key gets weight ``1 / Lk`` on every key ("uniform", what filling with
-            -1e9 computes) or no weight at all ("zero"). No gradient reaches q and k from it either way.
-        sinks: (H,), the score of one more key for every query of a head, whose value is 0 and whose weight is not
-            returned. A query with no allowed key then has weight on nothing else.
+        empty_rows: a query with no allowed key gets weight ``1 / Lk`` on every key ("uniform", as filling with -1e9
+            gives) or weight 0 on every key ("zero"). In both modes such a query gives q and k no gradient.
+        sinks: (H,): per head, the score of one additional key, whose value is 0 and whose weight is not returned. With
+            sinks, a query with no allowed key puts all its weight on the sink.
 
     Returns:
         out (B, H, Lq, D) in q's dtype; weights before dropout (B, H, Lq, Lk) in q's dtype; logsumexp (B, H, Lq) of
         the scores, fp32 (fp64 for fp64 input), ``-inf`` for an empty row.
 
-    A NaN or Inf stored in a key or value reaches just the queries that are allowed to see it.
+    A NaN or Inf in a key or value reaches only the queries that may see the key.
     """
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
@@ -101,30 +101,30 @@ def attention_packed(
     zero_empty_rows: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
-    """Attention of every sequence of a packed batch to its own keys, one sequence after the other.
+    """Attention within each sequence of a packed batch, sequence by sequence.
 
     Args:
         q: (Tq, H, D), the queries of sequence b in rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
         k, v: (Tk, Hkv, D), likewise by ``cu_seqlens_k``.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and to Tk.
         max_q, max_k: at least the lengths of the longest sequences.
-        seqused_k: (B,), how many keys of each sequence there are; what is stored behind them is not read.
-        bottom_right: query i counts as ``i + keys - queries`` of its sequence: the last query is at the last key.
+        seqused_k: (B,), number of keys in use per sequence; later keys are not read.
+        bottom_right: query i has position ``i + keys - queries`` in its sequence: the last query is at the last key.
         bias, bias_starts: (H|1, pairs); ``bias[:, bias_starts[b] : bias_starts[b + 1]]`` is the (Lq, Lk) of sequence b.
-        causal, window: as for :func:`attention`, counted inside each sequence.
+        causal, window: as for :func:`attention`, within each sequence.
         distance_bias: (1, H|1, max_q + max_k - 1), of which entry ``max_q - 1 + j - i`` is added; with
             ``bottom_right`` entry ``max_k - 1 + j - i``, i as counted there.
         query_ids, key_ids: (Tq,) and (Tk,).
         softcap, sinks: as for :func:`attention`.
-        scale, dropout_p, seed: as for :func:`attention`; b is the sequence, i and j count inside it, so that a packed
-            batch has the dropout mask of the padded one.
+        scale, dropout_p, seed: as for :func:`attention`; b is the sequence, and i and j count within the sequence, so
+            packed and padded batches have the same dropout mask.
         zero_empty_rows: a query with no allowed key is 0, instead of the mean of its own sequence's values.
 
     Returns:
         out (Tq, H, D) in q's dtype; for each sequence its weights (H, Lq, Lk) before and after dropout; and logsumexp
         (H, Tq), fp32 (fp64 for fp64 input), ``-inf`` for an empty row.
     """
-    # After the last sequence comes one of no tokens, so that there is always one.
+    # An empty sequence is appended, so that there is at least one.
     starts_q, starts_k = [*cu_seqlens_q.tolist(), q.shape[0]], [*cu_seqlens_k.tolist(), k.shape[0]]
     H, B = q.shape[1], len(starts_q) - 1
     kept = attention_keep(seed, dropout_p, B, H, max_q, max_k) if dropout_p > 0.0 else None
@@ -178,12 +178,12 @@ def attention_decode(
     scale: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the newest queries of every sequence to its cache of keys, the new ones included.
+    """Attention of the newest queries per sequence to a cache of keys, which includes the new keys.
 
     Args:
         q: (B, H, Lq, D), the last Lq positions of each sequence.
         k_cache, v_cache: (B, Hkv, S, D); or, with a page table, (pages, page_size, Hkv, D).
-        lengths: int (B,), keys in the cache; what is stored past them is never read.
+        lengths: int (B,), number of keys per sequence in the cache; later keys are never read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Entries past the last key may hold anything.
         distance_bias: (B|1, H|1, Lq + S - 1), of which entry ``S - 1 + j - (i + lengths[b] - Lq)`` is added.
@@ -215,8 +215,8 @@ def cached_keys(
     causal: int | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Keys and values of a cache, (B, Hkv, S, D), which of them the newest queries see, bool (B, 1, Lq, S), and what
-    the distance adds to their scores (B, H, Lq, S)."""
+    """Keys and values of a cache, (B, Hkv, S, D); keys visible to the newest queries, bool (B, 1, Lq, S); and the bias
+    by distance (B, H, Lq, S)."""
     if page_table is not None:
         pages = page_table.clamp(0, max(k_cache.shape[0] - 1, 0)).long()
         # (B, max_pages, page_size, Hkv, D) -> (B, Hkv, S, D)
@@ -234,7 +234,7 @@ def cached_keys(
     bias = None
     if distance_bias is not None:
         B, H = q.shape[:2]
-        index = (S - 1 + j - i).clamp(0, Lq + S - 2).expand(B, H, Lq, S)  # what is clamped is not seen, or not read
+        index = (S - 1 + j - i).clamp(0, Lq + S - 2).expand(B, H, Lq, S)  # clamped entries are masked or not read
         bias = distance_bias.expand(B, H, -1).gather(2, index.flatten(2)).view(B, H, Lq, S)
     return k_cache, v_cache, keep, bias
 
@@ -269,7 +269,7 @@ def _attend(
         return _weighted_sum(_dropped(weights, kept, factor), v, allowed), weights, logsumexp
     logsumexp = torch.logsumexp(scores, -1)
 
-    # A row of equal scores has uniform weights, and the fill cuts it off from q and k.
+    # A row of equal scores has uniform weights; the constant fill passes no gradient to q and k.
     weights = torch.softmax(scores.masked_fill(empty, 0.0), -1)
     if zero_empty_rows:
         weights = weights.masked_fill(empty, 0.0)
@@ -282,8 +282,8 @@ def _dropped(weights: Tensor, kept: Tensor | None, factor: float) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T, fp32 or wider. A non-finite key makes its own column NaN without entering the product: otherwise
-    its zero gradient times its NaN would reach every query, allowed or not."""
+    """q k^T, fp32 or wider. A non-finite key is kept out of the product, and its column is set to NaN. Otherwise its
+    zero gradient times NaN would reach all queries, also blocked ones."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     bad = ~k.isfinite()
     scores = (q @ k.masked_fill(bad, 0.0).transpose(-2, -1)).to(wide)
@@ -291,7 +291,7 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """weights @ v, where a weight of zero on a blocked key also silences a NaN or Inf value."""
+    """Compute weights @ v, where a NaN or Inf value of a blocked key counts as 0."""
     bad = ~v.isfinite()
     out = weights @ v.masked_fill(bad, 0.0)
     reached = allowed.to(torch.float32) @ bad.to(torch.float32) > 0

@@ -1,4 +1,4 @@
-"""Label-smoothed cross entropy of a linear layer's outputs, in plain PyTorch: what the fused op must compute."""
+"""Label-smoothed cross entropy of a linear layer's outputs, in plain PyTorch: the reference of the fused op."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def linear_cross_entropy(
     """The loss of ``logits = x weight^T + bias`` against ``target``, with label smoothing (Szegedy et al., "Rethinking
     the Inception Architecture for Computer Vision", 2016, section 7; Vaswani et al., 2017, section 5.4).
 
-    The wanted distribution is the target times ``1 - label_smoothing``, and ``label_smoothing`` spread evenly over the
-    vocabulary. The loss of a position is the sum of ``-class_weight * wanted * log(softmax(logits))``. Positions whose
-    target is ``ignore_index`` count nowhere.
+    The smoothed distribution is the target times ``1 - label_smoothing``, plus ``label_smoothing`` spread evenly over
+    the vocabulary. The loss of a position is the sum of ``-class_weight * smoothed * log(softmax(logits))``. Positions
+    whose target is ``ignore_index`` are left out.
 
     Args:
         x: (..., d); weight: (vocabulary, d); bias: (vocabulary,) or None.
         target: (...) int64, a class per position; or (..., vocabulary) float, the probabilities of all classes.
         class_weight: (vocabulary,), or None for 1.
         reduction: "none"; "sum" over the positions that count; or "mean": their sum divided by their number, or by
-            the sum of the weights of their targets (NaN where that is 0). Probabilities are divided by the number of
-            positions always.
+            the sum of the weights of their targets (NaN if that sum is 0). With probabilities the divisor is always the
+            number of positions.
 
     Returns:
         A scalar, or (...) for "none"; float32 for 16-bit inputs.

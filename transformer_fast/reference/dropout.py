@@ -1,10 +1,10 @@
 """The dropout mask: a pure function of one seed and the element's own coordinates.
 
 Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a
-128-bit counter and a 64-bit key into 128 random bits, with no state. The key is the seed; the counter is
-where the element stands. So every device and every tiling draws the same bits, and backward draws them again
-instead of storing them. One call serves eight elements, 16 bits each: an element is dropped when its draw is
-below ``round(p * 65536)``.
+128-bit counter and a 64-bit key into 128 random bits, with no state. The key is the seed; the counter is the position
+of the element. So every device and every tiling draws the same bits, and the backward pass draws the bits again instead
+of storing them. One call serves eight elements, 16 bits each: an element is dropped when its draw is below ``round(p *
+65536)``.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[T
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32-bit product, inside int64: in two halves, so that nothing overflows."""
+    """High and low 32 bits of a 32 x 32-bit product, computed in int64 in two halves to avoid overflow."""
     upper, lower = constant * (x >> 16), constant * (x & 0xFFFF)
     total = upper + (lower >> 16)
     return total >> 16, ((total & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
 def threshold(p: float) -> int:
-    """Draws below this number (of 65536) are dropped."""
+    """Number of draws, of 65536, that drop an element: draws below it."""
     return round(p * 65536)
 
 
 def rescale(p: float) -> float:
-    """Factor of kept values: 1 / (1 - p), and 0 where everything is dropped."""
+    """Factor of kept values: 1 / (1 - p), and 0 if everything is dropped."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
@@ -97,7 +97,7 @@ def dropout(
 ) -> Tensor:
     """``[residual +] dropout([relu] (x [+ bias]))`` in x's dtype.
 
-    Dropout is by :func:`elementwise_keep`, all but the last dimension taken as rows.
+    :func:`elementwise_keep` draws the mask; all dimensions but the last are rows.
 
     Args:
         x: (..., d), any float dtype.

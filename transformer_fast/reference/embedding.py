@@ -13,7 +13,7 @@ def positional_table(length: int, d_model: int) -> Tensor:
     """The sinusoidal positional encoding (Vaswani et al., 2017, section 3.5): fp32 (length, d_model).
 
     ``PE[pos, 2i] = sin(pos / 10000**(2i/d))`` and ``PE[pos, 2i+1] = cos(pos / 10000**(2i/d))``. Computed in fp64:
-    frequencies taken in fp32 are off by 4e-4 at position 5000. An odd ``d_model`` lacks the last cosine.
+    with frequencies in fp32 the error at position 5000 is 4e-4. An odd ``d_model`` lacks the last cosine.
     """
     position = torch.arange(length, dtype=torch.float64).unsqueeze(1)
     frequency = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
@@ -39,8 +39,8 @@ def embed(
         ids: int (..., L), each in [0, vocab).
         weight: (vocab, d), any float dtype.
         table: (>= offset + L, d) positional encoding, or None.
-        offset: position of the first id, or int (...) of one for each sequence.
-        padding_idx: this row of ``weight`` gets no gradient.
+        offset: position of the first id, or int (...), one per sequence.
+        padding_idx: row of ``weight`` without a gradient.
 
     Returns:
         (..., L, d) in the dtype of ``weight``.

@@ -1,7 +1,7 @@
 """The classic Transformer, class by class, in plain eager PyTorch: the oracle of :mod:`transformer_fast.layers`.
 
 Pre-norm by default, as the classic tutorials write it; ``norm_first=False`` gives the paper's post-norm. Class names,
-constructor order, attribute names and forward order are what people's checkpoints and code expect.
+constructor order, attribute names and argument order are those that existing checkpoints and code expect.
 
 Masks are keep masks, ``(B, 1, Lk)`` or ``(B, Lq, Lk)``, 0 or False = blocked; a layer adds the head axis.
 """
@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Base of encoder and decoder: embedding, positions, N layers that start as copies of one, (pre-norm) a norm."""
+    """Base of encoder and decoder: embedding, positions, N layers with equal initial weights, (pre-norm) a norm."""
 
     def __init__(
         self,
@@ -176,7 +176,8 @@ class Decoder(Stack):
 class Transformer(nn.Module):
     """The encoder-decoder Transformer: (src, trg, src_mask, trg_mask) -> logits (B, L_trg, trg_vocab).
 
-    ``tie_weights=True`` shares one matrix among both embeddings and the output; "decoder" among the last two.
+    ``tie_weights=True`` shares one matrix among both embeddings and the output layer; "decoder" shares it between the
+    target embedding and the output layer.
     """
 
     def __init__(
@@ -214,5 +215,5 @@ class Transformer(nn.Module):
 
 
 def subsequentmask(size: int) -> Tensor:
-    """The look-ahead keep mask: bool (1, size, size), True on and below the diagonal."""
+    """Look-ahead keep mask: bool (1, size, size), True on and below the diagonal."""
     return torch.ones(1, size, size, dtype=torch.bool).tril()

@@ -25,7 +25,7 @@ def layer_norm(
     the biased variance. ``kind="std"`` is the Norm of the classic Transformer texts:
     ``weight * (x - mean) / (std + eps) + bias`` with the unbiased standard deviation and eps outside the root.
     ``kind="rms"`` is RMSNorm (Zhang and Sennrich, 2019): ``x / sqrt(mean(x * x) + eps) * weight``; 16-bit rows are
-    normed in float32, as in every model that has it, since squares of float16 end at 65504.
+    normed in float32, as in every model with RMSNorm, because squares in float16 overflow above 65504.
 
     Args:
         x: (..., d), any float dtype.

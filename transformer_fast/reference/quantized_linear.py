@@ -1,8 +1,8 @@
-"""Linear layers with int8 weights, as a CPU decodes with them.
+"""Linear layers with int8 weights, for decoding on a CPU.
 
-The weights of each output, and each row of the input when it arrives, become integers from -127 to 127 by a scale of
-their own: symmetric quantisation by the greatest magnitude. Products and sums of the integers are exact, so that a
-row's result depends neither on the other rows nor on the order of the sums.
+Each row of the weights, and each row of the input, is quantised to integers from -127 to 127 with its own scale:
+symmetric quantisation by the greatest magnitude. Products and sums of the integers are exact. So the result of a row
+depends neither on other rows nor on the order of the sums.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as ``q * scale``.
+    """Quantise rows: x is about ``q * scale``.
 
     Args:
         x: (rows, n), fp32.
 
     Returns:
         q: int8 (rows, n), rounded to nearest, ties to even; the greatest magnitude of a row becomes 127.
-        scale: fp32 (rows,): that magnitude over 127. NaN for a row that is not finite; 0 for a row whose 127th part is
-        too small to divide by (below 4e-37). Both have q = 0.
+        scale: fp32 (rows,): that magnitude over 127. NaN for a row that is not finite; 0 for a row whose magnitude over
+            127 is too small to divide by (below 4e-37). In both cases q = 0.
     """
     greatest = x.abs().amax(dim=1)
-    factor = torch.tensor(127.0) / greatest  # a Python number over a tensor is rounded twice
+    factor = torch.tensor(127.0) / greatest  # a division of a Python number by a tensor would round twice
     usable = greatest.isfinite() & factor.isfinite()
     q = (x * factor[:, None]).round().where(usable[:, None], 0).to(torch.int8)
     return q, (greatest / 127).where(usable, 0).where(greatest.isfinite(), torch.nan)

@@ -1,6 +1,6 @@
-"""Tools to hold a kernel of your own to its reference: the gate, poisoned memory, one dropout seed, a timer.
+"""Tools to test your own kernels: the error gate, poisoned memory, a fixed dropout seed, a timer.
 
-docs/testing.md shows them at work.
+docs/testing.md has examples.
 """
 
 from .gate import ULPS, assert_as_exact_as_eager, errors

@@ -1,4 +1,4 @@
-"""The gate of every kernel: at most twice eager PyTorch's error against fp64, plus a few roundings."""
+"""Error gate for kernels: at most twice eager PyTorch's error against fp64, plus a few roundings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ULPS = 4.0
 
 
 def errors(actual: Tensor, eager: Tensor, exact: Tensor, ulps: float = ULPS) -> tuple[float, float, float]:
-    """Compare a kernel and eager PyTorch with fp64, where the exact values are finite.
+    """Compare a kernel and eager PyTorch with fp64, at finite exact values.
 
     Args:
         actual: result of the kernel, any shape, any floating dtype.
@@ -19,7 +19,7 @@ def errors(actual: Tensor, eager: Tensor, exact: Tensor, ulps: float = ULPS) -> 
         ulps: allowance, in units in the last place of the largest exact value.
 
     Returns:
-        The kernel's largest error, the largest one allowed, and eager's.
+        The largest error of the kernel, the largest allowed error, and the largest error of eager PyTorch.
     """
     finite = exact.isfinite()
     if not finite.any():
@@ -34,7 +34,8 @@ def errors(actual: Tensor, eager: Tensor, exact: Tensor, ulps: float = ULPS) -> 
 def assert_as_exact_as_eager(
     actual: Tensor, eager: Tensor, exact: Tensor, *, ulps: float = ULPS, what: str = "result"
 ) -> None:
-    """Assert that a kernel passes the gate: :func:`errors`, and NaN and Inf where the exact values have them.
+    """Assert that a kernel passes the gate: errors within :func:`errors`, and NaN and Inf at the same places as the
+    exact values.
 
     Args:
         actual, eager, exact: as for :func:`errors`.
@@ -42,7 +43,8 @@ def assert_as_exact_as_eager(
         what: name of the result, for the message.
 
     Raises:
-        AssertionError: another shape than the exact values, finite elsewhere, or an error above the allowed one.
+        AssertionError: if the shape differs from the exact values, finite values are at other places, or an error
+            exceeds the allowance.
     """
     assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     assert torch.equal(actual.isfinite(), exact.isfinite()), f"{what}: finite elsewhere than the reference"

@@ -12,8 +12,8 @@ import torch
 def poisoned_memory() -> Iterator[None]:
     """Fill every tensor that PyTorch leaves uninitialised, in Python or in C++, with NaN.
 
-    A kernel that reads what nobody wrote, or leaves part of its result unwritten, then shows.
-    ``torch.use_deterministic_algorithms`` does the same, and imports the compiler: two seconds of every process.
+    This reveals kernels that read unwritten memory or leave part of their result unwritten.
+    ``torch.use_deterministic_algorithms`` does the same, but imports the compiler, which takes two seconds per process.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""One seed for every dropout mask, so that an oracle can be given the same mask."""
+"""Fixed seed for all dropout masks, so that a reference can use the same mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of calls that take turns, so that whatever else the machine does slows all of them."""
+"""Timer for interleaved calls, so that other load on the machine slows all calls alike."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Timing:
 
 
 def interleaved(calls: dict[str, Callable[[], object]], seconds: float, at_least: int = 7) -> dict[str, Timing]:
-    """Time each call, one sample of each after the other.
+    """Time several calls in turn, one sample per call and round.
 
     Args:
         calls: the calls by name. On a GPU each must wait for its own result (``torch.cuda.synchronize``).
-        seconds: about how long each call is timed. A sample takes at least 2 ms, and repeats a short call.
-        at_least: number of samples per call, however long they take.
+        seconds: approximate total time per call. A sample takes at least 2 ms; short calls are repeated.
+        at_least: minimum number of samples per call.
 
     Returns:
         Wall time per call, by name.

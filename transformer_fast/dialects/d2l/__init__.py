@@ -1,8 +1,8 @@
 """The dialect of the d2l textbook's Transformer chapter: valid lengths for masks, batch and heads folded into one
 axis, decoding through a state.
 
-A mask is ``valid_lens``: integers (B,), or (B, Lq) for one length a query; keys at or past the length are blocked, and
-a query of length 0 gets uniform weights. Oracle: ``transformer_fast.reference.dialects.d2l``.
+A mask is ``valid_lens``: integers (B,), or (B, Lq) for one length per query; keys at or past the length are blocked,
+and a query of length 0 gets uniform weights. Oracle: ``transformer_fast.reference.dialects.d2l``.
 """
 
 from .attention import AdditiveAttention, DotProductAttention, MLPAttention, MultiHeadAttention

@@ -1,4 +1,4 @@
-"""Attention modules; each keeps what its weights can be computed from when they are read."""
+"""Attention modules; each stores the tensors from which its weights are computed on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from .sequences import ValidLens, lengths_mask, masked_softmax
 
 
 class _Attention(nn.Module):
-    """Attention with dropout on its weights. ``attention_weights`` has those of the last call, None before a call."""
+    """Attention with dropout on its weights. ``attention_weights`` holds the weights of the last call, None before a
+    call."""
 
     attention_weights = LastWeights()
 
@@ -50,7 +51,8 @@ class DotProductAttention(_Attention):
     """
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
-        """queries (B, Lq, d), keys (B, Lk, d), values (B, Lk, dv), valid_lens (B,) or (B, Lq) -> (B, Lq, dv)."""
+        """Attend: queries (B, Lq, d), keys (B, Lk, d), values (B, Lk, dv), valid_lens (B,) or (B, Lq) -> (B, Lq,
+        dv)."""
         _three_axes("DotProductAttention", queries, keys, values)
         mask = lengths_mask("DotProductAttention", valid_lens, *queries.shape[:2], keys.shape[1])
         return attend(self, queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), mask).squeeze(1)
@@ -101,7 +103,7 @@ class MultiHeadAttention(nn.Module):
         num_hiddens: width of the projections and of the output.
         num_heads: number of heads; must divide ``num_hiddens``.
         dropout: probability, on the attention weights.
-        bias: whether the four projections have one.
+        bias: True adds a bias to the four projections.
         query_size, key_size, value_size: widths of the inputs; taken from the first call where they are not given
             (``nn.LazyLinear``).
     """

@@ -1,4 +1,4 @@
-"""The blocks and their parts."""
+"""Encoder and decoder blocks, and their parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .attention import MultiHeadAttention, linear
 from .sequences import ValidLens
 
 State = list[Any]
-"""Of a decoder: the encoder's outputs (B, L, h), their valid lengths, and for each block the inputs seen so far
-(B, T, h), or None before the first."""
+"""State of a decoder: the encoder's outputs (B, L, h), their valid lengths, and per block the inputs so far (B, T, h),
+or None before the first input."""
 
 
 class PositionWiseFFN(nn.Module):
@@ -74,7 +74,7 @@ class EncoderBlock(nn.Module):
     Args:
         num_hiddens, ffn_num_hiddens, num_heads: widths and heads.
         dropout: probability, on attention weights and sublayer outputs.
-        use_bias: whether the attention's projections have one.
+        use_bias: True adds a bias to the attention's projections.
     """
 
     def __init__(
@@ -97,9 +97,10 @@ class DecoderBlock(nn.Module):
 
     Args:
         num_hiddens, ffn_num_hiddens, num_heads, dropout: as for :class:`EncoderBlock`.
-        i: which block of the decoder this is: its place in the state.
-        causal_eval: in evaluation every new position sees all new positions, as in the chapter, which gives them one
-            by one; True lets each see only those up to itself, so that many may be given at once.
+        i: index of the block in the decoder and in the state.
+        causal_eval: False lets each new position see all new positions in evaluation, as in the textbook, which passes
+            one position at a time. True lets each position see only positions up to itself, so that a call may have
+            several.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class DecoderBlock(nn.Module):
         self.addnorm3 = AddNorm(num_hiddens, dropout)
 
     def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
-        """X (B, T, num_hiddens) -> (B, T, num_hiddens) and the state, in which X has joined what was seen before.
+        """X (B, T, num_hiddens) -> (B, T, num_hiddens) and the state, with X appended to the earlier inputs.
 
         In training position t attends to the first t + 1 (valid lengths 1 to T); in evaluation to the whole state.
         """
@@ -131,14 +132,14 @@ class DecoderBlock(nn.Module):
 
 
 def run_decoder_block(block: nn.Module, X: Tensor, state: State, *, causal_eval: bool = False) -> tuple[Tensor, State]:
-    """Compute a :class:`DecoderBlock`, for any module that has its parts."""
+    """Compute a :class:`DecoderBlock`, for any module with the same parts."""
     enc_outputs, enc_valid_lens = state[0], state[1]
     seen = state[2][block.i]
     key_values = X if seen is None else torch.cat((seen, X), dim=1)
     state[2][block.i] = key_values
     mask = None
     if block.training:
-        mask = AttentionMask.causal()  # lengths 1 to T, without a tensor of them
+        mask = AttentionMask.causal()  # equals valid lengths 1 to T
     elif causal_eval:
         mask = AttentionMask.causal(0 if seen is None else sizes(seen)[1])
     Y = block.addnorm1(X, block.attention1(X, key_values, key_values, mask))

@@ -1,4 +1,4 @@
-"""The stacks, and encoder and decoder together."""
+"""Encoder and decoder stacks, and their combination."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PositionalEncoding(PositionalEncoder):
 
 
 class _Stack(nn.Module):
-    """Embedding * sqrt(num_hiddens) + ``P``, then dropout: what both stacks begin with."""
+    """Base of both stacks: dropout(embedding * sqrt(num_hiddens) + ``P``)."""
 
     def __init__(self, vocab_size: int, num_hiddens: int, dropout: float) -> None:
         super().__init__()
@@ -85,14 +85,15 @@ class TransformerEncoder(_Stack):
 
     @property
     def attention_weights(self) -> list[Tensor | None]:
-        """Of each block, the weights of the last call; see :class:`DotProductAttention`."""
+        """Weights of the last call, per block; see :class:`DotProductAttention`."""
         return [block.attention.attention.attention_weights for block in self.blks]
 
 
 class TransformerDecoder(_Stack):
     """``num_layers`` decoder blocks over embedded ids, and the output layer ``dense``.
 
-    Positions count on from the state, so decoding token by token computes what training computed for the whole target.
+    Positions continue from the state, so decoding token by token gives the same results as training on the whole
+    target.
 
     Args:
         vocab_size, num_hiddens, ffn_num_hiddens, num_heads, num_layers, dropout: as for :class:`TransformerEncoder`.
@@ -123,7 +124,7 @@ class TransformerDecoder(_Stack):
         return [enc_outputs, enc_valid_lens, [None] * self.num_layers]
 
     def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
-        """ids (B, T) -> logits (B, T, vocab_size) and the state, which has grown by them."""
+        """ids (B, T) -> logits (B, T, vocab_size) and the extended state."""
         seen = next((s.shape[1] for s in state[2] if s is not None), 0)
         X = self.embedded(X, offset=seen)
         for block in self.blks:
@@ -132,7 +133,8 @@ class TransformerDecoder(_Stack):
 
     @property
     def attention_weights(self) -> list[list[Tensor | None]]:
-        """Of the last call, the weights to itself and the weights to the encoder, each a list with one a block."""
+        """Weights of the last call: self-attention and attention to the encoder, each a list with one tensor per
+        block."""
         both = ([getattr(block, name) for block in self.blks] for name in ("attention1", "attention2"))
         return [[attend.attention.attention_weights for attend in attends] for attends in both]
 

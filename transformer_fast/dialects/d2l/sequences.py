@@ -25,7 +25,7 @@ def transpose_output(X: Tensor, num_heads: int) -> Tensor:
 
 
 def sequence_mask(X: Tensor, valid_len: Tensor, value: float = 0) -> Tensor:
-    """X (B, L, ...) with ``value`` at and past the valid length (B,) of each sequence. X itself stays as it is."""
+    """Copy of X (B, L, ...) with ``value`` at and past the valid length (B,) per sequence."""
     if valid_len.shape != X.shape[:1]:
         raise ValueError(f"sequence_mask: expected one length for each of {X.shape[0]}, got {tuple(valid_len.shape)}")
     beyond = torch.arange(X.shape[1], device=X.device) >= valid_len.unsqueeze(1)
@@ -52,7 +52,7 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
 
 
 def lengths_mask(where: str, valid_lens: ValidLens, B: int, Lq: int, Lk: int) -> AttentionMask | None:
-    """The mask of valid lengths, after a check of their kind and shape."""
+    """AttentionMask of valid lengths; raises for other dtypes and shapes."""
     if valid_lens is None or isinstance(valid_lens, AttentionMask):
         return valid_lens
     if not isinstance(valid_lens, Tensor) or valid_lens.is_floating_point() or valid_lens.dtype == torch.bool:
@@ -69,7 +69,7 @@ def lengths_mask(where: str, valid_lens: ValidLens, B: int, Lq: int, Lk: int) ->
 
 
 def certain_lengths(lengths: Tensor, Lk: int) -> AttentionMask:
-    """The mask of lengths (B,) or (B, Lq) that are known to be lengths, also where they look like a keep mask."""
+    """AttentionMask of lengths (B,) or (B, Lq) that skips the check for keep masks."""
     if may_be_keep(lengths, Lk):
         return AttentionMask.keep(torch.arange(Lk) < lengths[:, None, :, None])
     return AttentionMask.lengths(lengths)

@@ -1,7 +1,7 @@
 """The dialect of TensorFlow's Transformer tutorial: float masks, 1.0 = blocked; weights with every output; post-norm.
 
-What the tutorial passes as ``training`` is the module's own mode (``train()``, ``eval()``). The rest keeps its order
-and its names, so weights go over by name (a Dense kernel transposed). Oracle:
+The module's own mode (``train()``, ``eval()``) replaces the tutorial's argument ``training``. All other arguments and
+names stay, so weights can be copied by name (a Dense kernel transposed). Reference:
 ``transformer_fast.reference.dialects.tensorflow``.
 """
 

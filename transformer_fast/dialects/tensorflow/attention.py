@@ -25,13 +25,13 @@ def scaled_dot_product_attention(
         q: (..., Lq, d), two to four dimensions.
         k, v: (..., Lk, d) and (..., Lk, dv).
         mask: float, 1.0 = blocked, broadcastable to (..., Lq, Lk); an AttentionMask; or None.
-        need_weights: False leaves out the product that the weights cost, and returns None for them.
+        need_weights: False skips the matrix product for the weights and returns None instead of them.
 
     Returns:
         out (..., Lq, dv) and weights (..., Lq, Lk).
 
     Raises:
-        TypeError: for a bool or integer mask, which can be read two ways.
+        TypeError: for a bool or integer mask, which is ambiguous.
         ValueError: for a float mask that holds more than 0.0 and 1.0 (checked on CPU), or does not fit.
     """
     where = "scaled_dot_product_attention"
@@ -76,7 +76,7 @@ def needs(module: nn.Module, need_weights: bool) -> dict[str, bool]:
 
 
 def blocked_mask(where: str, mask: BlockedMask, axes: int = 4) -> AttentionMask | None:
-    """A mask over scores of ``axes`` dimensions in normal form."""
+    """Convert a mask over scores of ``axes`` dimensions to normal form."""
     if mask is None or isinstance(mask, AttentionMask):
         return mask
     if not isinstance(mask, Tensor):

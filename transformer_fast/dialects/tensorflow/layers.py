@@ -1,4 +1,4 @@
-"""The post-norm layers."""
+"""Post-norm encoder and decoder layers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def create_padding_mask(ids: Tensor) -> Tensor:
 
 
 def create_look_ahead_mask(size: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Float (size, size), 1.0 above the diagonal. ``AttentionMask.causal()`` says the same without a tensor."""
+    """Float (size, size), 1.0 above the diagonal. ``AttentionMask.causal()`` is the same mask without a tensor."""
     return torch.ones(size, size, device=device).triu(1)
 
 

@@ -1,4 +1,4 @@
-"""The stacks and the whole model."""
+"""Encoder and decoder stacks, and the whole model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .layers import DecoderLayer, EncoderLayer
 
 
 class _Stack(SinusoidalTable):
-    """Embedding * sqrt(d_model) + ``pos_encoding``, then dropout: what both stacks begin with.
+    """Base of both stacks: dropout(embedding * sqrt(d_model) + ``pos_encoding``).
 
     ``pos_encoding`` is a buffer; a state dict may lack it, since the tutorial's checkpoints do.
     """
@@ -96,8 +96,8 @@ class Decoder(_Stack):
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         """ids (B, L_tar) and enc_output (B, L_inp, d_model) -> (B, L_tar, d_model) and the weights by name.
 
-        The names are ``decoder_layer1_block1`` (to itself), ``decoder_layer1_block2`` (to the encoder) and so on, each
-        (B, num_heads, L_tar, L_tar or L_inp); None instead of all of them without ``need_weights``.
+        The names are ``decoder_layer1_block1`` (self-attention), ``decoder_layer1_block2`` (attention to the encoder)
+        and so on, each (B, num_heads, L_tar, L_tar or L_inp). Without ``need_weights`` None replaces the dictionary.
         """
         given = look_ahead_mask, padding_mask
         normal = tuple(blocked_mask("Decoder", mask) for mask in given)
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
         """inp (B, L_inp) and tar (B, L_tar) ids; masks from :func:`create_masks`, or AttentionMasks.
 
         Returns logits (B, L_tar, target_vocab_size) and the decoder's weights (see :class:`Decoder`). In training,
-        ``need_weights=False`` saves the products that they cost.
+        ``need_weights=False`` saves the matrix products for the weights.
         """
         enc_output = self.encoder(inp, enc_padding_mask)
         x, weights = self.decoder(tar, enc_output, look_ahead_mask, dec_padding_mask, need_weights=need_weights)

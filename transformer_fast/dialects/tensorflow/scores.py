@@ -1,4 +1,4 @@
-"""The two older scores: additive and bilinear."""
+"""Attention with additive and with bilinear scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .attention import BlockedMask, blocked_mask
 class AdditiveAttention(nn.Module):
     """Attention with the additive score ``v^T tanh(W [k; q])`` (Bahdanau, Cho and Bengio, 2015), not scaled.
 
-    A plain ``W`` acts on keys and queries one after the other, so each is projected once, not once per pair.
+    ``W [k; q]`` is the sum of two projections, so each key and each query is projected once, not once per pair.
 
     Args:
         units: width of the hidden layer.
@@ -63,7 +63,7 @@ class BilinearAttention(nn.Module):
     def forward(
         self, v: Tensor, k: Tensor, q: Tensor, mask: BlockedMask = None, *, need_weights: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """As for :class:`AdditiveAttention`."""
+        """Attend as :class:`AdditiveAttention` does."""
         mask = blocked_mask("BilinearAttention", mask, 3)
         query, key = apply_linear(self.W_q, q), apply_linear(self.W_k, k)
         return attend("BilinearAttention", query, key, v, mask, scale=1.0, return_weights=need_weights)

@@ -250,7 +250,7 @@ class TransformerDecoder(nn.Module):
         return [enc_outputs, enc_valid_lens, [None] * self.num_layers]
 
     def forward(self, X: Tensor, state: list) -> tuple[Tensor, list]:
-        # The chapter encodes every single decoded token as position 0; training never saw such targets.
+        # The textbook encodes each decoded token at position 0, which differs from training.
         offset = 0 if state[2][0] is None else state[2][0].shape[1]
         X = self.pos_encoding(self.embedding(X) * math.sqrt(self.num_hiddens), offset)
         self.attention_weights = [[None] * len(self.blks) for _ in range(2)]

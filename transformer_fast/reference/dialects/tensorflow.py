@@ -52,8 +52,9 @@ def attend(scores: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     if scores.dtype != torch.float64:
         scores = scores.float()
     if mask is not None:
-        # The tutorial adds mask * -1e9. Replacing the score is the same for every key that has a rival, and makes a
-        # row without any uniform, which rounding makes of the sum in fp32 (where |score| < 32), but not in fp64.
+        # The tutorial adds mask * -1e9. Replacing the score instead gives the same weights if at least one key is
+        # visible. A fully blocked row becomes uniform; in fp32 rounding of the sum gives the same for |score| < 32, in
+        # fp64 it does not.
         scores = torch.where(mask == 0, scores, torch.full_like(scores, -1e9))
     weights = F.softmax(scores, dim=-1).to(v.dtype)
     return torch.matmul(weights, v), weights
