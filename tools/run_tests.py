@@ -78,7 +78,7 @@ def parts(workers: str, wheel: str | None, everything: bool) -> list[Part]:
     """The parts of ``make test``, or of ``make test-all``."""
     colour = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
     serial = [sys.executable, "-m", "pytest", colour]
-    pytest = [*serial, "-n", workers, "--maxschedchunk=2", "--durations=30", *(["--all"] if everything else [])]
+    pytest = [*serial, "-n", workers, "--dist=worksteal", "--durations=30", *(["--all"] if everything else [])]
     kernel_tests = sorted(str(path.relative_to(ROOT)) for name in KERNEL_TESTS for path in ROOT.glob(name))
     few = [] if everything else ["--cover=values"]
     todo = [

@@ -56,7 +56,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     alone = hasattr(config, "workerinput") or option.collectonly or option.usepdb
     folders = all(Path(name).is_dir() and not any(Path(name).glob(BENCHMARKS)) for name in config.args)
     if not alone and folders and getattr(option, "numprocesses", 0) is None:
-        option.numprocesses, option.maxschedchunk = os.cpu_count(), 2
+        option.numprocesses, option.dist = os.cpu_count(), "worksteal"
 
 
 @pytest.hookimpl(tryfirst=True)
