@@ -18,6 +18,8 @@ from transformer_fast.reference import layers as reference
 from transformer_fast.reference.dialects import bert, d2l, tensorflow
 from transformer_fast.testing import fixed_dropout_seed
 
+pytestmark = pytest.mark.usefixtures("proven_once")
+
 
 def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
     """A swapped layer draws what transformer_fast.layers draws: exact with the shared mask."""
@@ -210,6 +212,12 @@ def test_known_names_with_another_formula_are_left(m: nn.Module) -> None:
     report = tfast.accelerate(m)
     assert type(m) is before and report.rows[0].why == "its names are known, but it computes something else", report
     assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers were used up"
+
+
+def test_known_names_with_one_child_more_are_left() -> None:
+    m = hw.AnnotatedAttention(2, D)
+    m.more = nn.Linear(D, D)
+    assert tfast.accelerate(m).rows[0].why.startswith("unknown structure")
 
 
 def losses(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Tensor:

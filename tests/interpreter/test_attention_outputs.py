@@ -9,6 +9,11 @@ import transformer_fast as tfast
 pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.cover("values")]
 
 
+for test in (test_the_logsumexp_and_its_gradient, test_weights_before_and_after_dropout):  # noqa: F405
+    pytest.mark.cover(1)(test)  # test_attention_kernels.py has every dtype
+del test
+
+
 @pytest.fixture(autouse=True)
 def _on_triton(monkeypatch, device):
     """Also, on CPU, with two heads of queries and one of keys: a head is a program."""
