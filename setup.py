@@ -157,9 +157,13 @@ class Build(cpp_extension.BuildExtension):
     """Builds the module, for this Python and this torch, and a library of kernels for each instruction set, for any."""
 
     def get_ext_filename(self, name: str) -> str:
-        """The file of an extension, as transformer_fast/extension.py looks for it."""
-        if name.startswith(KERNELS):
-            return kernels_file(name)
+        """The file of an extension, as transformer_fast/extension.py looks for it.
+
+        setuptools asks for the whole name, distutils for its last part.
+        """
+        package, _, last = name.rpartition(".")
+        if last.startswith("cpu_"):
+            return os.path.join(package, f"libtransformer_fast_{last}.so")
         minor = ".".join(torch.__version__.split(".")[:2])
         return super().get_ext_filename(name).replace("_C.", f"_C.torch{minor}.")
 
@@ -294,10 +298,6 @@ if further := shlex.split(os.environ.get("TRANSFORMER_FAST_CXX_FLAGS", "")):
 
 def kernels_name(instruction_set: str) -> str:
     return f"{KERNELS}{instruction_set}"
-
-
-def kernels_file(extension: str) -> str:
-    return f"transformer_fast/lib{extension.replace('.', '_')}.so"
 
 
 def kernels_extension(name: str, flags: list[str]) -> Extension:

@@ -181,3 +181,13 @@ def test_kernels_older_than_their_sources_do_not_stay(age: int, stays: bool, tmp
     os.utime(library, (newest - age, newest - age))
     names["Build"].remove_older(None, [library, tmp_path / "missing.so"])
     assert library.exists() == stays
+
+
+def test_libraries_are_built_where_they_are_looked_for() -> None:
+    """distutils writes a library by the last part of its name; setuptools copies it by the whole."""
+    names = setup_names(ROOT)
+    name = names["kernels_name"]("avx2")
+    build = names["Build"](Distribution({"ext_modules": [names["kernels_extension"]("avx2", [])]}))
+    build.ensure_finalized()
+    written, copied = build.get_ext_fullpath(name), Path(build.build_lib, build.get_ext_filename(name))
+    assert Path(written) == copied and copied.name == "libtransformer_fast_cpu_avx2.so"
