@@ -18,6 +18,10 @@
 #                 torch; some gigabytes each. ROWS="python3.12 torch2.11": only rows of these; make oldest, the last one
 # make wheel      a source distribution, and a wheel built from it, in dist, for the Python and the torch of .venv;
 #                 URL=https://host/owner/name: where README's links lead from a package index
+# make wheel-all  one wheel for torch 2.11 to 2.14 and every Python from 3.11 on that is here; it goes on where it was
+#                 stopped
+# make release-check  such a wheel of a clean clone, used in new environments, with a table at the end; ROWS as for pythons,
+#                 WHEEL=file: this wheel instead
 # make docs       the site, in site/: pages, and the reference from the docstrings; URL=https://host/owner/name: it
 #                 names the repository
 # make fmt        format Python and C++, and fix what ruff can
@@ -45,7 +49,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu cuda-check pythons oldest release-check wheel-all arm-check sanitize sanitize-threads clean
 
 # The tools are installed while the extension is compiled.
 setup:
@@ -120,6 +124,12 @@ wheel: setup
 	rm -rf dist
 	@$(PROGRESS) "source distribution and wheel" env TRANSFORMER_FAST_CPU_SETS=$${TRANSFORMER_FAST_CPU_SETS:-all} \
 	  $(if $(URL),TRANSFORMER_FAST_URL=$(URL)) $(BIN)/python -m build --no-isolation
+
+wheel-all: setup
+	$(if $(URL),TRANSFORMER_FAST_URL=$(URL)) $(BIN)/python tools/wheel_all.py
+
+release-check: setup
+	$(BIN)/python tools/release_check.py $(if $(WHEEL),--wheel $(WHEEL)) $(ROWS)
 
 bench: setup
 	mkdir -p $(RESULTS)

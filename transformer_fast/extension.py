@@ -170,12 +170,14 @@ def _module_file() -> Path | None:
 def _missing() -> str:
     """The missing thing: the extension, or the one of several that would fit."""
     names = (re.match(r"_C\.torch([\d.]+)\.cpython-(\d)(\d+)-", path.name) for path in _PACKAGE.glob("_C.torch*"))
-    there = sorted((name[1], f"{name[2]}.{name[3]}") for name in names if name)
-    if not there:
+    pythons: dict[str, list[str]] = {}
+    for version, other in sorted((name[1], f"{name[2]}.{name[3]}") for name in names if name):
+        pythons.setdefault(version, []).append(other)
+    if not pythons:
         return "the C++ extension is missing"
-    here = f"torch {_minor(torch.__version__)} with Python {sys.version_info.major}.{sys.version_info.minor}"
-    others = ", ".join(f"torch {version} with Python {python}" for version, python in there)
-    return f"there is no C++ extension for {here}, but for {others}"
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    there = "; ".join(f"torch {version} with Python {', '.join(of)}" for version, of in pythons.items())
+    return f"there is no C++ extension for torch {_minor(torch.__version__)} with Python {python}, only for {there}"
 
 
 def _minor(version: str) -> str:

@@ -14,13 +14,13 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import venv
 import zipfile
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 
 import pytest
+import release_check
 import torch
 
 import transformer_fast
@@ -135,10 +135,12 @@ def test_a_stranger_can_use_the_wheel(sdist: Path, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     wheel = built(sdist, tmp_path / "wheel")
     check_wheel(wheel)
-    scripts = installed(wheel, tmp_path / "environment")
-    assert run(str(scripts / "python"), "-c", SMOKE, cwd=tmp_path / "program").endswith("it works\n")
-    check_command(scripts / "transformer-fast", tmp_path / "command")
-    check_types(scripts / "python", tmp_path / "types")
+    packages = Path(torch.__file__).parent.parent
+    python = release_check.new_environment(sys.executable, packages, wheel, tmp_path / "environment")
+    stranger = release_check.Stranger(python, "_C.torch")
+    release_check.check_use(stranger, tmp_path / "program")
+    check_command(python.parent / "transformer-fast", tmp_path / "command")
+    check_types(python, tmp_path / "types")
 
 
 def built(sdist: Path, folder: Path) -> Path:
@@ -148,20 +150,6 @@ def built(sdist: Path, folder: Path) -> Path:
     run(sys.executable, *build, cwd=folder, **variables)
     (path,) = folder.iterdir()
     return path
-
-
-def installed(wheel: Path, environment: Path) -> Path:
-    """The programs of a new environment with the wheel; torch and the extras come from this one by a path alone.
-
-    A `.pth` file in the borrowed folder, such as that of an editable install, is not read through such a path.
-    """
-    venv.create(environment, with_pip=True)
-    scripts = environment / "bin"
-    (packages,) = (environment / "lib").glob("python*/site-packages")
-    (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
-    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--ignore-installed", str(wheel))
-    run(str(scripts / "python"), *install, cwd=environment)
-    return scripts
 
 
 def check_wheel(wheel: Path) -> None:
@@ -176,26 +164,6 @@ def check_wheel(wheel: Path) -> None:
         assert any(name.startswith(f"transformer_fast/{module}") for name in files), module
     assert {name.split("/")[0] for name in names - files} == {wheel.name.split("-cp")[0] + ".dist-info"}
     assert "none-any" not in wheel.name, "it is of one Python and one machine"
-
-
-SMOKE = """
-import pathlib, sys, torch, transformer_fast as tfast
-from transformer_fast import extension
-
-home = pathlib.Path(tfast.__file__).resolve()
-assert home.is_relative_to(pathlib.Path(sys.prefix).resolve()), home
-assert extension.load(), extension.status()
-assert pathlib.Path(extension.module().__file__).parent == home.parent
-gradients = {}
-for backend in ("native", "reference"):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 33, 24, requires_grad=True) for _ in range(3))
-    with tfast.backend(backend):
-        tfast.attention(q, k, v, causal=True, dropout_p=0.1).square().sum().backward()
-    gradients[backend] = torch.stack([q.grad, k.grad, v.grad])
-assert torch.allclose(*gradients.values(), atol=1e-4), "the kernels and the reference differ"
-print("it works")
-"""
 
 
 def check_command(command: Path, folder: Path) -> None:

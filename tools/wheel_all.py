@@ -1,0 +1,255 @@
+"""``make wheel-all``: one wheel for every torch of TORCHES and every Python from 3.11 on that is here.
+
+The module is compiled once for each pair of them, the kernels once for each instruction set. Of torch only headers are
+needed: those of the one in use, or of a wheel from the registry, half a gigabyte, of which they alone are kept. Ninja
+runs one compiler at a time (``MAX_JOBS``: more) and keeps the objects, so a run goes on where another was stopped.
+
+A module that needs a symbol which its torch has not is refused. The wheel is made by setup.py from what was compiled
+(``TRANSFORMER_FAST_PREBUILT``); where auditwheel and patchelf are installed, it gets the tag that auditwheel grants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from pythons import ROOT, pythons, setup_names
+
+TORCHES = ("2.11", "2.12", "2.13", "2.14")
+FOLDER = ROOT / "build/wheel"
+LIBRARIES = ("libc10", "libtorch_cpu", "libtorch_python")
+WHERE = "import sysconfig; print(sysconfig.get_path('include'), sysconfig.get_config_var('EXT_SUFFIX'), sep='\\n')"
+# auditwheel: these come with torch, and are loaded before the extension is.
+NOT_IN_THE_WHEEL = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so")
+MEGABYTES = 25
+RULES = """
+rule compile
+  command = $compiler -MMD -MF $out.d -DNDEBUG -fwrapv -fPIC $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = $compiler -shared $in $flags -o $out
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Torch:
+    """The headers of a torch.
+
+    Attributes:
+        version: of the torch that they came with, "2.12.1".
+        includes: their folders.
+        symbols: a file with the names that its libraries export, one a line.
+    """
+
+    version: str
+    includes: tuple[Path, ...]
+    symbols: Path
+
+    @property
+    def minor(self) -> str:
+        return ".".join(self.version.split(".")[:2])
+
+
+def headers_of(minor: str, python: str) -> Torch:
+    """The headers of the newest torch of a minor version; they are the same for every Python."""
+    folder = FOLDER / f"torch{minor}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
+            fetched = Path(temporary)
+            say(f"torch {minor}: downloading a wheel, for its headers")
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+            run([*pip, "--python-version", python, "--dest", str(fetched), f"torch=={minor}.*"])
+            (wheel,) = fetched.glob("torch-*.whl")
+            (fetched / "kept").mkdir()
+            unpack(wheel, fetched / "kept")
+            (fetched / "kept").rename(folder)
+    return Torch((folder / "version").read_text(), include_folders(folder / "torch/include"), folder / "symbols")
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    """Of a wheel of torch: its headers, the names in its libraries, and its version."""
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=folder) as temporary:
+        headers = [name for name in archive.namelist() if name.startswith("torch/include/")]
+        archive.extractall(folder, headers)
+        libraries = [archive.extract(f"torch/lib/{name}.so", temporary) for name in LIBRARIES]
+        write_symbols(libraries, folder / "symbols")
+    (folder / "version").write_text(wheel.name.split("-")[1])
+
+
+def headers_in_use() -> Torch:
+    home = Path(torch.__file__).parent
+    symbols = FOLDER / f"symbols-{torch.__version__}"
+    if not symbols.exists():
+        write_symbols([str(home / f"lib/{name}.so") for name in LIBRARIES], symbols)
+    return Torch(str(torch.__version__), include_folders(home / "include"), symbols)
+
+
+def include_folders(folder: Path) -> tuple[Path, ...]:
+    return folder, folder / "torch/csrc/api/include"
+
+
+def write_symbols(libraries: list[str], file: Path) -> None:
+    listed = output(["nm", "--dynamic", "--defined-only", "--format=just-symbols", *libraries])
+    file.write_text("".join(sorted({f"{line.partition('@')[0]}\n" for line in listed.splitlines() if line})))
+
+
+class Plan:
+    """The work of ninja: the text of its file, and the libraries that it makes."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.setup, self.module_extension, self.made = setup, setup["module_extension"](), []
+        self.lines = [f"builddir = {FOLDER}", f"compiler = {os.environ.get('CXX', 'c++')}{RULES}"]
+
+    def library(self, name: str, sources: list[str], flags: list[str], link: list[str]) -> Path:
+        """Add a library that is compiled of these sources."""
+        objects = []
+        for source in sources:
+            path = ROOT / source  # that of a unit is absolute
+            objects.append(f"{FOLDER}/objects/{name}/{path.parent.name}/{path.stem}.o")
+            self.lines += [f"build {objects[-1]}: compile {path}", f"  flags = {shlex.join(flags)}"]
+        target = FOLDER / "libraries" / name
+        self.lines += [f"build {target}: link {' '.join(objects)}", f"  flags = {shlex.join(link)}"]
+        self.made.append(target)
+        return target
+
+    def kernels(self, headers: Torch) -> None:
+        """Add the kernels of every instruction set, or of those that TRANSFORMER_FAST_CPU_SETS asks for."""
+        config = self._config(headers)
+        for name in self.setup["instruction_sets"](os.environ.get("TRANSFORMER_FAST_CPU_SETS", "all")):
+            flags, _ = self.setup["known_sets"]()[name]
+            built = self.setup["kernels_extension"](name, flags)
+            flags = [*built.extra_compile_args["cxx"], *included(ROOT / "csrc", config, *headers.includes)]
+            self.library(
+                Path(self.setup["kernels_file"](built.name)).name,
+                built.sources,
+                flags,
+                [*built.extra_link_args, *library_folders()],
+            )
+
+    def _config(self, headers: Torch) -> Path:
+        folder = FOLDER / f"config-{headers.minor}"
+        self.setup["write_records"](folder, headers.version)
+        return folder
+
+    def module(self, headers: Torch, program: str) -> Path:
+        """Add the module for a torch and a Python; return its file."""
+        python_headers, suffix = output([program, "-c", WHERE]).split()
+        built = self.module_extension
+        # As one file: most of what a compiler does with each is to read torch's headers.
+        unit = FOLDER / "units/module.cpp"
+        unit.parent.mkdir(exist_ok=True)
+        self.setup["write_changed"](unit, "".join(f'#include "{ROOT / source}"\n' for source in sorted(built.sources)))
+        folders = included(ROOT / "csrc", self._config(headers), *headers.includes, Path(python_headers))
+        defines = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
+        link = [*built.extra_link_args, *library_folders(), *(f"-l{name[3:]}" for name in LIBRARIES)]
+        file = f"_C.torch{headers.minor}{suffix}"
+        return self.library(file, [str(unit)], [*built.extra_compile_args["cxx"], *folders, *defines], link)
+
+
+def included(*folders: Path) -> list[str]:
+    return [f"-I{folder}" for folder in folders]
+
+
+def library_folders() -> list[str]:
+    """The folder in which the linker finds torch's libraries: those in use, of which it takes the names alone."""
+    return [f"-L{Path(torch.__file__).parent / 'lib'}"]
+
+
+def missing_symbols(module: Path, headers: Torch) -> list[str]:
+    """Names that a module needs of torch and that its torch has not."""
+    needed = output(["nm", "--dynamic", "--undefined-only", "--format=just-symbols", str(module)]).split()
+    exported = set(headers.symbols.read_text().split())
+    of_torch = re.compile(r"_ZN?K?(T[IVS]N?)?(2at|3c10|5torch)|THP|torch")
+    return [name for name in needed if of_torch.match(name) and name not in exported]
+
+
+def make_wheel(prebuilt: Path, folder: Path) -> Path:
+    """The wheel of what was compiled, with the tag that auditwheel grants where it is installed."""
+    with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
+        variables = {**os.environ, "TRANSFORMER_FAST_PREBUILT": str(prebuilt)}
+        run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index",
+             "--wheel-dir", temporary, str(ROOT)], env=variables)  # fmt: skip
+        (wheel,) = Path(temporary).iterdir()
+        folder.mkdir(exist_ok=True)
+        if importlib.util.find_spec("auditwheel") and shutil.which("patchelf"):
+            excluded = [f"--exclude={name}" for name in NOT_IN_THE_WHEEL]
+            run([sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", temporary, str(wheel)])
+            wheel.unlink()
+            (wheel,) = Path(temporary).glob("*.whl")
+        else:
+            say("auditwheel or patchelf is not installed: the wheel is for Linux like this one")
+        return Path(shutil.copy2(wheel, folder))
+
+
+def output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def run(command: list[str], **options: Any) -> None:
+    """Run a command; stop where it fails."""
+    code = subprocess.run(command, **options).returncode
+    if code != 0:
+        sys.exit(f"wheel-all: failed ({code}): {shlex.join(command)}")
+
+
+def say(text: str) -> None:
+    print(f"wheel-all: {text}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", nargs="+", default=TORCHES, help="minor versions of torch (default: %(default)s)")
+    parser.add_argument("--python", nargs="+", help="versions of Python, 3.12 (default: all that are here)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel (default: dist)")
+    parser.add_argument("--compile-only", action="store_true", help="make no wheel; say where the libraries are")
+    options = parser.parse_args()
+    os.environ["TRANSFORMER_FAST_CUDA"] = "0"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    programs = pythons()
+    unknown = set(options.python or ()) - programs.keys()
+    if unknown:
+        sys.exit(f"wheel-all: no Python {', '.join(unknown)} here; there are {', '.join(programs)}")
+    chosen = {version: program for version, program in programs.items() if version in (options.python or programs)}
+    in_use = headers_in_use()
+    all_headers = [
+        in_use if in_use.minor == minor else headers_of(minor, next(iter(chosen))) for minor in options.torch
+    ]
+    plan = Plan(setup_names(ROOT))
+    plan.kernels(in_use)
+    modules = {plan.module(headers, program): headers for headers in all_headers for program in chosen.values()}
+    file = FOLDER / "build.ninja"
+    file.write_text("\n".join([*plan.lines, ""]))
+    run([sys.executable, "-m", "ninja", "-f", str(file), "-j", os.environ.get("MAX_JOBS", "1")])
+    for module, headers in modules.items():
+        if missing := missing_symbols(module, headers):
+            sys.exit(f"wheel-all: {module.name} needs what torch {headers.version} has not: {', '.join(missing)}")
+    prebuilt = FOLDER / "prebuilt"
+    shutil.rmtree(prebuilt, ignore_errors=True)
+    (prebuilt / "transformer_fast").mkdir(parents=True)
+    for library in plan.made:
+        shutil.copy2(library, prebuilt / "transformer_fast")
+    if options.compile_only:
+        say(f"{len(modules)} modules and the kernels are in {prebuilt}")
+        return
+    wheel = make_wheel(prebuilt, options.out)
+    size = wheel.stat().st_size / 1e6
+    say(f"{wheel}: {size:.1f} MB, {len(modules)} pairs of torch and Python")
+    if size > MEGABYTES:
+        sys.exit(f"wheel-all: it has more than {MEGABYTES} MB")
+
+
+if __name__ == "__main__":
+    main()
