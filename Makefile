@@ -22,6 +22,7 @@
 #                 stopped
 # make release-check  such a wheel of a clean clone, used in new environments, with a table at the end; ROWS as for pythons,
 #                 WHEEL=file: this wheel instead
+# make hub        the Triton attention as a kernel of Hugging Face's hub, in build/hub, for its kernel-builder
 # make docs       the site, in site/: pages, and the reference from the docstrings; URL=https://host/owner/name: it
 #                 names the repository
 # make fmt        format Python and C++, and fix what ruff can
@@ -49,7 +50,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu cuda-check pythons oldest release-check wheel-all arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu cuda-check pythons oldest release-check wheel-all hub arm-check sanitize sanitize-threads clean
 
 # The tools are installed while the extension is compiled.
 setup:
@@ -127,6 +128,9 @@ wheel: setup
 
 wheel-all: setup
 	$(if $(URL),TRANSFORMER_FAST_URL=$(URL)) $(BIN)/python tools/wheel_all.py
+
+hub:
+	$(PYTHON) tools/hub_kernel.py
 
 release-check: setup
 	$(BIN)/python tools/release_check.py $(if $(WHEEL),--wheel $(WHEEL)) $(ROWS)
