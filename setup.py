@@ -163,7 +163,7 @@ class Build(cpp_extension.BuildExtension):
         """
         package, _, last = name.rpartition(".")
         if last.startswith("cpu_"):
-            return os.path.join(package, f"libtransformer_fast_{last}.so")
+            return os.path.join(package, kernels_file(last))
         minor = ".".join(torch.__version__.split(".")[:2])
         return super().get_ext_filename(name).replace("_C.", f"_C.torch{minor}.")
 
@@ -298,6 +298,11 @@ if further := shlex.split(os.environ.get("TRANSFORMER_FAST_CXX_FLAGS", "")):
 
 def kernels_name(instruction_set: str) -> str:
     return f"{KERNELS}{instruction_set}"
+
+
+def kernels_file(name: str) -> str:
+    """The file of a library of kernels, by the last part of its extension's name."""
+    return f"libtransformer_fast_{name}.so"
 
 
 def kernels_extension(name: str, flags: list[str]) -> Extension:

@@ -103,10 +103,11 @@ def grid(table: Tensor) -> Iterator[tuple[tuple[int, int], int]]:
 def draws() -> Iterator[str]:
     """Calls of Philox that serve a query, and a dropout mask under two tilings."""
     seed, p, rows, columns = torch.tensor([7]), 0.25, 32, 64
-    with mock.patch.object(dropout, "_keep", lambda counter, word, half, seed, p: (counter, word, half)):
-        (call, *_), word, half = dropout.attention_keep(seed, p, 1, 1, 1, 32)
+    with mock.patch.object(dropout, "_keep", lambda counter, place, half, seed, p: (place, half)):
+        place, half = dropout.attention_keep(seed, p, 1, 1, 1, 32)
     yield text(0, 14, "The 32 keys of a group: the colour is the call of Philox, the number its 16 bits", "title")
-    for key, (number, w, h) in enumerate(zip(call.tolist(), word.tolist(), half.tolist(), strict=True)):
+    for key, (at, h) in enumerate(zip(place.tolist(), half.tolist(), strict=True)):
+        number, w = divmod(at, 4)  # a call gives four words
         yield cell(f"c{number}", key * 22, 24, 20, 20)
         yield text(key * 22 + 10, 38, str(2 * w + h), "small", "middle")
         if key % 8 == 0:

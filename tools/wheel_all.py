@@ -133,7 +133,7 @@ class Plan:
             built = self.setup["kernels_extension"](name, flags)
             flags = [*built.extra_compile_args["cxx"], *included(ROOT / "csrc", config, *headers.includes)]
             self.library(
-                Path(self.setup["kernels_file"](built.name)).name,
+                self.setup["kernels_file"](built.name.rpartition(".")[2]),
                 built.sources,
                 flags,
                 [*built.extra_link_args, *library_folders()],
