@@ -42,7 +42,7 @@ A row_loss(T* x, int64_t vocabulary, int64_t target, A smoothing, bool gradient)
     for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int) {
       store(x + c, fma(exponential(load(x + c, count) - row_max), scale, -even), count);
     });
-    // Once more from its own terms: the difference of two 16-bit numbers would be rounded twice.
+    // The target's gradient is computed again from its terms, because a difference of 16-bit numbers would round twice.
     x[target] = static_cast<T>(std::exp(at_target - row_max) * scale - even - (1 - smoothing));
   }
   const A smooth = smoothing > 0 ? smoothing * (lse - sum(sums) / vocabulary) : A(0);

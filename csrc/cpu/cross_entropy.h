@@ -1,4 +1,4 @@
-// The loss of logits on the CPU (cross_entropy.cpp): what its kernel takes. T is the type of the elements.
+// Parameters of the cross-entropy kernel on the CPU (cross_entropy.cpp). T is the type of the elements.
 #pragma once
 
 #include "element.h"

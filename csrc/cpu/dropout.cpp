@@ -1,5 +1,5 @@
 // y = [residual +] dropout([relu] (x [+ bias])) and its backward, elementwise over the (rows, last dimension) view.
-// Nothing is stored for the backward: the mask is made again from the seed, or read off the output of the ReLU.
+// The forward stores no mask: the backward draws it again from the seed, or takes it from the output of the ReLU.
 
 #include "dropout.h"
 
@@ -15,15 +15,14 @@
 namespace transformer_fast {
 namespace {
 
-// Narrow rows that are handled as one. Their first column is 0, and what there is for each column they find repeated.
+// Narrow rows handled as one. Their first column is 0, and values per column are repeated per row.
 template <typename A>
 int64_t rows_as_one(int64_t d) {
   return d <= kNarrow<A> ? kChunkColumns / d : 1;
 }
 
-// body(first column, first element, elements, their random bits) over chunks of at most kChunkColumns elements, of one
-// row or of narrow ones as one, which writes those elements of the result, `to`. Where nothing is dropped, the bits are
-// null.
+// Calls body(first column, first element, elements, random bits) for chunks of at most kChunkColumns elements, of one
+// row or of several narrow rows. body writes these elements of the result `to`. Without dropout the bits are null.
 template <typename T, typename Body>
 void for_chunks(int64_t rows, int64_t d, T* to, bool drop, const Dropout& dropout, Body&& body) {
   const int64_t block = rows_as_one<Accumulate<T>>(d);
@@ -53,7 +52,7 @@ void for_chunks(int64_t rows, int64_t d, T* to, bool drop, const Dropout& dropou
   parallel_for(0, rows * chunks, grain(std::min(d, kChunkColumns)), of_wide);
 }
 
-// A bias as for_chunks() finds it: in the type of the arithmetic, repeated for narrow rows.
+// A bias for for_chunks(): in the type of the arithmetic, repeated for narrow rows.
 template <typename T>
 class ChunkBias {
   using A = Accumulate<T>;
@@ -99,7 +98,7 @@ void dropout_forward(const DropoutForwardParams<T>& p) {
 
 namespace {
 
-// The gradient of some elements, each vector of it passed to sum(first of them, vector, count).
+// Computes the gradient of some elements, and passes each vector to sum(first element, vector, count).
 template <typename T, typename Sum>
 void chunk_gradient(const T* from, const T* positive, T* to, int64_t elements, const Dropout& dropout,
                     const uint16_t* bits, const Sum& sum) {

@@ -1,4 +1,4 @@
-// Dropout on the CPU (dropout.cpp): what its kernels take. T is the type of the elements; everything is contiguous.
+// Parameters of the dropout kernels on the CPU (dropout.cpp). T is the type of the elements; everything is contiguous.
 #pragma once
 
 #include "element.h"

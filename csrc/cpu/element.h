@@ -1,4 +1,4 @@
-// Types of elements, as the kernels of the CPU and the code that calls them see them.
+// Element types, shared by the CPU kernels and their callers.
 #pragma once
 
 #include "simd/intrinsics.h"
@@ -15,7 +15,7 @@ namespace transformer_fast {
 template <typename T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Rows of a matrix, `stride` elements apart, whose columns are neighbours; or nothing.
+// Rows of a matrix with unit column stride, `stride` elements apart; or nothing.
 template <typename T>
 struct RowView {
   T* data = nullptr;
@@ -25,7 +25,7 @@ struct RowView {
   T* row(int64_t r) const { return data + r * stride; }
 };
 
-// A vector of parameters in the type of the elements or in that of the arithmetic, or nothing.
+// A vector of parameters in the element type or in the arithmetic type, or nothing.
 template <typename T>
 struct Parameter {
   const T* narrow = nullptr;
@@ -34,7 +34,7 @@ struct Parameter {
   explicit operator bool() const { return narrow != nullptr || wide != nullptr; }
 };
 
-// The dropout of a call: what is kept is a pure function of the seed and of where an element stands (philox.h).
+// The dropout of a call: the mask is a pure function of the seed and of the element's position (philox.h).
 struct DropoutParams {
   double p = 0;
   int64_t seed = 0;

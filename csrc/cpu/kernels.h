@@ -1,9 +1,9 @@
-// Kernels that the library of one instruction set gives to the module. Everything in this folder but kernels.h and
-// the parameters it includes is compiled once for each instruction set, into a library of its own, so that no function
-// is shared between them; csrc/instruction_set.cpp loads the best one that the processor runs.
+// Table of the kernels that the library of one instruction set provides. Everything in this folder, except kernels.h
+// and the parameters that it includes, is compiled once per instruction set, into a separate library, so that the
+// libraries share no function. csrc/instruction_set.cpp loads the best library that the processor runs.
 //
-// Kernels trust what they are given, and know no tensors: csrc/ops checks, allocates and records. Pointers, sizes and types
-// of the standard library pass between them, so one library serves every PyTorch and every Python.
+// Kernels do not check their arguments and use no tensors: csrc/ops checks, allocates and records for autograd. Only
+// pointers, sizes and types of the standard library pass between them, so one library serves every PyTorch and Python.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -37,7 +37,7 @@ struct TypedKernels {
 };
 
 struct Kernels {
-  const char* sources;  // a digest of what they were compiled of (kernels_config.h); the module expects its own
+  const char* sources;  // digest of the kernels' sources (kernels_config.h), which must equal the module's
   int64_t vector_bytes;
   std::tuple<TypedKernels<float>, TypedKernels<double>, TypedKernels<c10::Half>, TypedKernels<c10::BFloat16>> typed;
   void (*fill_positional_table)(float* table, int64_t length, int64_t d);
@@ -49,7 +49,7 @@ struct Kernels {
   }
 };
 
-// Those in use. Raises a RuntimeError where none was loaded.
+// The loaded kernels. Raises a RuntimeError if none were loaded.
 const Kernels& kernels();
 
 }  // namespace transformer_fast

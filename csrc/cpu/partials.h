@@ -1,5 +1,5 @@
-// Sums over the rows of a matrix, column by column: in chunks of rows that depend on its shape alone, so that the
-// result is the same, bit by bit, on any number of threads.
+// Sums over the rows of a matrix, per column. Rows are summed in chunks that depend on the shape only, so the result
+// has the same bits on any number of threads.
 #pragma once
 
 #include "parallel.h"

@@ -1,12 +1,12 @@
 // Embedding on the GPU: gather * scale + positional encoding + dropout in one pass, and the sinusoidal table.
 //
-// An id outside the vocabulary, or a position outside the table, is never followed: its row of the output is NaN (and
-// an id contributes no gradient), so the mistake shows in the loss without a host synchronisation, a device assertion
-// or a lost CUDA context.
+// An id outside the vocabulary, or a position outside the table, is never read. Its output row is NaN, and such an id
+// contributes no gradient. So the error shows in the loss, without a host synchronisation, a device assertion or a lost
+// CUDA context.
 //
-// A thread has one piece of eight columns on its way, in 16-bit types 16 bytes read and 16 written. 1280 of them a
-// multiprocessor (that many fit at 48 registers each), each waiting for an id and then for its row, some 1.2 us, move
-// 4.5 TB/s on the 132 of an H100: more than a copy does there.
+// A thread processes one piece of eight columns: for 16-bit types 16 bytes read and 16 written. 1280 threads fit on a
+// multiprocessor (at 48 registers each). A thread waits for an id and then for its row, about 1.2 us. So the 132
+// multiprocessors of an H100 can move 4.5 TB/s, more than a copy does.
 #include "rows.cuh"
 
 #include <ATen/ops/empty.h>

@@ -16,7 +16,7 @@
 namespace transformer_fast {
 namespace {
 
-// Shared arguments of the kernels: grad (rows, d) contiguous, and which ids count.
+// Shared arguments of the kernels: grad (rows, d) contiguous, and the range of valid ids.
 template <typename T>
 struct Gradient {
   const T* grad;
@@ -41,12 +41,12 @@ struct Sorted {
   int64_t tokens, chunks;
 };
 
-// partial is (chunks, 2, d): of the id that came in from the chunk before, and of the one that begins here and
-// goes on into the next.
+// partial is (chunks, 2, d): the sum of the id continued from the chunk before, and the sum of the id that continues
+// into the next chunk.
 template <bool kWide, typename T>
 __global__ void __launch_bounds__(kThreads)
     chunk_kernel(T* __restrict__ out, float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
-  constexpr int kAhead = 4;  // rows loaded before they are summed, to have their latencies overlap
+  constexpr int kAhead = 4;  // rows loaded ahead of their sum, to overlap latencies
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t s = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; s < sorted.chunks; s += step) {
     const int64_t begin = s * sorted.tokens, end = min(begin + sorted.tokens, g.rows);
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block for each tile of columns of an id that begins in a chunk and goes on: adds its partial sums, blockDim.y
-// times kAhead of them at a time.
+// One block per tile of columns of an id that spans several chunks: adds its partial sums, blockDim.y times kAhead at a
+// time.
 template <bool kWide, typename T>
 __global__ void __launch_bounds__(kThreads)
     join_kernel(T* __restrict__ out, const float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool goes_on = id == sorted.ids[end - 1] && g.counts(id);
     const bool begins_here = begin == 0 || sorted.ids[begin - 1] != id;
     if (!goes_on || !begins_here) continue;
-    int64_t last = s + 1, beyond = sorted.chunks;  // the last chunk that this id reaches: its first token tells
+    int64_t last = s + 1, beyond = sorted.chunks;  // the last chunk of this id, found by the chunk's first token
     while (beyond - last > 1) {
       const int64_t middle = last + (beyond - last) / 2;
       if (sorted.ids[middle * sorted.tokens] == id)
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The ids to sort by: those that do not count as one number past the vocabulary.
+// The sort keys: ids without a gradient become the vocabulary size.
 template <typename Key>
 __global__ void __launch_bounds__(kThreads) key_kernel(Key* __restrict__ keys, const DeviceIds ids, const int64_t rows,
                                                        const int64_t vocabulary, const int64_t padding_idx) {
@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Longer chunks for longer batches, so that joining the sums of one hot id stays cheap beside making them. From the
-// number of rows alone: the order of summation must not depend on the GPU.
+// Longer batches have longer chunks, so that joining the partial sums of a frequent id stays cheap. The length depends
+// on the number of rows only, so that the order of summation does not depend on the GPU.
 int64_t tokens_per_chunk(int64_t rows) {
   int64_t tokens = 8;
   while (16 * tokens * tokens < rows) tokens *= 2;

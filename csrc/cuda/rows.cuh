@@ -1,5 +1,5 @@
-// Rows of d elements in pieces of eight columns, one piece a thread: what one Philox call serves, and one or two
-// accesses of 128 bits.
+// Rows of d elements in pieces of eight columns, one piece per thread: one Philox call, and one or two 128-bit
+// accesses.
 #pragma once
 
 #include "../embedding_checks.h"
@@ -61,7 +61,7 @@ __device__ __forceinline__ int columns_left(int64_t column, int64_t d) {
   return d - column < kPiece ? static_cast<int>(d - column) : kPiece;
 }
 
-// Dropout as a kernel takes it. The seed stays on the device, so that a replayed CUDA graph reads a fresh one; null: no
+// Dropout argument of a kernel. The seed stays on the device, so that a replayed CUDA graph reads a new seed; null: no
 // dropout.
 struct DeviceDropout {
   const int64_t* seed = nullptr;
@@ -101,7 +101,7 @@ struct DeviceIds {
   }
 };
 
-// x threads along the columns of a row (whole warps where the row is that wide), y rows a block.
+// x: threads along the columns of a row (whole warps if the row is wide enough); y: rows per block.
 inline dim3 block_shape(int64_t d) {
   const int64_t pieces = (d + kPiece - 1) / kPiece;
   int64_t x = 1;
@@ -110,7 +110,7 @@ inline dim3 block_shape(int64_t d) {
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(kThreads / x));
 }
 
-// Blocks for `rows` rows; kernels stride over what is left beyond the largest grid.
+// Number of blocks for `rows` rows; kernels loop if the rows exceed the largest grid.
 inline unsigned grid_size(int64_t rows, const dim3& block) {
   return static_cast<unsigned>(std::min<int64_t>((rows + block.y - 1) / block.y, std::numeric_limits<int32_t>::max()));
 }

@@ -1,4 +1,5 @@
-// Masked attention on the CPU: what its kernels take. T is the type of the tensors' elements, A that of the arithmetic.
+// Parameters of the masked attention kernels on the CPU. T is the element type of the tensors, A the type of the
+// arithmetic.
 #pragma once
 
 #include "../element.h"
@@ -11,9 +12,9 @@ namespace transformer_fast {
 constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 128;
 constexpr int64_t kKeyStep = 32;  // tiles of keys start at multiples of it: the keys of four Philox calls
-constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // lies outside of every mask
-constexpr int64_t kMaxSavedScores = 1 << 26;       // weights or gradients of scores in memory; past that, found again
-constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (few_queries.h) and makes no tile of scores
+constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // an index outside every mask
+constexpr int64_t kMaxSavedScores = 1 << 26;       // limit of scores kept in memory
+constexpr int64_t kFewQueries = 2;                 // up to this many, row by row (few_queries.h), without tiles
 
 // A 4-D tensor (batch, head, row, column); a size of 1 has stride 0.
 template <typename T>
@@ -24,7 +25,7 @@ struct View {
   T* at(int64_t b, int64_t h, int64_t row) const { return data + b * stride[0] + h * stride[1] + row * stride[2]; }
   int64_t row_stride() const { return stride[2]; }
   int64_t column_stride() const { return stride[3]; }
-  // The same seen from a column.
+  // The view of one column on.
   View moved(int64_t column) const {
     View view = *this;
     view.data += column;
@@ -32,7 +33,7 @@ struct View {
   }
 };
 
-// An additive bias: in the arithmetic's dtype, or in the tensors' own, then converted as it is read.
+// An additive bias, in the dtype of the arithmetic or of the tensors; the latter is converted on reading.
 template <typename T, typename A>
 struct Bias {
   View<const A> wide;
@@ -41,7 +42,7 @@ struct Bias {
   explicit operator bool() const { return wide.data != nullptr || own.data != nullptr; }
   int64_t row_stride() const { return own.data ? own.row_stride() : wide.row_stride(); }
 
-  // The same seen from element (b, h, i, j).
+  // The view from element (b, h, i, j) on.
   Bias from(int64_t b, int64_t h, int64_t i, int64_t j) const {
     Bias moved = *this;
     if (own.data) moved.own.data = own.at(b, h, i) + j * own.column_stride();
@@ -66,11 +67,11 @@ struct Range {
     if (empty() || other.empty()) return empty() ? other : *this;
     return {std::min(begin, other.begin), std::max(end, other.end)};
   }
-  // From the last multiple of `step` on that is not behind the beginning.
+  // The range extended to begin at a multiple of `step`.
   Range from_multiple(int64_t step) const { return {begin / step * step, end}; }
 };
 
-// A call. T is the tensors' dtype, A that of the arithmetic.
+// A call. T is the dtype of the tensors, A the dtype of the arithmetic.
 template <typename T, typename A>
 struct AttentionKernelParams {
   int64_t B = 0, H = 0, Hkv = 0, Lq = 0, Lk = 0, D = 0;
@@ -78,43 +79,44 @@ struct AttentionKernelParams {
   View<const bool> keep, key_keep;
   Bias<T, A> bias;
   View<const A> distance_bias;                        // (B|1, H|1, 1, distances), its data at distance 0
-  View<const int32_t> query_ids, key_ids;             // (B|1, 1, L, 1); both or neither: query and key of one id meet
-  const A* sinks = nullptr;                           // (H,): the score of one more key, without a value
+  View<const int32_t> query_ids, key_ids;             // (B|1, 1, L, 1); both or neither
+  const A* sinks = nullptr;                           // (H,): per head, the score of one additional key without a value
   View<const int32_t> lengths;                        // (B, 1, Lq|1, 1)
   int64_t lower = -kNoDiagonal, upper = kNoDiagonal;  // query i sees keys from i + lower to i + upper
-  bool bottom_right = false;                          // the diagonals end at the last query and the last of its keys
+  bool bottom_right = false;                          // bottom-right alignment: the last query is at the last key
   A scale = 1, softcap = 0;                           // 0: none
   DropoutParams dropout = {0, 0};
   bool zero_empty_rows = false;
-  int64_t first_batch = 0;  // what dropout counts batches from
+  int64_t first_batch = 0;  // first batch index, for dropout
   // A paged cache: key j of batch entry b is row j % page_size of page pages[b * pages_stride + j / page_size], and the
   // first stride of k and v is that of a page. Forward of few queries only.
   const int32_t* pages = nullptr;
   int64_t pages_stride = 0, page_size = 0;
-  // Or key j of batch entry b lies, with its value, that many rows behind the first of entry 0: (B, 1, 1, Lk). The same.
+  // Or (B, 1, 1, Lk): row offset of key j and value j of batch entry b, from the first row of entry 0. Same
+  // restriction.
   View<const int32_t> cells;
 };
 
-// Number of keys that query i of batch entry b has by its length.
+// Number of keys of query i of batch entry b, by its length.
 template <typename T, typename A>
 int64_t key_length(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
   return params.lengths.data ? std::min<int64_t>(params.Lk, *params.lengths.at(b, 0, i)) : params.Lk;
 }
 
-// The key at distance 0 from query i, through which the main diagonal goes.
+// The key at distance 0 from query i, on the main diagonal.
 template <typename T, typename A>
 int64_t own_key(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
   return params.bottom_right ? i + key_length(params, b, i) - params.Lq : i;
 }
 
-// The keys that query i of batch entry b may see by its length and the diagonals; an empty range may begin anywhere.
+// The keys visible to query i of batch entry b by length and diagonals; the start of an empty range is arbitrary.
 template <typename T, typename A>
 Range visible_keys(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
   const int64_t length = key_length(params, b, i), own = own_key(params, b, i);
   return {std::max<int64_t>(0, own + params.lower), std::max<int64_t>(0, std::min(length, own + params.upper + 1))};
 }
 
-// Number of distances between queries and keys; that of the last query and the first key comes first.
+// Number of distances between queries and keys, ordered from (last query, first key) on.
 template <typename T, typename A>
 int64_t distances(const AttentionKernelParams<T, A>& params) {
   return std::max<int64_t>(0, params.Lq + params.Lk - 1);
@@ -132,8 +134,8 @@ const A* distance_row(const AttentionKernelParams<T, A>& params, int64_t b, int6
   return params.distance_bias.data ? params.distance_bias.at(b, h, 0) - own_key(params, b, i) : nullptr;
 }
 
-// Weights that a forward keeps for its backward, in the tiles that both work on: for each block of queries and each key
-// of it the lanes of the block, to be multiplied by a factor that each tile has for each query. Or nothing.
+// Weights that a forward keeps for its backward, by tiles: per block of queries and per key, the lanes of the block. A
+// weight is multiplied by a factor per tile and query. Or nothing.
 template <typename T, typename A>
 struct SavedProbs {
   T* weights = nullptr;  // (B, H, lanes, Lk), `lanes` being Lq in whole vectors
@@ -142,7 +144,7 @@ struct SavedProbs {
 
   explicit operator bool() const { return weights != nullptr; }
 
-  // The lanes of `key`, of which there are `block_lanes`; those of the next key follow.
+  // The lanes of `key` (`block_lanes` of them), followed by the lanes of the next key.
   T* at(int64_t b, int64_t h, int64_t first_query, int64_t block_lanes, int64_t key) const {
     return weights + ((b * H + h) * lanes + first_query) * Lk + key * block_lanes;
   }
@@ -154,13 +156,13 @@ struct SavedProbs {
   static int64_t tiles(int64_t Lk) { return (Lk + kKeyTile - 1) / kKeyTile; }
 };
 
-// A padded batch is one of these, a packed one has one for each sequence. Statistics are (batch, head, query).
+// One struct per padded batch, or per sequence of a packed batch. Statistics are (batch, head, query).
 template <typename T, typename A>
 struct AttentionForward {
   AttentionKernelParams<T, A> params;
   View<T> out;
   View<A> logsumexp;
-  SavedProbs<T, A> saved_probs = {};  // of calls with a bias and neither dropout nor other parts; not for few queries
+  SavedProbs<T, A> saved_probs = {};  // with a bias, no dropout and no other parts; not for few queries
 };
 
 template <typename T, typename A>
@@ -171,7 +173,7 @@ struct AttentionBackward {
   View<T> grad_q, grad_k, grad_v;
   View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries, nor with a softcap
   SavedProbs<T, A> saved_probs = {};
-  View<A> grad_distance_bias = {};  // like the distance bias, its data at distance 0: to be added to
+  View<A> grad_distance_bias = {};  // like the distance bias, data at distance 0; gradients are added to it
 };
 
 // The gradient of an additive bias: of the same sizes, (B | 1, H | 1, Lq | 1, Lk | 1), contiguous.

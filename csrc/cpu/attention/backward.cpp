@@ -1,9 +1,8 @@
-// Attention backward on the CPU (Dao et al., "FlashAttention", 2022, algorithm 4): weights are computed again from the
-// logsumexp, dropout is drawn again from the seed.
-//
-// A task owns a range of keys of one (batch, kv head) and sums their gradients alone, over all query heads of the group
-// and all query blocks in order; only the gradient of q is shared between ranges, and summed over them in order at the
-// end. The ranges follow from the shapes, so the result does not depend on the number of threads.
+// Attention backward on the CPU (Dao et al., "FlashAttention", 2022, algorithm 4). It recomputes the weights from the
+// logsumexp, and draws dropout again from the seed.
+// A task owns a range of keys of one (batch, kv head). It sums their gradients over all query heads of the group and
+// all query blocks, in order. Only the gradient of q is shared between ranges; it is summed over the ranges, in order,
+// at the end. The ranges depend on shapes only, so the result does not depend on the number of threads.
 #include "few_queries_backward.h"
 #include "gradients.h"
 
@@ -55,7 +54,7 @@ class KeyRangeBackward {
   int64_t block_size() const { return std::min(kQueryTile, params_.Lq) * width_; }
   int64_t range_size() const { return (range_.end - range_.begin) * width_; }
 
-  // `fresh`: these are the first queries, and there are no gradients of keys and values yet.
+  // `fresh`: true for the first queries, which overwrite the gradients of keys and values.
   void add_queries(int64_t h, int64_t first_query, int64_t queries, bool fresh) {
     const auto& p = params_;
     bool fresh_queries = true;
@@ -80,7 +79,7 @@ class KeyRangeBackward {
     if (fresh_queries) std::fill(grad_q_, grad_q_ + queries * width_, A(0));
   }
 
-  // Keys that these queries give no gradient.
+  // Keys without a gradient from these queries.
   void skip(int64_t h, int64_t first_query, int64_t queries, Range keys, bool fresh) const {
     if (keys.empty()) return;
     if (fresh)
@@ -137,16 +136,16 @@ class KeyRangeBackward {
   ScoreGradients<T, A> gradients_;
 };
 
-// The gradients of the distances that the tasks of a call give: (B, Hkv, ranges, H / Hkv, distances), or nothing.
+// Gradients of the distances per task of a call: (B, Hkv, ranges, H / Hkv, distances), or nothing.
 template <typename A>
 struct DistanceParts {
   A* data = nullptr;
-  int64_t size = 0;  // of what a task gives
+  int64_t size = 0;  // per task
 
   A* of_task(int64_t task) const { return data ? data + task * size : nullptr; }
 };
 
-// Adds them up, in order.
+// Sums over the tasks, in order.
 template <typename T, typename A>
 void sum_distances(const AttentionBackward<T, A>& call, const DistanceParts<A>& parts, int64_t ranges) {
   const auto& p = call.params;
@@ -160,7 +159,7 @@ void sum_distances(const AttentionBackward<T, A>& call, const DistanceParts<A>& 
     }
 }
 
-// grad_q of one head = the sum of what the ranges gave, in order.
+// grad_q of one head = the sum of the ranges' parts, in order.
 template <typename T, typename A>
 void sum_ranges(const AttentionBackward<T, A>& call, const KeySplit<A>& split, int64_t head) {
   const auto& p = call.params;

@@ -1,6 +1,6 @@
-// Single queries against many keys, as decoding asks for them. A tile of queries would leave most lanes idle, so each
-// query is taken by itself, with vectors along the keys in the softmax and along D in the products. Only this way knows
-// pages.
+// Few queries against many keys, as in decoding. A tile of queries would leave most lanes idle, so each query is
+// computed by itself, with vectors along the keys in the softmax and along D in the products. Only this path supports
+// paged caches.
 #pragma once
 
 #include "../simd/operands.h"
@@ -9,7 +9,7 @@
 namespace transformer_fast {
 namespace {
 
-constexpr int64_t kRowKeys = 64;  // keys taken at a time: they stay in the cache for all queries of a group
+constexpr int64_t kRowKeys = 64;  // keys per chunk, which stay in the CPU cache for all queries of a group
 
 template <typename T, typename A>
 bool has_few_queries(const AttentionKernelParams<T, A>& params) {
@@ -40,7 +40,7 @@ inline void copy_operands(const T* row, int64_t D, Accumulate<T>* out) {
     store(out + unit, load_operands<false>(row, unit, D));
 }
 
-// Rows of keys or values: at a stride, or where `cells` says, in units of it.
+// Rows of keys or values, at a fixed stride, or at the indices `cells` in units of the stride.
 template <typename T>
 struct RowsAt {
   const T* first = nullptr;
@@ -48,7 +48,7 @@ struct RowsAt {
   const int32_t* cells = nullptr;
 
   const T* at(int64_t j) const { return first + (cells ? cells[j] : j) * stride; }
-  // A cache comes from memory: each line of rows at hand asks for one of those that are read next.
+  // A generation cache is read from memory: each line of the current rows prefetches a line of the next rows.
   void fetch(int64_t j, int64_t column) const { __builtin_prefetch(at(j) + column, 0, 2); }
 };
 
@@ -78,8 +78,8 @@ void multiply_rows(RowsAt<T> rows, int64_t count, int64_t D, const A* vector, A 
   });
 }
 
-// sum += weights[j] * (row j) over j < count, for kVectors vectors of columns, the last of which may not be whole. The rows
-// are summed by themselves, two by two: sums of sums round less than one long sum.
+// sum += weights[j] * (row j) over j < count, for kVectors vectors of columns, the last perhaps partial. Rows are
+// summed pairwise, which rounds less than one long sum.
 template <int kVectors, bool kWhole, bool kFinite, bool kFetch, typename T, typename A>
 void add_columns(const A* weights, RowsAt<T> rows, int64_t count, int64_t columns, A* sum, RowsAt<T> ahead) {
   constexpr int64_t kW = kLanes<A>;
@@ -103,7 +103,7 @@ void add_columns(const A* weights, RowsAt<T> rows, int64_t count, int64_t column
 }
 
 // sum += weights[j] * (row j) over j < count; `sum` is padded to whole vectors. A weight of 0 does not touch its row,
-// which may hold NaN or Inf; with kFinite, what is not finite counts as 0 everywhere.
+// which may hold NaN or Inf; with kFinite, non-finite values count as 0 everywhere.
 template <bool kFinite = false, bool kFetch = false, typename T, typename A>
 void add_rows(const A* weights, RowsAt<T> rows, int64_t count, int64_t D, A* sum, RowsAt<T> ahead = {}) {
   constexpr int64_t kW = kLanes<A>;
@@ -141,7 +141,7 @@ template <typename A>
 struct TwoPartLogsumexp {
   A maximum = kBlocked<A>, sum = 0;
 
-  // Of what a sink gives; -inf for none.
+  // The sink's part; -inf without a sink.
   explicit TwoPartLogsumexp(A sink) { add(&sink, 1, 1); }
 
   void add(const A* scores, int64_t count, int64_t stride) {
@@ -166,7 +166,7 @@ Accumulate<T> dot(const T* a, const T* b, int64_t D) {
   return lane_sum<A>(products);
 }
 
-// The queries of one key head: all heads of its group, all positions. Row r is position r % Lq of a head.
+// The queries of one key head: all heads of the group and all positions. Row r is position r % Lq of a head.
 template <typename T, typename A>
 class QueryRows {
  public:
@@ -178,10 +178,10 @@ class QueryRows {
   int64_t count() const { return group_ * params_.Lq; }
   int64_t head(int64_t row) const { return kv_head_ * group_ + row / params_.Lq; }
   int64_t position(int64_t row) const { return row % params_.Lq; }
-  // The keys that the row may see by its length and the diagonals.
+  // The keys visible to the row by length and diagonals.
   Range visible(int64_t row) const { return visible_keys(params_, b_, position(row)); }
 
-  // Addresses of key `first` and its value, and the number of the `count` keys that follow it in the same way.
+  // Addresses of key `first` and its value, and how many of the `count` keys follow at the same stride.
   int64_t find_keys(int64_t first, int64_t count, RowsAt<T>* k, RowsAt<T>* v) const {
     const auto& p = params_;
     const int64_t k_stride = p.k.row_stride(), v_stride = p.v.row_stride();
@@ -209,8 +209,8 @@ class QueryRows {
     return {p.k.at(b, head, 0), p.k.row_stride()};
   }
 
-  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors; `ahead`: values to fetch, or none.
-  // `slopes`: where those of the softcap go, or null.
+  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors. `ahead`: values to prefetch, or
+  // none. `slopes`: output for the softcap's slopes, or null.
   void find_scores(int64_t row, const A* query, RowsAt<T> k, int64_t first, int64_t count, A* scores,
                    RowsAt<T> ahead = {}, A* slopes = nullptr) const {
     const auto& p = params_;

@@ -1,5 +1,5 @@
-// Attention backward of few queries: a task owns a range of keys of one key head, and takes them some at a time for all
-// queries of its group.
+// Attention backward of few queries: a task owns a range of keys of one key head, and processes them in chunks for all
+// queries of the group.
 #pragma once
 
 #include "few_queries.h"
@@ -30,8 +30,8 @@ class RowsBackward {
                           {&grad_v_, keys}});
   }
 
-  // Of a range of keys. The gradient of q goes to `partial_q` (rows, D) if they are not all keys. `grad_distances`:
-  // (H / Hkv, distances), zeros to add to, if wanted.
+  // Backward of a range of keys. The gradient of q goes to `partial_q` (rows, D) if the range is not all keys.
+  // `grad_distances`: (H / Hkv, distances), zeros to add to, if wanted.
   void run(Range range, A* partial_q, A* grad_distances) {
     grad_distances_ = grad_distances;
     Range needed;
@@ -42,12 +42,12 @@ class RowsBackward {
       for (int64_t row = 0; row < rows_.count(); ++row) load_delta(row);
     for (int64_t first = range.begin; first < range.end; first += kRowKeys) {
       const int64_t keys = std::min(kRowKeys, range.end - first);
-      // A chunk lies in front of what is needed, or none of it does.
+      // A chunk lies either wholly before the visible keys, or not at all.
       const int64_t some = first < needed.begin ? 0 : std::clamp<int64_t>(needed.end - first, 0, keys);
       const auto &grad_k = call_.grad_k, &grad_v = call_.grad_v;
       T* const grad_keys = grad_k.at(b_, kv_head_, first);
       T* const grad_values = grad_v.at(b_, kv_head_, first);
-      if (rows_.count() == 1) {  // then there is nothing to sum
+      if (rows_.count() == 1) {  // nothing to sum
         if (some > 0) find_gradients(0, first, some, all_at_once);
         std::fill(weights_ + some, weights_ + keys, A(0));
         std::fill(grads_ + some, grads_ + keys, A(0));
@@ -79,7 +79,7 @@ class RowsBackward {
 
   A& number(int64_t row, Number which) { return numbers_[row * kNumbers + which]; }
 
-  // Returns which keys the row needs: all of them where none is allowed and all weigh the same.
+  // Returns the keys that the row needs: all keys if none is allowed, because all then have equal weight.
   Range prepare(int64_t row) {
     const int64_t h = rows_.head(row), i = rows_.position(row), D = params_.D;
     const T* q = params_.q.at(b_, h, i);
@@ -100,7 +100,7 @@ class RowsBackward {
     return uniform ? Range{0, params_.Lk} : rows_.visible(row);
   }
 
-  // The logsumexp in two numbers, the maximum and the rest, from all scores.
+  // The logsumexp as two numbers, maximum and rest, from all scores.
   void sum_again(int64_t row) {
     TwoPartLogsumexp<A> total(sink_of(params_, rows_.head(row)));
     const Range visible = rows_.visible(row);
@@ -119,7 +119,7 @@ class RowsBackward {
         dot(call_.out.at(b_, h, i), call_.grad_out.at(b_, h, i), params_.D) - number(row, kGradLogsumexp);
   }
 
-  // Dropped weights of some keys and the gradients of their scores; adds to the gradient of q.
+  // Computes weights (after dropout) and score gradients of some keys; adds to the gradient of q.
   void find_gradients(int64_t row, int64_t first, int64_t keys, bool sum_delta) {
     const auto& p = params_;
     RowsAt<T> k, v;
@@ -143,7 +143,7 @@ class RowsBackward {
       store(weights_ + j, weight);
       store(grads_ + j, grad);
     }
-    // From the weights themselves where they are all here: then a row with one key has a gradient of exactly 0.
+    // From the weights themselves if all keys are in the chunk, so that a row with one key has a gradient of exactly 0.
     const A delta = sum_delta ? lane_sum<A>(products) - number(row, kGradLogsumexp) : number(row, kDelta);
     for (int64_t j = 0; j < keys; j += kW) {
       const Vector<A> weight = load(weights_ + j), grad = weight * (load(grads_ + j) - delta);

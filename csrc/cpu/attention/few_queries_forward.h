@@ -1,4 +1,4 @@
-// Attention forward of few queries: one pass over the keys with a running maximum for each query, in parts where there
+// Attention forward of few queries: one pass over the keys with a running maximum per query, split in parts if there
 // are few heads (T. Dao et al., "Flash-Decoding for long-context inference", 2023), and a reduction of the parts.
 #pragma once
 
@@ -30,7 +30,8 @@ class RowsForward {
                           {&weights_, kRowKeys}});
   }
 
-  // Of `count` keys from number `offset` of those on that some row sees. Into `parts` if they are not all, else finished.
+  // Forward of `count` keys, from index `offset` among the visible keys. Writes to `parts` if these are not all keys,
+  // else the result.
   void run(int64_t offset, int64_t count, A* parts) {
     A* storage = parts ? parts : parts_;
     Range visible;
@@ -46,7 +47,7 @@ class RowsForward {
     for (int64_t first = first_key; first < end;) {
       RowsAt<T> k, v;
       const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, end - first), &k, &v);
-      // While the scores are computed the values are fetched, and while those are summed up what comes after them.
+      // Values are prefetched while the scores are computed, and the next keys while the values are summed.
       RowsAt<T> after = rows_.next_head(), values;
       if (const int64_t next = first + keys; next < end)
         rows_.find_keys(next, std::min(kRowKeys, end - next), &after, &values);
@@ -58,7 +59,7 @@ class RowsForward {
       for (int64_t row = 0; row < rows_.count(); ++row) finish(row, RowPart<A>(storage, row, width_));
   }
 
-  // Joins the parts of all ranges, `stride` apart, of every row of this key head.
+  // Joins the parts of all ranges, `stride` apart, for each row of this key head.
   void join(A* parts, int64_t ranges, int64_t stride) {
     for (int64_t row = 0; row < rows_.count(); ++row) {
       const RowPart<A> joined(parts, row, width_);
@@ -83,7 +84,7 @@ class RowsForward {
     for (int64_t j = 0; j < keys; j += kW) maxima = load(weights_ + j) > maxima ? load(weights_ + j) : maxima;
     A maximum = *part.row_max;
     for (int64_t lane = 0; lane < kW; ++lane) maximum = std::max(maximum, static_cast<A>(maxima[lane]));
-    // A NaN score passes no comparison; the sum below carries it.
+    // A NaN score fails every comparison; the sum below propagates it.
     const A origin = maximum == kBlocked<A> ? A(0) : maximum;
     Vector<A> totals{};
     for (int64_t j = 0; j < keys; j += kW) {
@@ -131,7 +132,7 @@ class RowsForward {
     for (int64_t d = 0; d < params_.D; d += kW) store(part.sum + d, load(part.sum + d) * shrink);
   }
 
-  // No key is allowed: all weigh the same, and a NaN or Inf value, blocked like all others, counts as 0.
+  // No key is allowed: all have equal weight, and NaN or Inf values count as 0, because they are blocked too.
   void add_all_values(int64_t row, RowPart<A> part) {
     for (int64_t first = 0; first < params_.Lk; first += kRowKeys) {
       const int64_t keys = std::min(kRowKeys, params_.Lk - first);

@@ -52,7 +52,7 @@ class ForwardBlock {
   }
 
  private:
-  // The scores of a tile, then its weights relative to the maximum so far.
+  // Computes the scores of a tile, then its weights relative to the running maximum.
   void find_weights(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
     const auto& k = params_.k;
     const Matrix<E> key_rows =
@@ -73,7 +73,7 @@ class ForwardBlock {
     std::copy(row_max_, row_max_ + lanes_, saved_probs.factors_at(b_, h_, first_query_, first_key));
   }
 
-  // Keys from `end` on have no weight. What relates each tile to the last maximum and the whole sum is known now.
+  // Keys from `end` on have weight 0. The factors from each tile to the final maximum and sum are known now.
   void finish_saved_probs(const SavedProbs<T, A>& saved_probs, int64_t end) const {
     const int64_t saved_to = std::min(params_.Lk, round_up(end, kKeyTile));
     std::fill(saved_probs.at(b_, h_, first_query_, lanes_, saved_to),
@@ -89,8 +89,8 @@ class ForwardBlock {
     }
   }
 
-  // Scores to weights relative to the new maximum, for one vector of queries; `shrink`: by how much that lowers the
-  // weights of the tiles before.
+  // Converts scores to weights relative to the new maximum, for one vector of queries. `shrink`: factor for the weights
+  // of earlier tiles.
   void softmax_lanes(int64_t first_key, int64_t keys, int64_t lane, A* shrink) {
     A* scores = scores_ + lane;
     const Vector<A> before = load(row_max_ + lane);
@@ -113,7 +113,7 @@ class ForwardBlock {
     store(row_sum_ + lane, fma(load(row_sum_ + lane), factor, totals[0] + totals[1]));
   }
 
-  // Rows with no allowed key: weight 1 on every key. A NaN or Inf value is blocked like all others and must not show.
+  // Rows with no allowed key: weight 1 on every key. NaN and Inf values are blocked and must not reach the result.
   void add_empty_rows() {
     if (std::all_of(row_sum_, row_sum_ + queries_, [](A total) { return total != 0; })) return;
     for (int64_t first = 0; first < params_.Lk; first += kKeyTile) {
@@ -165,7 +165,7 @@ template <typename T, typename A>
 void attention_forward(std::span<const AttentionForward<T, A>> calls) {
   using Params = AttentionKernelParams<T, A>;
   const auto blocks_of = [](const Params& p) { return (p.Lq + kQueryTile - 1) / kQueryTile; };
-  // All keys that the queries of a batch entry see, and those that come in front as the first chunk is a whole one.
+  // All keys visible to the queries of a batch entry, extended to begin at a whole chunk.
   const auto keys_of = [](const Params& p) {
     return has_few_queries(p) ? std::min(p.Lk, p.upper - p.lower + p.Lq + kRowKeys) : 0;
   };
@@ -181,7 +181,7 @@ void attention_forward(std::span<const AttentionForward<T, A>> calls) {
   };
   double work = 0;
   for (const auto& [p, out, logsumexp, saved_probs] : calls)
-    // Few queries are bound by memory: a multiplication takes so much longer than in a tile.
+    // Factor of the cost per multiplication against a tile: few queries are limited by memory.
     work += (has_few_queries(p) ? 4.0 : 1.0) * double(p.B * p.H * p.Lq) * double(p.Lk * p.D);
   for_tasks(calls.size(), tasks_of, work, [&](int64_t c, int64_t task) {
     const Params& p = calls[c].params;

@@ -1,6 +1,6 @@
-// The gradient of the additive bias: the sum of the gradients of the scores over whatever the bias was broadcast over.
-// They are computed again and none is stored: a task owns some of the bias and walks over what it sums in one order, so
-// that two runs agree bit for bit.
+// The gradient of the additive bias: the sum of the score gradients over all broadcast dimensions of the bias. Score
+// gradients are recomputed and not stored. A task owns a part of the bias and sums in a fixed order, so two runs agree
+// bit for bit.
 #include "gradients.h"
 
 #include <numeric>
@@ -27,7 +27,7 @@ class BiasGradient {
   }
 
  private:
-  // One head's worth of the bias, and one block of its queries.
+  // One head of the bias, and one block of its queries.
   void run_part(int64_t own_b, int64_t own_h, int64_t own_block) {
     const auto& p = params_;
     const int64_t lanes = round_up(std::min(kQueryTile, p.Lq), kW);
@@ -52,7 +52,7 @@ class BiasGradient {
     write(own_b, own_h, own_block * kQueryTile, lanes, sums.data());
   }
 
-  // Lanes past the last query are left out: they may hold anything.
+  // Lanes past the last query are skipped, because their values are arbitrary.
   void add_tile(const ScoreGradients<T, A>& gradients, int64_t first_key, int64_t keys, int64_t queries, int64_t lanes,
                 A* sums) const {
     const int64_t key_stride = sizes_[3] == 1 ? 0 : lanes;

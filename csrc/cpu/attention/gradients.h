@@ -15,7 +15,7 @@ class ScoreGradients {
   static constexpr int64_t kW = kLanes<A>;
   using E = Operand<T>;
 
-  // The workspace also gives `more` buffers.
+  // The workspace also provides `more` buffers.
   ScoreGradients(const AttentionBackward<T, A>& call, int64_t b, typename Workspace<A>::Parts more = {})
       : call_(call), params_(call.params), b_(b), rescale_(static_cast<A>(DropoutRate(params_.dropout.p).scale)) {
     const int64_t queries = std::min(kQueryTile, params_.Lq), lanes = round_up(queries, kW);
@@ -31,7 +31,7 @@ class ScoreGradients {
                          more);
   }
 
-  // Prepares a block of queries and a range of keys; returns those of them that matter, where its tiles lie.
+  // Prepares a block of queries and a range of keys; returns the range of keys that its tiles cover.
   Range prepare(int64_t h, int64_t first_query, int64_t queries, Range range) {
     const auto& p = params_;
     h_ = h, kv_head_ = h / (p.H / p.Hkv), first_query_ = first_query, queries_ = queries;
@@ -42,12 +42,12 @@ class ScoreGradients {
     const Range visible = mask_->keys(), needed = uniform_rows_ ? Range{0, p.Lk} : visible;
     const Range keys = needed.intersection(range);
     if (keys.empty()) return keys;
-    if (!call_.saved_probs)  // else no score is found again
+    if (!call_.saved_probs)  // else no score is recomputed
       q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operands<T>(query_lanes_));
     grad_out_ = load_lanes(call_.grad_out.at(b_, h, first_query), call_.grad_out.row_stride(), queries, p.D,
                            operands<T>(grad_out_lanes_));
-    // The forward adds up the scores of few queries in another order, and large ones then differ from those found here:
-    // to its logsumexp and its output no weight here would belong exactly.
+    // For few queries, the forward sums scores in another order, so large scores differ from those computed here.
+    // Weights from its logsumexp would then be inexact.
     const bool again = !call_.saved_probs && (has_large_ || has_few_queries(p));
     if (again) sum_again();
     first_tile_ = keys.begin;
@@ -67,10 +67,9 @@ class ScoreGradients {
     return keys;
   }
 
-  // Finds the weights (after dropout) and the gradients of the scores of a tile, the two that are read below; returns how
-  // many keys there are left of `keys`.
+  // Computes the weights (after dropout) and the score gradients of a tile; returns the number of keys left of `keys`.
   int64_t find(int64_t first_key, int64_t keys) {
-    // All keys that a query sees are in it, and give delta too.
+    // The tile holds all visible keys, so it also gives delta.
     const bool only_tile = sum_delta_ && first_key == first_tile_;
     keys = find_weights(first_key, keys, only_tile ? Pass::kSum : Pass::kOnly);
     if (!only_tile) return keys;
@@ -83,22 +82,22 @@ class ScoreGradients {
     return keys;
   }
 
-  // Adds the gradients of a tile to those of the distances: `grad` is that of distance 0.
+  // Adds the gradients of a tile to the gradients of the distances; `grad` points at distance 0.
   void add_to_distances(int64_t first_key, int64_t keys, A* grad) const {
     for (int64_t row = 0; row < keys; ++row) {
-      // From query to query the distance of a key falls.
+      // The distance of a key falls by one per query.
       A* const own = grad + first_key + row - first_query_;
       for (int64_t i = 0; i < queries_; ++i) own[-i] += grads_[row * lanes_ + i];
     }
   }
 
-  // The gradients of the scores to those of the products before the softcap.
+  // Converts score gradients to gradients before the softcap.
   void apply_slopes(int64_t keys) {
     for (int64_t n = 0; n < keys * lanes_; n += kW)
       store(grads_ + n, load(grads_ + n) * load(mask_buffers_.slopes + n));
   }
 
-  // Results as left operands of products. Ask in this order: each takes the room of the one before.
+  // Results as left operands of products. Call these in order: each reuses the memory of the one before.
   Matrix<E> weights_over_queries(int64_t keys) {
     return packed() ? packed_over_queries(0) : over_queries<E>(weights_, keys, queries_, lanes_, weights_);
   }
@@ -109,13 +108,14 @@ class ScoreGradients {
     return packed() ? pairs_over_keys<E>(grads_, lanes_) : over_keys<E>(grads_, keys, lanes_);
   }
 
-  // The gradients before that, (keys, lanes), where no weights were kept.
+  // The gradients before the conversion to operands, (keys, lanes), if no weights were kept.
   const A* grads() const { return grads_; }
   A* staged() const { return staged_; }
   int64_t lanes() const { return lanes_; }
 
  private:
-  // Over a tile: the only one, with delta known, or a first one that adds to delta and leaves the rest to differentiate().
+  // Kind of pass over a tile: a single pass with known delta, or a first pass that sums delta and leaves the rest to
+  // differentiate().
   enum class Pass { kOnly, kSum };
 
   void find_scores(int64_t first_key, int64_t keys) {
@@ -124,7 +124,7 @@ class ScoreGradients {
     mask_->find_scores(keys, load_factors(k, p.k.row_stride(), keys, p.D, operands<T>(staged_)), q_, weights_);
   }
 
-  // Loads the numbers of each query. Returns true if some query has no allowed key and weighs all keys alike.
+  // Loads the statistics per query. Returns true if a query has no allowed key, so that all keys have equal weight.
   bool load_statistics() {
     const auto& p = params_;
     bool any = false;
@@ -145,7 +145,7 @@ class ScoreGradients {
     return any;
   }
 
-  // The logsumexp of the block in two numbers, the maximum and the rest, from all scores.
+  // The logsumexp of the block as two numbers, maximum and rest, from all scores.
   void sum_again() {
     std::vector<TwoPartLogsumexp<A>> totals(queries_, TwoPartLogsumexp<A>(sink_of(params_, h_)));
     const Range visible = mask_->keys();
@@ -158,14 +158,14 @@ class ScoreGradients {
     for (int64_t i = 0; i < queries_; ++i) logsumexp_[i] = totals[i].maximum, rest_[i] = totals[i].rest();
   }
 
-  // delta, the sum over all keys of weight times its gradient, is also the product of the output and its gradient.
+  // delta, the sum over all keys of weight times weight gradient, equals the dot product of output and output gradient.
   void load_delta() {
     for (int64_t i = first_query_; i < first_query_ + queries_; ++i)
       delta_[i - first_query_] = dot(call_.out.at(b_, h_, i), call_.grad_out.at(b_, h_, i), params_.D);
   }
 
-  // delta from weights whose sum is 1. Those found from a rounded logsumexp miss it, all by one factor, and a weight of
-  // almost 1 would then leave a gradient where there is none.
+  // delta from weights normalised to sum 1. Weights from a rounded logsumexp are off by one common factor; a weight of
+  // almost 1 would then get a gradient that should be 0.
   void normalize_delta() {
     if (call_.saved_probs) return;
     const A sink = sink_of(params_, h_);
@@ -177,13 +177,13 @@ class ScoreGradients {
     }
   }
 
-  // The logsumexp grows with each score by its weight.
+  // The derivative of the logsumexp by a score is the weight.
   void take_off_grad_logsumexp() {
     for (int64_t i = 0; i < queries_; ++i) delta_[i] -= grad_logsumexp_[i];
   }
 
-  // Fills `weights` and `grads`; returns how many keys there are left of `keys`. What sums delta gives a row with one key
-  // a gradient of exactly 0, as in eager.
+  // Fills `weights` and `grads`; returns the number of keys left of `keys`. Summing delta from the weights gives a row
+  // with one key a gradient of exactly 0, as in eager PyTorch.
   int64_t find_weights(int64_t first_key, int64_t keys, Pass pass) {
     if (!call_.saved_probs) {
       const int64_t visible = mask_->prepare(first_key, keys, weights_);
@@ -205,8 +205,8 @@ class ScoreGradients {
     return keys;
   }
 
-  // Scores, for one vector of queries, to dropped weights, and the gradients of those to the gradients of scores. In a
-  // pass that sums, to weights before dropout, whose sign tells whether one was dropped, and to the gradients of weights.
+  // For one vector of queries: converts scores to weights after dropout, and weight gradients to score gradients. A
+  // summing pass instead gives weights before dropout, negative if dropped, and weight gradients.
   template <Pass kPass>
   void weigh(int64_t first_key, int64_t keys, int64_t lane) {
     const Vector<A> logsumexp = load(logsumexp_ + lane), rest = load(rest_ + lane), uniform = load(uniform_ + lane);
@@ -232,7 +232,7 @@ class ScoreGradients {
     if constexpr (kPass == Pass::kSum) store(delta_ + lane, delta), store(weight_sums_ + lane, weight_sum);
   }
 
-  // After a pass that sums: weights to dropped weights, and the gradients of weights to those of scores.
+  // After a summing pass: converts weights to weights after dropout, and weight gradients to score gradients.
   void differentiate(int64_t keys, int64_t lane) {
     const Vector<A> delta = load(delta_ + lane), uniform = load(uniform_ + lane);
     const A rescale = rescale_;

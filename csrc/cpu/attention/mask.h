@@ -1,4 +1,4 @@
-// The mask of one block of queries: which keys it can need at all, and what to do to a tile of its scores.
+// The mask of one block of queries: the range of keys that the block needs, and the masking of a tile of scores.
 #pragma once
 
 #include "../simd/operands.h"
@@ -18,8 +18,8 @@ struct BytesOf<double> {
   typedef uint8_t Type __attribute__((vector_size(kVectorBytes / 8)));
 };
 
-// Memory for a tile: a number for each key; and with a softcap one for each pair of key and query, and in a backward the
-// slope of the cap there.
+// Memory for a tile: one number per key; with a softcap one number per (key, query), and in a backward the slope of the
+// cap.
 template <typename A>
 struct MaskBuffers {
   A *key_addend = nullptr, *pair_addend = nullptr, *slopes = nullptr;
@@ -32,8 +32,8 @@ class BlockMask {
             const MaskBuffers<A>& buffers)
       : params_(params), b_(b), h_(h), first_query_(first_query), queries_(queries),
         lanes_(round_up(queries, kLanes<A>)), buffers_(buffers) {
-    // Lanes past the last query repeat it. From query to query the beginnings rise; and with one length for all queries
-    // the ends do, by one.
+    // Lanes past the last query repeat the last query. The begins rise from query to query; with one length for all
+    // queries, the ends rise by one.
     const auto visible_to = [&](int64_t i) { return visible_keys(params, b, first_query + std::min(i, queries - 1)); };
     const Range first = visible_to(0), last = visible_to(queries - 1);
     int64_t shortest = first.end, longest = last.end;
@@ -52,12 +52,12 @@ class BlockMask {
     if (params.query_ids.data) query_ids_ = Ids(params.query_ids.at(b, 0, first_query), queries);
   }
 
-  // The keys that some query of the block may see by lengths and diagonals, from a multiple of kKeyStep on: where its tiles
-  // lie.
+  // The keys visible to any query of the block by lengths and diagonals, from a multiple of kKeyStep on: the range of
+  // its tiles.
   Range keys() const { return visible_; }
 
-  // Prepares the tile of keys [first_key, first_key + keys) and of what will be its scores, (keys, lanes); returns how
-  // many keys are left when those blocked for every query are cut off the end.
+  // Prepares the tile of keys [first_key, first_key + keys) and the memory of its scores, (keys, lanes). Returns the
+  // number of keys without trailing keys that are blocked for all queries.
   int64_t prepare(int64_t first_key, int64_t keys, A* scores) {
     first_key_ = first_key;
     const auto& [keep, key_keep, bias] = std::tie(params_.keep, params_.key_keep, params_.bias);
@@ -78,7 +78,7 @@ class BlockMask {
     return keys;
   }
 
-  // The scores of a tile that prepare() left: scaled products plus bias, -inf where blocked, whatever the product is.
+  // Masks the scores of a prepared tile: scaled products plus bias, -inf where blocked, even if the product is NaN.
   template <typename E>
   void find_scores(int64_t keys, Matrix<E> key_rows, Rows<E> queries, A* scores) const {
     if (strange_) {
@@ -96,14 +96,14 @@ class BlockMask {
     apply_keys_and_bounds(keys, scores);
   }
 
-  // True if prepare() left addends in the place of the scores, one per pair of key and query; else it wrote nothing there.
+  // True if prepare() wrote addends, one per (key, query), to the memory of the scores; else it wrote nothing.
   bool has_pairs() const { return has_pairs_; }
 
   // Applies the parts of mask and bias that depend on the key alone, and the bounds of each query's keys.
   void apply_keys_and_bounds(int64_t keys, A* scores) const {
     const int64_t first_row = has_keys_ ? 0 : std::max<int64_t>(0, visible_to_all_.end - first_key_);
     const int64_t begun =
-        std::min(keys, visible_to_all_.begin - first_key_);  // from this row on all queries have begun
+        std::min(keys, visible_to_all_.begin - first_key_);  // from this row on, the range of each query has begun
     if (first_row >= keys && begun <= 0) return;
     for (int64_t lane = 0; lane < lanes_; lane += kLanes<A>) {
       IntegerVector<A> begins, ends;
@@ -124,7 +124,7 @@ class BlockMask {
   }
 
  private:
-  // The smallest and the largest of some ids.
+  // The smallest and the largest id.
   struct Ids {
     int32_t first = 0, last = 0;
 
@@ -151,7 +151,7 @@ class BlockMask {
     }
   }
 
-  // Loads the addends of the parts that have a value per pair of key and query.
+  // Loads the addends of parts with a value per (key, query).
   void load_pairs(int64_t keys, A* scores) const {
     const auto& keep = params_.keep;
     const auto bias = params_.bias ? params_.bias.from(b_, h_, first_query_, first_key_) : params_.bias;
@@ -176,7 +176,7 @@ class BlockMask {
         [&](int64_t j, int64_t i, Vector<A> row) { store(scores + j * lanes_ + i, row); });
   }
 
-  // The same for a bias in bfloat16, in half the transpositions.
+  // Variant for a bfloat16 bias, with half the transpositions.
   void load_two_keys_a_lane(View<const T> bias, int64_t keys, A* scores) const {
     fetch_rows(bias.data, bias.row_stride(), queries_, keys);
     transpose_rows<A>(
@@ -231,12 +231,11 @@ class BlockMask {
   const AttentionKernelParams<T, A>& params_;
   int64_t b_, h_, first_query_, queries_, lanes_;
   MaskBuffers<A> buffers_;
-  A* pairs_ = nullptr;  // of the tile at hand: its scores, or a buffer where those are capped first
+  A* pairs_ = nullptr;  // of the current tile: its scores, or a buffer if the scores are capped first
   int64_t first_key_ = 0;
   Range visible_, visible_to_all_;
   Ids query_ids_;
-  // Of the tile at hand: whether keys, or pairs, have addends; whether documents are told apart in it; whether it has none
-  // of the queries'.
+  // Flags of the current tile: addends per key, addends per pair, several documents, no document of the queries.
   bool has_keys_ = false, has_pairs_ = false, checks_documents_ = false, strange_ = false;
   IntegerLane<A> begins_[kQueryTile], ends_[kQueryTile];
 };

@@ -1,4 +1,4 @@
-// The backward of a tile of scores whose weights the forward saved: they are not found again, and none was dropped.
+// The backward of a tile of scores whose weights the forward saved, so that they are not recomputed. Without dropout.
 #pragma once
 
 #include "../simd/operands.h"
@@ -8,17 +8,17 @@
 namespace transformer_fast {
 namespace {
 
-// Rows are of a key and have a lane for each query of a block, in whole vectors.
+// A row belongs to a key and has one lane per query of a block, in whole vectors.
 template <typename T, typename A>
 struct SavedTile {
   static constexpr int64_t kW = kLanes<A>;
   static constexpr bool kPacks = !std::is_same_v<Operand<T>, A>;
 
-  const T* saved;      // rows of weights, each still to be multiplied by its query's factor
+  const T* saved;      // rows of weights, not yet multiplied by the factors of the queries
   const A* factors;    // of each query
-  const A* uniform;    // the weight of every key for a query that sees none, else 0
-  A* delta;            // of each query the sum over all keys of weight times its gradient
-  A *weights, *grads;  // rows: room for the weights, and their gradients, which become those of the scores
+  const A* uniform;    // the weight on every key for a query without visible keys, else 0
+  A* delta;            // per query, the sum over all keys of weight times weight gradient
+  A *weights, *grads;  // memory for rows of weights, and of weight gradients, which become score gradients
   int64_t queries, lanes;
 
   void add_to_delta(int64_t keys) const {
@@ -69,8 +69,8 @@ struct SavedTile {
     return {weight + own.uniform, blocked ? Vector<A>{} : weight * (load(grads + row * lanes + lane) - own.delta)};
   }
 
-  // The same straight to the operands of the products: over the queries the weights of a key, then its gradients, in one
-  // row of `weights`; over the keys the gradients, in `grads`.
+  // Variant that writes the operands of the products directly: `weights` has one row per key, its weights and then its
+  // gradients along the queries; `grads` has the gradients along the keys.
   void differentiate_packed(int64_t keys) const {
     for (int64_t lane = 0; lane < lanes; lane += 2 * kW) {
       const bool two = lane + kW < lanes;

@@ -1,8 +1,9 @@
-// Masked attention on the CPU: what the forward and the backward kernel share.
+// Masked attention on the CPU: shared parts of the forward and the backward kernel.
 //
 // The unit of work is a tile of scores, up to kKeyTile keys by kQueryTile queries, kept TRANSPOSED: a row is a key and
 // the vector lanes are neighbouring queries. So the softmax runs down the rows with no sum across lanes, a key's mask
-// is one number a row, a query's limit one lane, and one Philox call of the dropout contract fills eight rows of it.
+// is one number per row, a query's limit is one lane, and one Philox call of the dropout contract fills eight rows of a
+// lane.
 #pragma once
 
 #include "attention_params.h"
@@ -50,7 +51,7 @@ void cap(int64_t count, A softcap, A* scores, A* slopes = nullptr) {
   }
 }
 
-// Memory of one thread, kept from call to call and only ever grown.
+// Memory of one thread, reused from call to call; it never shrinks.
 template <typename A>
 class Workspace {
  public:
@@ -73,8 +74,8 @@ class Workspace {
   }
 };
 
-// Runs task(i) for every i, each once, on whichever thread is free: ragged batches make tasks of very different sizes.
-// `work` counts the multiplications of one product of scores; too few are not worth waking a thread for.
+// Runs task(i) once for every i, on the next free thread, because ragged batches make tasks of very different sizes.
+// `work` is the number of multiplications of one product of scores; a small number is not worth waking a thread.
 template <typename Task>
 void for_tasks(int64_t tasks, double work, Task task) {
   constexpr double kWorthAThread = 2.5e5;  // about 10 us
@@ -104,7 +105,7 @@ void for_tasks(int64_t calls, TasksOf tasks_of, double work, Task task) {
 
 constexpr int64_t kKeysDrawn = 8 * kCounters;  // by one vector of Philox calls, for one query
 
-// Ranges of keys of one (batch, key head), by shapes alone: more than one only where there are too few heads to keep
+// Number of key ranges per (batch, key head), from shapes only: more than one if there are too few heads to keep all
 // threads busy.
 struct KeyRanges {
   static constexpr int64_t kEnoughTasks = 16;
@@ -119,17 +120,17 @@ struct KeyRanges {
   int64_t length, count;
 };
 
-// The ranges of a call, and memory for what each of them gives to all queries, if there are several.
+// The ranges of a call, and memory for the part of each range if there are several.
 template <typename A>
 struct KeySplit {
   KeyRanges ranges;
-  int64_t size;  // of what one gives
+  int64_t size;  // size of a part
   A* partial = nullptr;
 
   A* of_range(int64_t range, int64_t offset) const { return partial ? partial + range * size + offset : nullptr; }
 };
 
-// The split of each call, by how many keys it has and the size of what a range gives; `memory` holds the parts.
+// The split per call, by number of keys and size of a range's part; `memory` holds the parts.
 template <typename A, typename Call, typename KeysOf, typename SizeOf>
 std::vector<KeySplit<A>> split_keys(std::span<const Call> calls, KeysOf keys_of, SizeOf size_of, Buffer<A>& memory) {
   int64_t heads = 0, total = 0;
@@ -226,7 +227,7 @@ struct TileDropout {
   }
 };
 
-// Takes the place of `kept` where nothing is dropped.
+// Replaces `kept` without dropout.
 struct AllKept {};
 
 template <typename A>

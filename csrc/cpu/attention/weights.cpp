@@ -1,5 +1,5 @@
-// The weights of attention on request, by a softmax of their own. The logsumexp is not needed for them here, and beside a
-// bias of -1e9 on a whole row it would have lost its digits.
+// The weights of attention on request, by a separate softmax. The logsumexp of the forward is not used, because it
+// loses its digits with a bias of -1e9 on a whole row.
 #include "few_queries.h"
 #include "mask.h"
 
@@ -43,7 +43,7 @@ class WeightsBlock {
     Rows<E> query{};
     if (!few)
       query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D, operands<T>(query_lanes_));
-    if (few) mask_buffers_.pair_addend = nullptr;  // products are capped before they are added to what is there
+    if (few) mask_buffers_.pair_addend = nullptr;  // products are capped before they are added to the addends
     BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, mask_buffers_);
     const Range visible = mask.keys();
     std::fill(scores_, scores_ + visible.begin * lanes_, kBlocked<A>);
@@ -65,7 +65,7 @@ class WeightsBlock {
     }
   }
 
-  // Adds the products of few queries as the forward finds them: a sum for each lane along D, and then of these, which
+  // Adds the products of few queries in the forward's order: one sum per lane along D, then the sum of the lanes, which
   // rounds less than one long sum.
   void multiply_queries(const T* k, int64_t keys, A* scores) {
     const auto& p = params_;

@@ -1,7 +1,7 @@
 // The gradient of the embedding's weight on the CPU.
 //
-// Every row is summed by one thread, or in segments that the batch alone decides, so the result is the same bit for bit
-// on every run and for every number of threads.
+// One thread sums each row, or the row is summed in segments that depend on the batch only. So the result has the same
+// bits on every run and for every number of threads.
 #include "embedding_params.h"
 
 #include "../parallel.h"
@@ -13,8 +13,8 @@
 namespace transformer_fast {
 namespace {
 
-// The rows of grad in order of their ids (a counting sort, stable): those of id v are order[starts[v]] up to, but not
-// including, order[starts[v + 1]]. padding_idx has none.
+// The rows of grad in order of their ids (a counting sort, stable): rows of id v are order[starts[v]] up to, but not
+// including, order[starts[v + 1]]. padding_idx has no rows.
 struct RowsById {
   std::vector<int64_t> starts, order;
   bool all_valid = true;  // else there is nothing else here
@@ -34,8 +34,8 @@ struct RowsById {
   }
 };
 
-// A row of the weight's gradient is the sum of at most kSegment rows of grad, or else of the sums of such segments: one
-// id that fills the batch then still occupies every thread, and the order of summation depends on the batch alone.
+// A row of the weight's gradient is the sum of at most kSegment rows of grad, or the sum of such segments. So an id
+// that fills the batch still occupies all threads, and the order of summation depends on the batch only.
 constexpr int64_t kSegment = 256;
 
 template <typename T>
@@ -51,7 +51,7 @@ struct WeightGradient {
   void write() const {
     T* const out = call.grad_weight;
     const int64_t vocabulary = call.vocabulary;
-    // Along this axis each id has length 1 + its number of rows, so equal parts are about equal work.
+    // On this axis an id has length 1 + its number of rows, so equal parts are about equal work.
     const auto& starts = by_id.starts;
     const int64_t length = vocabulary + starts.back();
     parallel_for(0, length, grain(d), [&](int64_t begin, int64_t end) {
@@ -67,7 +67,7 @@ struct WeightGradient {
   }
 
  private:
-  // The first id that begins at or after a place on the axis of write().
+  // The first id that begins at or after a position on the axis of write().
   int64_t id_at(int64_t place) const {
     int64_t low = 0, high = static_cast<int64_t>(by_id.starts.size()) - 1;
     while (low < high) {

@@ -1,4 +1,4 @@
-// Embedding on the CPU (embedding.cpp, embedding_backward.cpp, positional_table.cpp): what its kernels take.
+// Parameters of the embedding kernels on the CPU (forward.cpp, backward.cpp, positional_table.cpp).
 #pragma once
 
 #include "../element.h"
@@ -23,20 +23,20 @@ struct StridedView {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// out[r] = dropout(source[row of r] * scale + table[position of r]). A row whose id is not in the vocabulary is left as
-// it was, and encode() then returns false.
+// out[r] = dropout(source[row of r] * scale + table[position of r]). A row whose id is outside the vocabulary is not
+// written, and encode() then returns false.
 template <typename T>
 struct EncodeParams {
   T* out;                   // (rows, d), contiguous
-  int64_t rows, length, d;  // row r stands at r % length in its sequence r / length
+  int64_t rows, length, d;  // row r is position r % length of sequence r / length
   StridedView<T> source;
-  Integers ids;        // the row of the source for each row; without, they are the same
-  int64_t vocabulary;  // how many rows the source has, where there are ids
+  Integers ids;        // source row per row; without ids, row r itself
+  int64_t vocabulary;  // number of rows of the source, with ids
   double scale;
   // May be absent; in the type of the elements or in that of the arithmetic, from the first position on.
   StridedView<T> narrow_table;
   StridedView<Accumulate<T>> wide_table;
-  Integers first_positions;  // of each sequence; 0 without
+  Integers first_positions;  // per sequence; 0 without
   DropoutParams dropout;
 };
 

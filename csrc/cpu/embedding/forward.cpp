@@ -1,5 +1,5 @@
 // Embedding on the CPU: gather * scale + positional encoding + dropout in one pass over each row. The weight's gradient
-// is in embedding_backward.cpp, the sinusoidal table in positional_table.cpp.
+// is in backward.cpp, the sinusoidal table in positional_table.cpp.
 #include "embedding_params.h"
 
 #include "../parallel.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kCopied = 16384;  // elements of rows that are copied at a time
 
-// `count` elements, `stride` apart, side by side.
+// Copies `count` elements, `stride` apart, side by side.
 template <typename T>
 void copy_columns(const T* from, int64_t stride, int64_t count, T* to) {
   for (int64_t c = 0; c < count; ++c) to[c] = from[c * stride];
@@ -30,7 +30,7 @@ const T* columns_of(const StridedView<T>& matrix, int64_t row, int64_t column, i
   return room;
 }
 
-// A copy of at least kBytes bytes without a call: kBytes at a time, the last ones over some of those before.
+// Copies at least kBytes bytes without a call: kBytes at a time; the last step overlaps the one before.
 template <int64_t kBytes>
 void copy_bytes(const char* from, char* to, int64_t bytes) {
   const auto copy_at = [=](int64_t place) { std::memcpy(to + place, from + place, kBytes); };
@@ -38,7 +38,7 @@ void copy_bytes(const char* from, char* to, int64_t bytes) {
   copy_at(bytes - kBytes);
 }
 
-// The rows source_row(begin) .. source_row(end - 1) side by side; a negative one leaves its place as it was.
+// Copies the rows source_row(begin) .. source_row(end - 1) side by side; a negative index is skipped.
 template <typename T, typename SourceRow>
 void gather(StridedView<T> source, SourceRow source_row, int64_t begin, int64_t end, int64_t d, T* to) {
   const int64_t bytes = d * static_cast<int64_t>(sizeof(T));
@@ -49,7 +49,7 @@ void gather(StridedView<T> source, SourceRow source_row, int64_t begin, int64_t 
       if (from >= 0) copy_row(source.data + from * source.row_stride, place);
     }
   };
-  // Of at least as many bytes as are copied at once, or else by half as many.
+  // Copies rows of at least one step's bytes; shorter rows are copied with half the step.
   const auto copy_rows_by = [=](auto bytes_at_once, const auto& copy_by_fewer) -> void {
     constexpr int64_t kBytes = bytes_at_once;
     if constexpr (kBytes > sizeof(T))
@@ -64,7 +64,7 @@ void gather(StridedView<T> source, SourceRow source_row, int64_t begin, int64_t 
     copy_rows_by(std::integral_constant<int64_t, 64>(), copy_rows_by);
 }
 
-// body(first row, last row, position of the first) over those of the rows [begin, end) that are of one sequence.
+// Calls body(first row, last row, position of the first row) per sequence in the rows [begin, end).
 template <typename Params, typename Body>
 void for_sequences(const Params& call, int64_t begin, int64_t end, const Body& body) {
   for (int64_t first = begin, last; first < end; first = last) {
@@ -91,14 +91,13 @@ __attribute__((flatten)) void encode_columns(const T* x, A scale, const Table* t
   });
 }
 
-// A call whose table, if there is one, has elements of type Table. Rows of the result whose id is not in the vocabulary
-// are left as they were.
+// A call whose table, if any, has elements of type Table. Rows whose id is outside the vocabulary are not written.
 template <typename T, typename Table>
 struct Encoding {
   using A = Accumulate<T>;
   const EncodeParams<T>& call;
   StridedView<Table> table;
-  std::atomic<bool>* all_valid;  // ids; set to false where one is not
+  std::atomic<bool>* all_valid;  // true while all ids are in the vocabulary
   bool drop = call.dropout.p > 0;
   Dropout dropout{call.dropout};
   A scale = static_cast<A>(call.scale);
@@ -126,7 +125,7 @@ struct Encoding {
     });
   }
 
-  // Of the source: -1 for an id that is not in the vocabulary.
+  // Source row; -1 for an id outside the vocabulary.
   int64_t source_row(int64_t r) const {
     if (!call.ids) return r;
     const int64_t id = call.ids[r];
@@ -135,7 +134,7 @@ struct Encoding {
     return -1;
   }
 
-  // Rows of less than a few vectors are brought side by side, and encoded as one.
+  // Narrow rows of a few vectors are copied side by side and encoded as one row.
   __attribute__((flatten)) void encode_narrow(int64_t begin, int64_t end, Pages& pages) const {
     alignas(64) T source_room[kChunkColumns];
     alignas(64) Table table_room[kChunkColumns];

@@ -5,8 +5,8 @@
 //   std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
 //   rms:   the slope of layer; without mean and average(g)
 //
-// Weight gradients are summed in a fixed number of chunks of rows that depends on the shape alone, or column by column
-// in a pass of their own: either way the result is the same, bit by bit, on any number of threads.
+// Weight gradients are summed in chunks of rows, whose number depends on the shape only, or column by column in a
+// separate pass. In both cases the result has the same bits on any number of threads.
 
 #include "../parallel.h"
 #include "../partials.h"
@@ -25,20 +25,20 @@ constexpr int64_t kLong = 4096;         // or at least so many; else the memory 
 constexpr int64_t kColumns = 512;       // whose weight gradients stay in the first-level cache in a pass by columns
 constexpr int64_t kFewestColumns = 64;  // for a thread in such a pass
 
-// True if the weight gradients are summed by columns, in a second reading of the rows. Sums of small chunks are much
-// memory beside the rows; a matrix that stays in the cache is read again at little cost.
+// True if the weight gradients are summed by columns, by reading the rows a second time. Sums of small chunks would
+// need much memory compared with the rows, and a matrix that fits the cache is cheap to read again.
 bool sum_by_columns(int64_t rows, int64_t d) {
   const int64_t chunk = chunk_rows(rows, d);
   return chunk < rows && (chunk < 8 || (chunk < 32 && rows * d <= 1 << 20));
 }
 
-// As used, for each of at most kRowsAtOnce rows: dx = rstd * (g - average - (x - mean) * rstd * slope).
+// Factors of at most kRowsAtOnce rows: dx = rstd * (g - average - (x - mean) * rstd * slope).
 template <typename A>
 struct RowGradients {
   Four<A> average, slope;
 };
 
-// kCentred: of LayerNorm and Norm; else of RMSNorm, which has no mean, no average and no bias.
+// kCentred: true for LayerNorm and Norm; false for RMSNorm, which has no mean, no average and no bias.
 template <typename T, bool kCentred>
 struct Backward {
   using A = Accumulate<T>;
@@ -47,7 +47,7 @@ struct Backward {
   int64_t d = p.d;
   Dropout dropout{p.dropout};
 
-  // x - mean of a row's vector, and in the lanes past `count` 0.
+  // x - mean for a vector of a row; 0 in lanes past `count`.
   template <typename Count>
   static Vector<A> centred(const T* x, Count count, A mean) {
     if constexpr (kCentred) return load(x, count, mean) - mean;
@@ -56,7 +56,7 @@ struct Backward {
 
   A mean_of(int64_t r) const { return kCentred ? p.mean[r] : 0; }
 
-  // Of kRows rows from `first` on; where dw and db are given, their part of the weight gradients is added to them.
+  // Computes the factors of kRows rows from `first` on; adds the rows' weight gradients to dw and db, if given.
   template <bool kStd, int kRows, int kVectors>
   __attribute__((flatten)) RowGradients<A> row_gradients(int64_t first, A* dw, A* db) const {
     const A* const scale = weight;
@@ -106,8 +106,8 @@ struct Backward {
     return {average, slope};
   }
 
-  // Their gradients of x and, where something was dropped, of the residual. Members are copied: the stores might change
-  // them, for all that the compiler knows.
+  // Writes the gradients of x and, with dropout, of the residual. Members are copied to locals, because the compiler
+  // must assume that stores change members.
   template <bool kDrop, int kVectors>
   __attribute__((flatten)) void write_rows(int64_t first, int64_t last, const RowGradients<A>& sums,
                                            RandomBits& random) const {
@@ -151,7 +151,7 @@ struct Backward {
     }
   }
 
-  // The weight gradients of some columns, kRows rows' part of them, added to dw and db.
+  // Adds the weight gradients of some columns and kRows rows to dw and db.
   template <int kRows>
   __attribute__((flatten)) void add_weights(int64_t r, int64_t first, int64_t last, A* dw, A* db) const {
     const T *dy_rows[kRows], *x_rows[kRows];
@@ -171,7 +171,7 @@ struct Backward {
     });
   }
 
-  // The same of the rows from `begin` up to `end`, and of them alone.
+  // Sets dw and db of some columns from the rows `begin` up to `end`.
   void sum_weights(int64_t begin, int64_t end, int64_t first, int64_t last, A* dw, A* db) const {
     std::fill(dw + first, dw + last, A(0));
     if constexpr (kCentred) std::fill(db + first, db + last, A(0));
@@ -180,7 +180,7 @@ struct Backward {
     for (; r < end; ++r) add_weights<1>(r, first, last, dw, db);
   }
 
-  // The gradients of the rows from `begin` up to `end` and, where dw and db are given, their part of the weights'.
+  // Computes the gradients of the rows `begin` up to `end`, and adds their weight gradients to dw and db, if given.
   template <int kVectors>
   void chunk(int64_t begin, int64_t end, bool together, A* dw, A* db, RandomBits& random, Pages& x_pages,
              Pages& residual_pages) const {

@@ -17,7 +17,7 @@ inline Pages pages_of(RowView<T> result, int64_t begin, int64_t end) {
   return result ? Pages(result.row(begin), result.row(end)) : Pages();
 }
 
-// Parameters in the type of the arithmetic, in which the kernels read them: those of one call are few beside its rows.
+// Parameters converted to the type of the arithmetic; the conversion is cheap compared with the rows of a call.
 template <typename T>
 class WideParameters {
   using A = Accumulate<T>;

@@ -4,8 +4,8 @@
 //   std:   y = (x - mean) / (std + eps) * weight + bias         (variance over d - 1)
 //   rms:   y = x / sqrt(average(x x) + eps) * weight
 //
-// A row fits in a cache near the core, so the statistics take two plain passes over it: as accurate as Welford's
-// method and free of its divisions. The squares of rms are those around a mean of 0, and take one.
+// A row fits in a cache near the core, so the statistics take two plain passes: as accurate as Welford's method,
+// without its divisions. rms sums squares around 0, in one pass.
 
 #include "common.h"
 
@@ -17,7 +17,7 @@
 namespace transformer_fast {
 namespace {
 
-// summed = residual + dropout(x), some elements of it; each vector is passed to use(vector, column, count, slot).
+// Computes some elements of summed = residual + dropout(x); passes each vector to use(vector, column, count, slot).
 template <typename T, typename Use>
 void add(const T* x, const T* residual, T* summed, int64_t elements, const uint16_t* bits, const Dropout& dropout,
          const Use& use) {
@@ -33,7 +33,7 @@ void add(const T* x, const T* residual, T* summed, int64_t elements, const uint1
   });
 }
 
-// summed = residual + dropout(x), of which the rows are asked for; or, without a residual, x alone.
+// Source of the rows: summed = residual + dropout(x), or x without a residual.
 template <typename T>
 struct Addition {
   RowView<const T> x, residual;
@@ -42,7 +42,7 @@ struct Addition {
   bool drop;
   Dropout dropout;
 
-  // One row, in chunks whose random bits are held.
+  // Computes one row, in chunks of available random bits.
   template <typename Use>
   void row(int64_t r, RandomBits& random, const Use& use) const {
     const int64_t most = drop ? kChunkColumns : d;
@@ -54,8 +54,8 @@ struct Addition {
     }
   }
 
-  // One row, whose mean it returns, or where kSquares the sum of its squares. At each of its vectors,
-  // also(column, count) is called.
+  // Computes one row and returns its mean, or with kSquares the sum of its squares. Calls also(column, count) per
+  // vector.
   template <bool kSquares, typename Also>
   __attribute__((flatten)) T row_and_sum(int64_t r, RandomBits& random, const Also& also) const {
     const T first = drop ? residual.row(r)[0] : x.row(r)[0] + residual.row(r)[0];
@@ -70,7 +70,7 @@ struct Addition {
     return kSquares ? sum(sums) : first + sum(sums) / d;
   }
 
-  // The rows from `first` up to `last`: as one where they are neighbours and so are their random bits.
+  // Computes the rows `first` up to `last`, as one row if rows and random bits are contiguous.
   __attribute__((flatten)) void rows(int64_t first, int64_t last, RandomBits& random) const {
     const auto no_use = [](auto, int64_t, auto, int) {};
     if (x.stride == d && residual.stride == d && (!drop || d <= kNarrow<Accumulate<T>>)) {
@@ -82,7 +82,7 @@ struct Addition {
   }
 };
 
-// Sums start from the first element: large offsets cancel, and a constant row has exactly itself as mean.
+// Sums are of differences from the first element: large offsets cancel, and the mean of a constant row is exact.
 template <int kVectors, typename T, typename A = Accumulate<T>>
 A row_mean(const T* x, int64_t d) {
   const A first = static_cast<A>(x[0]);
@@ -92,8 +92,7 @@ A row_mean(const T* x, int64_t d) {
   return first + sum(sums) / d;
 }
 
-// The squares of one row, around the given mean or, where !kCentred, around 0. At each of its vectors, also(column) is
-// called.
+// Sums the squares of one row around the mean, or around 0 if !kCentred. Calls also(column) per vector.
 template <bool kCentred, int kVectors, typename T, typename Also, typename A = Accumulate<T>>
 A row_squares(const T* x, A mean, int64_t d, const Also& also) {
   Vector<A> squares[slots_of(kVectors)] = {};
@@ -109,7 +108,7 @@ A row_squares(const T* x, A mean, int64_t d, const Also& also) {
   return sum(squares);
 }
 
-// The norm of one row, to be written a vector at a time.
+// Writer of the norm of one row, vector by vector.
 template <typename T, bool kCentred, bool kWeight, bool kBias>
 struct NormedRow {
   using A = Accumulate<T>;
@@ -133,7 +132,7 @@ struct NormedRow {
   }
 };
 
-// kCentred: of LayerNorm and Norm; else of RMSNorm, whose rows have no mean.
+// kCentred: true for LayerNorm and Norm; false for RMSNorm, which has no mean.
 template <typename T, bool kCentred>
 struct Forward {
   using A = Accumulate<T>;
@@ -143,7 +142,7 @@ struct Forward {
 
   RowView<const T> x() const { return p.residual ? RowView<const T>{p.summed.data, p.summed.stride} : p.x; }
 
-  // The factor of a row from its mean and the sum of its squares; both statistics are stored.
+  // Computes the factor of a row from the sum of its squares; stores mean and factor.
   A rstd_of(int64_t r, A mean_r, A squares) const {
     const bool std = kCentred && p.kind == NormKind::kStd;
     const A rstd_r = std ? 1 / (std::sqrt(squares / (p.d - 1)) + p.eps) : 1 / std::sqrt(squares / p.d + p.eps);
@@ -164,7 +163,7 @@ struct Forward {
     return NormedRow<T, kCentred, kWeight, kBias>{x().row(r), weight, bias, p.out.row(r), mean_r, rstd_r};
   }
 
-  // body(flag, flag): whether there is a weight, and a bias.
+  // Calls body(has weight, has bias) with constant flags.
   template <typename Body>
   void with_parameters(const Body& body) const {
     if constexpr (kCentred)
@@ -173,11 +172,11 @@ struct Forward {
       with_flag(weight, [&](auto has_weight) { body(has_weight, std::false_type()); });
   }
 
-  // The rows [begin, end), one after the other; what is added is added a cache's worth ahead.
+  // Norms the rows [begin, end) in order; sums are computed ahead, as far as the cache holds them.
   template <int kVectors>
   void rows(int64_t begin, int64_t end) const {
     const int64_t d = p.d, block = std::max<int64_t>(1, kChunkColumns / d);
-    const bool asks_ahead = p.residual && d * sizeof(T) < kPageBytes;  // more would push out the lines in use
+    const bool asks_ahead = p.residual && d * sizeof(T) < kPageBytes;  // more would evict the lines in use
     Pages out_pages = pages_of(p.out, begin, end), summed_pages = pages_of(p.summed, begin, end);
     RandomBits random(added.dropout, d, end);
     for (int64_t first = begin, last; first < end; first = last) {
@@ -205,9 +204,8 @@ struct Forward {
     }
   }
 
-  // The same for wide rows of a sum that is stored as it is: each is added, and its mean taken (or its squares, where
-  // no mean comes before them), while the norm of the one before is written, so that memory is read and written all the
-  // time.
+  // Variant for wide rows of a stored sum: sums a row and its mean (or squares, without a mean) while the norm of the
+  // row before is written, so that memory is read and written at the same time.
   template <bool kWeight, bool kBias>
   __attribute__((flatten)) void added_rows(int64_t begin, int64_t end) const {
     const int64_t d = p.d;

@@ -1,4 +1,4 @@
-// LayerNorm and Norm on the CPU (norm.cpp, norm_backward.cpp): what their kernels take. T is the type of the elements.
+// Parameters of the norm kernels on the CPU (forward.cpp, backward.cpp). T is the type of the elements.
 #pragma once
 
 #include "../element.h"
@@ -26,10 +26,10 @@ struct NormBackwardParams {
   RowView<const T> dy, x, grad_summed;  // grad_summed may be absent
   Parameter<T> weight;                  // may be absent
   const A *mean, *rstd;                 // kRms has no mean
-  // Contiguous; absent if not asked for. grad_residual differs from grad_x with dropout only, and is absent without.
+  // Contiguous; absent if not requested. grad_residual differs from grad_x only with dropout, and is absent without.
   RowView<T> grad_x, grad_residual;
-  // (d), each in the type of the elements if `narrow_weights`, else in that of the arithmetic; null if not asked for, as
-  // that of a bias always is of kRms.
+  // (d), in the element type if `narrow_weights`, else in the arithmetic type; null if not requested. kRms has no bias
+  // gradient.
   void *grad_weight, *grad_bias;
   bool narrow_weights;
   int64_t rows, d;

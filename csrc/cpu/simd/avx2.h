@@ -1,4 +1,4 @@
-// The functions of generic.h with AVX2's instructions, and those for fma and float16 that come with it.
+// The functions of generic.h with AVX2, FMA and F16C instructions.
 #pragma once
 
 #include "generic.h"
@@ -16,7 +16,7 @@ inline CounterVector multiply_low_words(CounterVector v, uint32_t constant) {
 inline IntegerVector<float> add_products_of_halves(IntegerVector<float> sums, IntegerVector<float> a,
                                                    IntegerVector<float> b) {
   const __m256i products = _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b));
-  asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(products));  // a compiler adds products first, and has no registers left
+  asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(products));  // a compiler adds products first, which needs more registers
   return sums;
 }
 
@@ -53,8 +53,7 @@ inline void store_few(double* p, Vector<double> v, int64_t count) {
   _mm256_maskstore_pd(p, reinterpret_cast<__m256i>(first_lanes<double>(count)), v);
 }
 
-// The bits of at most eight 16-bit elements, put together in registers: a load of what was just stored in smaller
-// pieces would wait for them.
+// Loads the bits of at most eight 16-bit elements, combined in registers: a wide load after narrow stores would stall.
 template <typename T>
 inline __m128i load_short(const T* p, int64_t count) {
   if (count == 8) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

@@ -61,7 +61,7 @@ inline void store_few(T* p, Vector<float> v, int64_t count) {
   _mm256_mask_storeu_epi16(p, mask_of_first(count), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes)));
 }
 
-// Of `count` elements of 16 bits, or of all 32.
+// Mask of `count` elements of 16 bits, or of all 32.
 inline __mmask32 mask_of_first_bits(int64_t count) {
   return static_cast<__mmask32>(count >= 32 ? ~uint32_t{0} : (uint64_t{1} << count) - 1);
 }
@@ -70,14 +70,14 @@ inline Vector<float> load_bits(const c10::BFloat16* p, int64_t count) {
   return reinterpret_cast<Vector<float>>(_mm512_maskz_loadu_epi16(mask_of_first_bits(count), p));
 }
 
-// Of memory that is in no cache: two accesses to a line there are faster than one.
+// Load from memory outside the caches, where two accesses to a line are faster than one.
 inline Vector<float> load_far(const float* p, Full<float>) {
   return reinterpret_cast<Vector<float>>(
       _mm512_insertf64x4(_mm512_castpd256_pd512(_mm256_loadu_pd(reinterpret_cast<const double*>(p))),
                          _mm256_loadu_pd(reinterpret_cast<const double*>(p + 8)), 1));
 }
 
-// GCC would go by way of memory.
+// GCC would go through memory.
 template <typename V>
   requires(sizeof(V) == kVectorBytes)
 inline Halves<V> halves_of(const V& v) {

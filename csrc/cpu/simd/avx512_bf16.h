@@ -1,5 +1,5 @@
-// Products of bfloat16 by AVX-512's VDPBF16PS, which takes them in pairs, two to a lane; and what makes and stores
-// pairs. Elsewhere nothing of this is defined, and kPaired is false for every type.
+// Products of bfloat16 by AVX-512's VDPBF16PS, which takes pairs, two elements per lane; and functions that make and
+// store pairs. Other vector units define none of this; kPaired is then false for all types.
 #pragma once
 
 #include "avx512.h"
@@ -21,7 +21,7 @@ inline Vector<float> broadcast_pair(Pair pair) {
   return reinterpret_cast<Vector<float>>(_mm512_set1_epi32(bits));
 }
 
-// As many pairs as there are lanes, bit for bit.
+// Loads one pair per lane, bit for bit.
 inline Vector<float> load(const Pair* p) { return load(reinterpret_cast<const float*>(p)); }
 
 inline void store_bits(c10::BFloat16* p, Vector<float> bits, int64_t count) {

@@ -1,4 +1,4 @@
-// Operations that vector units do in different ways, in plain vector code. A unit may overload the templates.
+// Operations that depend on the vector unit, in plain vector code. Files of a vector unit may overload the templates.
 #pragma once
 
 #include "vector_types.h"
@@ -89,7 +89,7 @@ inline IntegerVector<A> first_lanes(int64_t count) {
   return lane < static_cast<IntegerLane<A>>(count);
 }
 
-// At most eight elements, without a call.
+// Copies at most eight elements, without a call.
 template <typename T>
 inline void copy_few(const T* from, T* to, int64_t count) {
   if (count & 8) return void(std::memcpy(to, from, 8 * sizeof(T)));

@@ -63,8 +63,7 @@ struct Rows {
   bool finite;
 };
 
-// Use of a product: added to what c holds, or put in its place, as it is, or times a factor and then masked or
-// not.
+// Use of a product: added to c, or assigned to c, plain, or times a factor and optionally masked.
 struct Added {};
 
 struct Put {
@@ -81,7 +80,7 @@ struct Scaled {
   Vector<A> operator()(Vector<A> product, const A*) const { return product * factor; }
 };
 
-// `c` holds addends before. Where one is -inf, so is the result, whatever the product is.
+// `c` holds addends. Where an addend is -inf, the result is -inf, even if the product is NaN.
 template <typename A>
 struct Masked {
   A factor;
@@ -201,7 +200,7 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E>
                                   b.stride, end, c, c_stride);
 }
 
-// c += a b, or where c is `fresh` and holds nothing yet, c = a b; a zero in `a` is no term at all when b is not finite.
+// c += a b, or c = a b if c is `fresh`; a zero in `a` adds no term if b is not finite.
 template <typename E>
 void multiply_add(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, bool fresh, Accumulate<E>* c,
                   int64_t c_stride) {

@@ -1,4 +1,4 @@
-// Operations that generic.h leaves too much to the compiler on aarch64. A vector is a pair of NEON registers.
+// Operations for which the compiler's code from generic.h is slow on aarch64. A vector is a pair of NEON registers.
 #pragma once
 
 #include "generic.h"
@@ -6,7 +6,7 @@
 namespace transformer_fast {
 namespace {
 
-// By halves: of a loop over the lanes the compiler makes one instruction for each lane.
+// By halves, because the compiler turns a loop over lanes into one instruction per lane.
 inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) {
   const auto x = halves_of(a), y = halves_of(b);
   auto z = halves_of(c);

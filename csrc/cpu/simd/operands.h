@@ -46,9 +46,8 @@ inline A lane_sum(Vector<A> v) {
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// store(column, row, v) for every column and every vector of rows: lane i of v is what row_at has for row + i and that
-// column. row_at(row, column, count) gives `count` neighbouring columns of a row, and is not called for rows that do
-// not exist: those are zero.
+// Calls store(column, row, v) for each column and each vector of rows: lane i of v is the value of row + i in that
+// column. row_at(row, column, count) returns `count` neighbouring columns of a row; missing rows are zero.
 template <typename A, typename RowAt, typename Store>
 inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, Store store) {
   constexpr int64_t lanes = kLanes<A>;
@@ -68,13 +67,13 @@ inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, Store st
     }
 }
 
-// A buffer as room for operands.
+// Memory of a buffer, for operands.
 template <typename T>
 inline Operand<T>* operands(Accumulate<T>* buffer) {
   return reinterpret_cast<Operand<T>*>(buffer);
 }
 
-// Asks for rows that are read next at once: they would otherwise be waited for a few at a time.
+// Prefetches all rows that are read next; without this, reads would wait for a few rows at a time.
 template <typename T>
 inline void fetch_rows(const T* rows, int64_t stride, int64_t count, int64_t columns) {
   constexpr int64_t of_line = 64 / sizeof(T);
@@ -100,13 +99,13 @@ inline Rows<Operand<T>> load_lanes(const T* source, int64_t stride, int64_t quer
   return {lanes, padded, true};
 }
 
-// A tile's rows as the right operand of a product over the rows: in place where they already lie so.
+// A tile's rows as the right operand of a product over the rows: in place if the layout allows.
 template <typename T>
 inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows, int64_t columns, Operand<T>* scratch) {
   using A = Accumulate<T>;
   constexpr int64_t lanes = kLanes<A>;
   const int64_t padded = round_up(columns, lanes);
-  Vector<A> poison{};  // 0, or NaN as soon as an element is not finite
+  Vector<A> poison{};  // 0, or NaN if an element is not finite
   if constexpr (kPaired<T>) {
     for (int64_t r = 0; r < rows; r += 2)
       for (int64_t c = 0; c < columns; c += 2 * lanes) {
@@ -121,7 +120,7 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
       }
     return {scratch, padded, lane_sum<A>(poison) == 0};
   } else {
-    // Far-apart rows would fight over the same cache lines each time a product passes over them.
+    // Rows with a large stride would conflict in the cache in each pass of a product.
     const bool in_place = std::is_same_v<T, A> && stride == columns && columns == padded;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < padded; c += lanes) {
@@ -136,8 +135,8 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
   }
 }
 
-// A tile's rows as the left operand of a product over D: in place where they can be. Those are then fetched all at
-// once: the product itself would wait for them a few at a time.
+// A tile's rows as the left operand of a product over D: in place if possible. Rows in place are all prefetched,
+// because the product itself would wait for a few at a time.
 template <typename T>
 inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t rows, int64_t D, Operand<T>* scratch) {
   using A = Accumulate<T>;
@@ -161,7 +160,7 @@ inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t 
   }
 }
 
-// store_some for results: faster for bfloat16, where it may flush one below the smallest normal number to zero.
+// store_some for results: faster for bfloat16, but may flush subnormal numbers to zero.
 template <typename T>
 inline void store_result(T* p, Vector<Accumulate<T>> v, int64_t count) {
   if constexpr (kPaired<T>)
@@ -182,20 +181,20 @@ inline void store_row(const A* row, A factor, int64_t columns, T* target) {
     store_result(target + d, load(row + d) * factor, std::min(kLanes<A>, columns - d));
 }
 
-// The same for `count` rows, `width` apart.
+// Scales `count` rows, `width` apart.
 template <typename T, typename A>
 inline void store_rows(const A* rows, int64_t width, int64_t count, A factor, int64_t columns, T* target,
                        int64_t stride) {
   for (int64_t i = 0; i < count; ++i) store_row(rows + i * width, factor, columns, target + i * stride);
 }
 
-// Pairs of keys j and j + 1 that stand in the row of key j, as the left operand of a product over the keys.
+// Pairs of keys j and j + 1, stored in the row of key j, as the left operand of a product over the keys.
 template <typename E, typename A>
 inline Matrix<E> pairs_over_keys(const A* tile, int64_t lanes) {
   return {reinterpret_cast<const E*>(tile), 1, kSteps<E> * lanes};
 }
 
-// A tile of scores, (keys, lanes) with `lanes` queries, as that operand. Pairs are packed in place.
+// A tile of scores, (keys, lanes) with `lanes` queries, as left operand over the keys. Pairs are packed in place.
 template <typename E, typename A>
 inline Matrix<E> over_keys(A* tile, int64_t keys, int64_t lanes) {
   if constexpr (std::is_same_v<E, Pair>) {
@@ -208,13 +207,13 @@ inline Matrix<E> over_keys(A* tile, int64_t keys, int64_t lanes) {
   return pairs_over_keys<E>(tile, lanes);
 }
 
-// The partner of an odd last query is a row of zeros, but what stands here may be NaN.
+// An odd last query is paired with a row of zeros, but this memory may hold NaN.
 template <typename A>
 inline void clear_partner(A* pairs, int64_t queries) {
   reinterpret_cast<Pair*>(pairs)[queries / 2].element[1] = 0;
 }
 
-// The same over its queries. Pairs are packed into `packed`, which may be the tile.
+// A tile of scores as left operand over the queries. Pairs are packed into `packed`, which may be the tile.
 template <typename E, typename A>
 inline Matrix<E> over_queries(const A* tile, int64_t keys, int64_t queries, int64_t lanes, A* packed) {
   if constexpr (std::is_same_v<E, Pair>) {

@@ -1,7 +1,7 @@
 // Dropout on the CPU: 16 random bits for each element, by the elementwise contract of philox.h.
 //
-// They go through a small buffer that stays in the first-level cache: making them (64-bit integer lanes) and using them
-// (lanes of the element's type) are then two plain loops, and no kernel knows how a counter is laid out.
+// The bits go through a small buffer in the first-level cache. So drawing (64-bit integer lanes) and use (lanes of the
+// element type) are two plain loops, and kernels do not depend on the layout of counters.
 
 #pragma once
 
@@ -15,17 +15,17 @@
 namespace transformer_fast {
 namespace {
 
-// 0, 1, 2 .. of the lanes; a constant, where a loop over the lanes becomes an insertion for each.
+// Lane indices 0, 1, 2 ..; a constant, because the compiler turns a loop into one insertion per lane.
 template <std::size_t... lane>
 inline CounterVector ascending(std::index_sequence<lane...>) {
   return CounterVector{lane...};
 }
 inline CounterVector lane_numbers() { return ascending(std::make_index_sequence<kCounters>()); }
 
-// Columns in a chunk, and the room for their random bits, 16 each: whole vectors are written, so a few more than asked
-// for.
+// Columns per chunk, and memory for their 16 random bits each. Whole vectors are written, so the memory is a little
+// larger.
 constexpr int64_t kChunkColumns = 1024;
-constexpr int64_t kBitsRoom = kChunkColumns + 2 * kCounters * kColumnsPerCall;  // a batch more
+constexpr int64_t kBitsRoom = kChunkColumns + 2 * kCounters * kColumnsPerCall;  // plus one batch
 
 // Interleaves two vectors: low gets the first halves of both, high the second halves.
 template <std::size_t... lane>
@@ -35,12 +35,12 @@ inline void interleave(CounterVector a, CounterVector b, CounterVector& low, Cou
   high = __builtin_shuffle(a, b, CounterVector{kCounters / 2 + lane / 2 + lane % 2 * kCounters...});
 }
 
-// The calls that are made at once: call[u][lane] of row[u][lane].
+// A batch of Philox calls: call[u][lane] of row[u][lane].
 struct Batch {
   static constexpr int64_t kCalls = 2 * kCounters;
   CounterVector call[2], row[2];
 
-  // From one call of one row on.
+  // The batch that begins at a call of a row.
   Batch(uint64_t first_row, uint64_t first_call) {
     for (int u = 0; u < 2; ++u) {
       call[u] = lane_numbers() + (first_call + u * kCounters);
@@ -48,7 +48,7 @@ struct Batch {
     }
   }
 
-  // Calls past those of a row, of which it has `calls`, become the first of the next rows.
+  // Wraps calls past the end of a row (`calls` per row) to the next rows.
   void wrap(uint64_t calls) {
     for (int u = 0; u < 2; ++u)
       for (int64_t lane = 0; lane < kCounters; ++lane) {
@@ -57,7 +57,7 @@ struct Batch {
       }
   }
 
-  // The calls that follow, wrapped.
+  // The next batch, wrapped.
   void advance(uint64_t calls) {
     for (int u = 0; u < 2; ++u) {
       call[u] += kCalls % calls;
@@ -69,9 +69,9 @@ struct Batch {
   }
 };
 
-// Philox 4x32-10 of a batch, the bits of 8 columns for each call. One 32-bit word sits in the low half of each 64-bit
-// lane, where the multiplication wants it; two independent vectors hide its latency. The upper halves carry garbage
-// that no multiplication reads.
+// Philox 4x32-10 of a batch: bits of 8 columns per call. Each 64-bit lane holds a 32-bit word in its low half, as the
+// multiplication needs; two independent vectors hide the latency. The high halves hold arbitrary bits, which no
+// multiplication reads.
 inline void philox_batch(uint64_t seed, const Batch& batch, uint16_t* bits) {
   CounterVector c0[2], c1[2], c2[2], c3[2];
   for (int u = 0; u < 2; ++u) {
@@ -103,7 +103,7 @@ inline void philox_batch(uint64_t seed, const Batch& batch, uint16_t* bits) {
   }
 }
 
-// The mask of one dropout call, and what it does to a vector of elements.
+// The mask of one dropout call, and its application to a vector of elements.
 struct Dropout {
   uint64_t seed = 0;
   DropoutRate rate{0};
@@ -127,15 +127,15 @@ struct Dropout {
   }
 };
 
-// The random bits of rows that follow one another, d columns each: of a chunk of a wide row when it is asked for, of
-// narrow rows for many at once, each of which would leave half a batch of calls or more to waste.
+// The random bits of consecutive rows of d columns: per chunk of a wide row, or for many narrow rows at once, because a
+// single narrow row would waste half a batch of calls or more.
 class RandomBits {
  public:
-  // Of the rows before `end`.
+  // For the rows before `end`.
   RandomBits(const Dropout& dropout, int64_t d, int64_t end)
       : dropout_(dropout), d_(d), calls_((d + kColumnsPerCall - 1) / kColumnsPerCall), end_(end) {}
 
-  // As Dropout::random_bits, valid until the next call.
+  // Same as Dropout::random_bits; valid until the next call.
   const uint16_t* of(int64_t row, int64_t column, int64_t count) {
     if (calls_ > Batch::kCalls / 2) {
       dropout_.random_bits(row, column, count, bits_);
@@ -151,7 +151,7 @@ class RandomBits {
     uint16_t* place = packed_;
     for (int64_t row = first; row < last; ++row, place += d_) {
       const uint16_t* const bits = of_narrow(row);
-      for (int64_t c = 0; c < d_; c += kColumnsPerCall)  // more than there are, which the next row overwrites
+      for (int64_t c = 0; c < d_; c += kColumnsPerCall)  // may write past the row; the next row overwrites it
         std::memcpy(place + c, bits + c, kColumnsPerCall * sizeof(uint16_t));
     }
     return packed_;
@@ -175,7 +175,7 @@ class RandomBits {
 
   const Dropout dropout_;
   const int64_t d_, calls_, end_;
-  int64_t first_ = 0, last_ = 0;  // the narrow rows whose bits are held
+  int64_t first_ = 0, last_ = 0;  // the narrow rows with bits in the buffer
   alignas(64) uint16_t bits_[kBitsRoom];
   alignas(64) uint16_t packed_[kChunkColumns + kColumnsPerCall];
 };

@@ -1,8 +1,8 @@
-// New memory under large results, taken from the system ahead of the writes.
+// Page faults of new memory for large results, taken ahead of the writes.
 //
-// The system hands memory out page by page, each at the first write to it. Where the allocator returns large blocks at
-// every free, as glibc's does, those faults are most of the time of a memory-bound op; one call for many pages is
-// cheaper.
+// The system maps memory page by page, at the first write to a page. An allocator such as glibc's returns large blocks
+// to the system at each free. The page faults then take most of the time of a memory-bound op. One call for many pages
+// is cheaper.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #if !defined(MADV_POPULATE_WRITE)
-#define MADV_POPULATE_WRITE 23  // Linux 5.14; an older one refuses it, and the pages come one by one
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; an older kernel refuses it, and pages are mapped one by one
 #endif
 #endif
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr intptr_t kPageBytes = 4096;
 constexpr intptr_t kAheadBytes = 262144;  // fits in a core's cache beside the inputs
-constexpr intptr_t kLeastBytes = 524288;  // of a part, below which asking costs more than it brings
+constexpr intptr_t kLeastBytes = 524288;  // minimum size of a part; for less, the call costs more than it saves
 
 // The part of a result that one thread writes, in order.
 class Pages {
@@ -29,7 +29,7 @@ class Pages {
   template <typename T>
   Pages(T* begin, T* end)
       : next_(reinterpret_cast<intptr_t>(begin) / kPageBytes * kPageBytes), end_(reinterpret_cast<intptr_t>(end)) {
-    // A page in the middle: at its ends a block holds the allocator's own notes, which are written already.
+    // A page in the middle, because the ends of a block hold allocator data, which is mapped already.
     const intptr_t pages = (end_ - next_) / kPageBytes;
     if (end_ - next_ < kLeastBytes || !fresh(next_ + pages / 2 * kPageBytes)) end_ = next_;
   }
@@ -60,7 +60,7 @@ class Pages {
   intptr_t next_ = 0, end_ = 0;
 };
 
-// body(first row, last row) over the rows [begin, end) of a result, so many at a time, whose pages are then there.
+// Calls body(first row, last row) over the rows [begin, end) of a result in steps, after mapping the pages of a step.
 template <typename T, typename Body>
 void for_blocks(T* result, int64_t d, int64_t begin, int64_t end, int64_t rows, Pages& pages, const Body& body) {
   for (int64_t first = begin, last; first < end; first = last) {

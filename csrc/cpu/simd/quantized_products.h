@@ -1,4 +1,4 @@
-// Products of bytes, four to a lane: those of a row times the weights of an output.
+// Products of bytes, four per lane: an input row times the weights of an output.
 //
 // A struct is one way to multiply. Its inputs lie in planes, one 32-bit word in each for a group of four bytes of a row.
 // `stored` is how a vector of the weights' words is kept, and `weights` what it becomes for a plane before several rows
@@ -21,7 +21,7 @@ namespace {
 using Int32Vector = IntegerVector<float>;
 typedef int16_t Int16Vector __attribute__((vector_size(kVectorBytes)));
 
-// By how many groups weights are read: for tiles they are filled up.
+// Number of groups per read of weights; weights for tiles are padded to it.
 #if defined(TRANSFORMER_FAST_TILES)
 constexpr int64_t kGroupsAtOnce = kTileGroups;
 #else
@@ -36,11 +36,11 @@ struct VectorProducts {
   };
 };
 
-// Bytes, four to a lane, summed exactly: no sum in between is shorter than 32 bits, so nothing is ever saturated.
-// (AVX2's vpmaddubsw adds products of bytes in 16 bits: it is not used.) `offset` is added to each input.
+// Bytes, four per lane, summed exactly: all intermediate sums have 32 bits, so nothing saturates. (AVX2's vpmaddubsw
+// adds products of bytes in 16 bits: it is not used.) `offset` is added to each input.
 template <int32_t offset>
 struct ByteProducts : VectorProducts {
-  // weight_sums: of each output.
+  // weight_sums: sum of the weights per output.
   static Int32Vector begin(Int32Vector weight_sums) { return weight_sums * -offset; }
 };
 
@@ -75,8 +75,8 @@ struct WidenedBytes : ByteProducts<0> {
 };
 
 #if defined(__AVX512F__)
-// AVX-512's VNNI, whose instruction takes inputs without a sign: 128 is added to each, and 128 times the sum of the
-// weights taken from the result. Written as assembly because not every processor with AVX-512 has it.
+// AVX-512 VNNI takes unsigned inputs: 128 is added to each input, and 128 times the sum of the weights is subtracted
+// from the result. Written as assembly because not every processor with AVX-512 has it.
 struct VnniBytes : ByteProducts<128> {
   static constexpr int kPlanes = 1;
 
@@ -101,7 +101,7 @@ struct VnniBytes : ByteProducts<128> {
 #endif
 
 #if defined(TRANSFORMER_FAST_TILES)
-// By AMX, which takes bytes with their sign, and so no offset.
+// AMX takes signed bytes, so it needs no offset.
 struct TileProducts {
   using Session = TileSession;
   static constexpr int kPlanes = 1;

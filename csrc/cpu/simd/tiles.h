@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kTileRows = 16, kTileGroups = 16;  // a group: 32 bits of a row
 
-// Linux gives a process the tiles' registers when it asks for them.
+// Linux enables tile registers per process on request.
 inline bool has_tiles() {
   static const bool there = [] {
     constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25, kNeeded = kTile | kInt8;

@@ -17,7 +17,7 @@
 namespace transformer_fast {
 namespace {
 
-// With a factor, or an addend, that is the same in every lane.
+// fma with one scalar factor, or one scalar addend.
 inline Vector<float> fma(Vector<float> a, float b, Vector<float> c) { return fma(a, broadcast(b), c); }
 inline Vector<double> fma(Vector<double> a, double b, Vector<double> c) { return fma(a, broadcast(b), c); }
 inline Vector<float> fma(Vector<float> a, Vector<float> b, float c) { return fma(a, b, broadcast(c)); }
@@ -25,7 +25,7 @@ inline Vector<double> fma(Vector<double> a, Vector<double> b, double c) { return
 inline Vector<float> fma(Vector<float> a, float b, float c) { return fma(a, broadcast(b), broadcast(c)); }
 inline Vector<double> fma(Vector<double> a, double b, double c) { return fma(a, broadcast(b), broadcast(c)); }
 
-// load_few() and store_few() in a loop that mostly meets whole vectors.
+// load_few() and store_few() for loops that mostly process whole vectors.
 template <typename T>
 inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
   return count == kLanes<Accumulate<T>> ? load(p) : load_few(p, count);
@@ -59,7 +59,7 @@ inline Vector<Accumulate<T>> load(const T* p, int64_t count, Accumulate<T> fill 
   return fill == 0 ? v : filled<Accumulate<T>>(v, count, fill);
 }
 
-// load() of what is likely in memory only.
+// load() of data that is likely in no cache.
 template <typename T, typename Count>
 inline Vector<Accumulate<T>> load_far(const T* p, Count count) {
   return load(p, count);
@@ -75,12 +75,13 @@ inline void store(T* p, Vector<Accumulate<T>> v, int64_t count) {
   store_few(p, v, count);
 }
 
-constexpr int slots_of(int vectors) { return vectors ? vectors : 4; }  // of a reduction, as for_columns() numbers them
+// Number of accumulators of a reduction; for_columns() numbers them.
+constexpr int slots_of(int vectors) { return vectors ? vectors : 4; }
 
-// body(column, count, slot) over the columns [begin, end). `slot` (0..3) tells neighbours apart, so that a reduction
-// keeps four sums and does not wait for the latency of one. kVectors, unless 0, is how many vectors the columns are,
-// the last one perhaps not whole. GCC may call a long body for every vector: where that costs, the function around the
-// loop is __attribute__((flatten)).
+// Calls body(column, count, slot) over the columns [begin, end). `slot` (0..3) tells neighbours apart, so that a
+// reduction keeps four sums and does not wait for the latency of one. kVectors, unless 0, is how many vectors the
+// columns are, the last one perhaps not whole. GCC may call a long body for every vector: where that costs, the
+// function around the loop is __attribute__((flatten)).
 template <typename A, int kVectors = 0, typename Body>
 inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   constexpr int64_t lanes = kLanes<A>;
@@ -103,11 +104,11 @@ inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   if (c < end) body(c, end - c, 0);
 }
 
-// The types that models are run in. Others do without most of a kernel's special cases.
+// Types that models run in. Kernels for other types lack most special cases.
 template <typename T>
 constexpr bool kIsCommon = std::is_same_v<T, float> || std::is_same_v<T, c10::BFloat16>;
 
-// body(kVectors) for rows of d columns of T: how many vectors they are, where that is few, else 0.
+// Calls body(kVectors) for rows of d columns of T: the number of vectors if it is small, else 0.
 template <typename T, typename Body>
 inline void with_vectors(int64_t d, Body&& body) {
   constexpr int64_t lanes = kLanes<Accumulate<T>>;
@@ -120,7 +121,8 @@ inline void with_vectors(int64_t d, Body&& body) {
   body(std::integral_constant<int, 0>());
 }
 
-// body(flag) and body(flag, flag) with each flag a constant: a test in a loop costs more than a loop for each answer.
+// Calls body(flag) or body(flag, flag) with constant flags, because a test inside a loop is slower than one loop per
+// value.
 template <typename Body>
 inline void with_flag(bool flag, Body&& body) {
   flag ? body(std::true_type()) : body(std::false_type());
@@ -155,7 +157,7 @@ inline auto sum(const V (&slots)[kSlots]) {
   if constexpr (kSlots == 4) return lanes_added((slots[0] + slots[1]) + (slots[2] + slots[3]));
 }
 
-// Four numbers, such as one for each of four rows.
+// Four numbers, for instance one per row of four rows.
 template <typename A>
 struct FourOf;
 template <>

@@ -15,7 +15,7 @@ constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(A));
 // Outputs in a panel of packed weights (step_linear.cpp).
 constexpr int64_t kStepPanel = 2 * kLanes<float>;
 
-// Rows of at most so many vectors are narrow: handled without loops, or many of them as one.
+// Rows of at most this many vectors are narrow: handled without loops, or several rows as one.
 constexpr int kFewVectors = 3;
 template <typename A>
 constexpr int64_t kNarrow = kFewVectors * kLanes<A>;
@@ -56,7 +56,7 @@ using Full = std::integral_constant<int64_t, kLanes<A>>;
 
 template <typename A>
 inline Vector<A> broadcast(A value) {
-  return value - Vector<A>{};  // not a sum: 0 + -0 is 0, so that the compiler could not leave it out
+  return value - Vector<A>{};  // not a sum, because 0 + -0 is 0 and the compiler could not remove the sum
 }
 
 // Two elements that follow each other along the depth of a product.
