@@ -1,8 +1,8 @@
-// The Python module transformer_fast._C. Loading it registers every op in torch.ops.transformer_fast; what it gives to
-// Python itself is the ops' eager fast path (ops/eager.h) and decoding (ops/decoder_session.h).
+// The Python module transformer_fast._C. Loading it registers all ops in torch.ops.transformer_fast. Its Python
+// functions are the eager fast paths of the ops (ops/eager.h) and decoding (ops/decoder_session.h).
 //
-// Each op stands in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/triton. Those
-// of cpu/ are libraries of their own, one for each instruction set, of which load_kernels() takes one.
+// Each op is in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/triton. The
+// kernels of cpu/ are separate libraries, one per instruction set; load_kernels() loads one of them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,8 +18,8 @@ namespace py = pybind11;
 
 namespace {
 
-// transformer_fast/extension.py looks for this text in the file *before* loading it: a module built for another
-// torch can crash while it loads, and then nothing could say why.
+// transformer_fast/extension.py looks for this text in the file *before* loading it: a module built for another torch
+// can crash on loading, and then the package could not report the reason.
 constexpr char kBuild[] = "transformer_fast build: " TRANSFORMER_FAST_BUILD "\n";
 constexpr size_t kPrefix = sizeof("transformer_fast build: ") - 1;
 
@@ -47,9 +47,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("dropout", &eager::dropout);
   m.def("layer_norm", &eager::layer_norm);
   m.def("linear", &eager::linear);
-  m.def(
-      "onednn_is_faster", py::overload_cast<int64_t, int64_t, int64_t>(&transformer_fast::onednn_is_faster),
-      "Whether float32 matrices (rows, in) and (in, out) go to oneDNN, which is faster, or to PyTorch's own product.");
+  m.def("onednn_is_faster", py::overload_cast<int64_t, int64_t, int64_t>(&transformer_fast::onednn_is_faster),
+        "Returns True if float32 matrices (rows, in) and (in, out) go to oneDNN, False for PyTorch's own product.");
   m.def("send_products_to_onednn", &transformer_fast::send_products_to_onednn,
         "Whether large products of float32 matrices go to oneDNN from now on; None: where it is faster. Returns the "
         "choice before.");

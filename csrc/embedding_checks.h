@@ -1,5 +1,5 @@
-// Shared parts of the embedding's CPU and CUDA kernels: the sizes of a call, and the checks that keep a wrong call
-// from reading out of bounds. The messages written for people are those of transformer_fast/ops/embedding.py.
+// Shared parts of the embedding's CPU and CUDA kernels: the sizes of a call, and the checks that keep an invalid call
+// from reading out of bounds. transformer_fast/ops/embedding.py has the detailed messages for users.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ namespace transformer_fast {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// A (..., length, d) result seen as (count, d); row r stands at r % length in its sequence r / length.
+// A (..., length, d) result as (count, d); row r is position r % length of sequence r / length.
 struct Rows {
   int64_t count, length, d;
 
@@ -30,7 +30,7 @@ inline void check_ids(const at::Tensor& ids) {
   TORCH_CHECK_VALUE(ids.dim() >= 1, "ids: expected (..., length), got a scalar");
 }
 
-// First positions of sequences: `offset`, plus one number per sequence where `offsets` is given.
+// First positions of sequences: `offset`, plus one number per sequence if `offsets` is given.
 inline void check_table(const at::Tensor& x, const OptionalTensor& table, const Rows& rows, int64_t offset,
                         const OptionalTensor& offsets) {
   TORCH_CHECK_VALUE(!offsets || ((offsets->scalar_type() == at::kLong || offsets->scalar_type() == at::kInt) &&

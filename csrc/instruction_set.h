@@ -1,4 +1,4 @@
-// The libraries of kernels for the CPU: one for each instruction set, chosen when the package is imported.
+// The libraries of CPU kernels, one per instruction set; the package chooses one on import.
 #pragma once
 
 #include <string>

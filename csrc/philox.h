@@ -24,7 +24,7 @@ namespace transformer_fast {
 constexpr uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;  // multipliers
 constexpr uint32_t kPhiloxW0 = 0x9E3779B9u, kPhiloxW1 = 0xBB67AE85u;  // added to the key after each round
 constexpr int kPhiloxRounds = 10;
-constexpr int kColumnsPerCall = 8;  // each has 16 random bits
+constexpr int kColumnsPerCall = 8;  // elements per call, 16 random bits each
 
 struct PhiloxWords {
   uint32_t word[4];

@@ -94,7 +94,7 @@ Tensor grad_distance_bias_meta(const AttentionParams& params, const Tensor&, con
   return at::empty_like(*params.distance_bias);
 }
 
-// True if the kernels may be called without the dispatcher: for plain memory, with nothing that looks at the call.
+// True if the kernels may be called without the dispatcher: all tensors are plain, and no mode observes the call.
 template <typename Tensors>
 bool is_direct(const AttentionParams& params, const Tensors& tensors) {
   return eager::is_plain_eager(tensors, /*any_device=*/!is_native(params.backend));
@@ -102,7 +102,8 @@ bool is_direct(const AttentionParams& params, const Tensors& tensors) {
 
 struct Attention {
   static constexpr const char* kName = "attention";
-  // The inputs; and what is saved: q, k and v as there, the tensors of the arguments, and what the forward found.
+  // Indices of the inputs; and of the saved tensors: q, k and v, the tensors of the arguments, and the forward's
+  // results.
   enum : size_t { kQ, kK, kV, kBias, kDistanceBias, kSinks, kInputs };
   enum : size_t {
     kParams = kV + 1,

@@ -1,4 +1,4 @@
-// Attention of tensors on the CPU. Inputs are checked by whoever calls: the last dimensions have unit stride.
+// Attention of tensors on the CPU. The caller checks the inputs; the last dimensions have unit stride.
 #pragma once
 
 #include "tensors.h"
@@ -10,13 +10,13 @@
 
 namespace transformer_fast {
 
-// Places of the sequences of a packed batch.
+// Boundaries of the sequences of a packed batch.
 struct PackedBatch {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // int32 (sequences + 1,), rising from 0; none: the batch is not packed
   c10::SymInt max_q = 0, max_k = 0;           // lengths of the longest
-  OptionalTensor seqused_k;                   // int32 (sequences,): how many of its keys a sequence has, at most all
-  OptionalTensor bias_starts;                 // int64 (sequences + 1,): where the pairs of a sequence lie in the bias
-  bool bottom_right = false;                  // positions count from the end: the last query is at the last key
+  OptionalTensor seqused_k;                   // int32 (sequences,): number of keys in use per sequence
+  OptionalTensor bias_starts;                 // int64 (sequences + 1,): first pair of each sequence in the bias
+  bool bottom_right = false;                  // bottom-right alignment: the last query is at the last key
 };
 
 // Mask, scale and dropout, in the normal form that transformer_fast/ops/attention.py makes of its arguments.
@@ -25,32 +25,32 @@ struct AttentionParams {
 
   OptionalTensor keep;            // bool (B | 1, H | 1, Lq | 1, Lk | 1)
   OptionalTensor key_keep;        // bool (B | 1, H | 1, 1, Lk)
-  OptionalTensor lengths;         // int32 (B,) or (B, Lq): how many keys a query sees
+  OptionalTensor lengths;         // int32 (B,) or (B, Lq): number of keys visible to a query
   OptionalTensor bias;            // float (B | 1, H | 1, Lq | 1, Lk | 1), added to the scaled scores; packed
-                                  // (H | 1, pairs), contiguous, the (Lq, Lk) of one sequence after the other
+                                  // (H | 1, pairs), contiguous: the (Lq, Lk) of all sequences, concatenated
   OptionalTensor distance_bias;   // fp32 or fp64 (B | 1, H | 1, Lq + Lk - 1): entry Lq - 1 + j - i, as the bias
-  OptionalTensor query_ids;       // int32 (B | 1, Lq), packed (Tq,): query i sees the keys of its own id
+  OptionalTensor query_ids;       // int32 (B | 1, Lq), packed (Tq,): query i sees the keys with its own id
   OptionalTensor key_ids;         // int32 (B | 1, Lk), packed (Tk,)
-  OptionalTensor sinks;           // fp32 or fp64 (H,): the score of one more key, without a value
+  OptionalTensor sinks;           // fp32 or fp64 (H,): score of one additional key without a value
   OptionalSymInt causal;          // query i sees keys up to i + causal
   OptionalSymInt window;          // ... and from i + window on
-  std::optional<double> softcap;  // scaled scores s become softcap * tanh(s / softcap) before anything is added
+  std::optional<double> softcap;  // scaled scores s become softcap * tanh(s / softcap) before biases are added
   double scale = 1, dropout_p = 0;
   OptionalTensor seed;                // int64 (1,), with dropout
-  std::optional<int64_t> seed_value;  // instead of it, for launchers alone
+  std::optional<int64_t> seed_value;  // the seed as an int, for launchers only
   bool zero_empty_rows = false;
-  std::string backend = "native";  // whose kernels run: "native" or "triton"
+  std::string backend = "native";  // backend of the kernels: "native" or "triton"
   PackedBatch packed;
 
   bool is_packed() const { return packed.cu_seqlens_q.has_value(); }
 
-  // Autograd saves tensors apart, where a change in place is noticed: those here, undefined where there is none; the rest
-  // without them; and the whole again.
+  // Autograd saves tensors separately, to detect in-place changes. These functions return the tensors (undefined for
+  // missing parts), the params without tensors, and the params with the tensors put back.
   std::array<Tensor, kTensors> tensors() const;
   AttentionParams without_tensors() const;
   AttentionParams with(const Tensor* saved) const;
 
-  // All tensors: first those that have these names in Python.
+  // All tensors, first those with these names in Python.
   static constexpr std::array kNames = {"keep",          "key_keep",  "lengths", "bias",
                                         "distance_bias", "query_ids", "key_ids", "sinks"};
   template <typename Params>
@@ -71,32 +71,32 @@ struct AttentionParams {
   }
 };
 
-// Results of a forward. In training it may keep weights for its backward, in the tiles that both work on; on a GPU, which
-// weights dropout kept.
+// Results of a forward. In training a CPU forward may keep weights for its backward, by tiles; a GPU forward may keep
+// the dropout bits.
 struct AttentionResult {
   Tensor out, logsumexp;
   OptionalTensor saved_probs, saved_factors, kept_bits;
 };
 
-// The gradients of a call: those of the biases and the sinks where they are needed.
+// The gradients of a call; gradients of biases and sinks only if needed.
 struct AttentionGradients {
   Tensor q, k, v, bias, distance_bias, sinks;
 };
 
-// Numbers of those that are.
+// Indices of the needed gradients.
 struct GradientNeeds {
   bool bias = false, distance_bias = false, sinks = false;
 };
 
 // q (B, H, Lq, D), k and v (B, Hkv, Lk, D) -> out like q, logsumexp (B, H, Lq); packed: q (T, H, D), k and v
-// (Tk, Hkv, D) -> out like q, logsumexp (H, T). The weights are of padded batches alone.
+// (Tk, Hkv, D) -> out like q, logsumexp (H, T). Weights are supported for padded batches only.
 AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                   bool training);
 AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                       const AttentionParams& params, GradientNeeds needs);
 
-// The gradient of the sinks, on any device: what the queries would give to the weight of a key without a value.
+// The gradient of the sinks, on any device: the score gradient of a key without a value, summed over the queries.
 Tensor sinks_gradient(const Tensor& grad_out, const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                       const AttentionParams& params);
 
@@ -104,13 +104,13 @@ Tensor sinks_gradient(const Tensor& grad_out, const AttentionResult& result, con
 Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                            const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                            const AttentionParams& params);
-// (B, H, Lq, Lk), found again from q and k.
+// (B, H, Lq, Lk), recomputed from q and k.
 Tensor attention_weights(const Tensor& q, const Tensor& k, const AttentionParams& params);
 
 namespace attention_op {
 
-// The op with its autograd node. `direct`: whether the kernels may be called without the dispatcher; `outputs`: how many of
-// (out, logsumexp) the caller gets.
+// The op with its autograd node. `direct`: true if the kernels may be called without the dispatcher. `outputs`: number
+// of results of (out, logsumexp) that the caller gets.
 AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& params, const Tensor& q, const Tensor& k,
                          const Tensor& v);
 

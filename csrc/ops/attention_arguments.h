@@ -1,4 +1,4 @@
-// The arguments of the attention ops, as their schemas have them one by one, to and from AttentionParams.
+// Conversion between the flat arguments of the attention ops' schemas and AttentionParams.
 #pragma once
 
 #include "attention.h"
@@ -21,7 +21,7 @@ const std::string kOptions =
     "Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, "
     "float? softcap=None)";
 
-// Arguments between the inputs and the options: of an op of padded batches, and of one of packed batches.
+// Arguments between the inputs and the options, for padded and for packed batches.
 inline void set_keys(AttentionParams& params, const OptionalTensor& keep, const OptionalTensor& key_keep,
                      const OptionalTensor& lengths, const OptionalTensor& bias) {
   params.keep = keep, params.key_keep = key_keep, params.lengths = lengths, params.bias = bias;
@@ -34,7 +34,7 @@ inline void set_keys(AttentionParams& params, const Tensor& cu_seqlens_q, const 
   params.bias = bias;
 }
 
-// The functions of an op take what its schema has after the inputs as one, first; these are they with flat arguments.
+// Wrappers with flat arguments for an op's functions, which take AttentionParams as their first argument.
 template <auto function, typename... Keys>
 struct Flat;
 template <typename Result, typename... Inputs, Result (*function)(const AttentionParams&, Inputs...), typename... Keys>
@@ -59,7 +59,7 @@ template <auto function>
 using Packed = Flat<function, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, const OptionalTensor&, bool,
                     const OptionalTensor&, const OptionalTensor&>;
 
-// Calls an op by the dispatcher: the one of packed batches for such a batch.
+// Calls an op by the dispatcher: the packed op for a packed batch, else the padded op.
 template <auto function, typename... Inputs>
 auto dispatch(const char* name, const char* packed_name, const AttentionParams& p, const Inputs&... inputs) {
   const auto call = [&](const auto& op, const auto&... keys) {

@@ -10,8 +10,8 @@
 
 namespace transformer_fast::eager {
 
-// True if q and the keys and values, whose heads are `key_heads`, are of one type and one device, on which autocast changes
-// nothing, and have whole groups of heads and rows of as many columns, which lie side by side.
+// True if q, keys and values share a dtype and a device without autocast, the heads of q are a multiple of `key_heads`,
+// and the rows have equal width and unit stride.
 inline bool inputs_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t key_heads) {
   for (const Tensor* tensor : {&q, &k, &v})
     if (tensor->device() != q.device() || tensor->scalar_type() != q.scalar_type() || tensor->size(-1) != q.size(-1) ||
@@ -21,7 +21,7 @@ inline bool inputs_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_
          !at::autocast::is_autocast_enabled(q.device().type());
 }
 
-// True for queries that the Triton kernels take.
+// True if the Triton kernels take these queries.
 inline bool triton_takes(const Tensor& q) {
   constexpr int64_t kLargestHeadDim = 256;
   return q.size(-1) <= kLargestHeadDim && q.scalar_type() != at::kDouble;
@@ -35,8 +35,8 @@ bool all_within(const Tensor& lengths, int64_t most) {
   return std::all_of(values, values + lengths.numel(), [&](T length) { return length >= 0 && length <= most; });
 }
 
-// Contiguous lengths as int32, or nothing where one is outside [0, most], which is looked at on the CPU only. Lengths per
-// query of nothing but 0 and 1 may be a keep mask: Python says so.
+// Contiguous int32 lengths, or nothing if a length is outside [0, most] (checked on the CPU only). Also nothing for
+// lengths per query that are all 0 or 1, which may be a keep mask: Python raises the error.
 inline OptionalTensor int_lengths(const Tensor& lengths, int64_t most) {
   const bool wide = lengths.scalar_type() == at::kLong;
   if (!wide && lengths.scalar_type() != at::kInt) return std::nullopt;

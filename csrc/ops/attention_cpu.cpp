@@ -1,4 +1,4 @@
-// Attention on the CPU, from tensors to what the kernels take: forward, backward, gradient of the bias, and weights.
+// Attention on the CPU, from tensors to kernel parameters: forward, backward, gradient of the bias, and weights.
 #include "attention.h"
 
 #include "attention_tensors.h"
@@ -12,9 +12,9 @@
 namespace transformer_fast {
 namespace {
 
-// True if a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
-// with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them. With
-// a window or documents most of them would be zeros.
+// True if a forward keeps the weights for its backward. Recomputing them takes a product and the exponentials. With a
+// bias per (query, key) and without dropout, recomputing is slower than eager PyTorch, which keeps the weights. With a
+// window or documents most weights would be zeros, so they are not kept.
 bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   const OptionalTensor& bias = params.bias;
   if (!bias || params.is_packed() || params.window || params.query_ids || params.distance_bias || params.softcap ||
@@ -23,7 +23,7 @@ bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params
   return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMaxSavedScores;
 }
 
-// The bias in one of the two dtypes; what is broadcast stays one copy.
+// The bias in one of the two dtypes; broadcast dimensions are not expanded.
 template <typename T, typename A>
 OptionalTensor readable_bias(const OptionalTensor& bias) {
   if (!bias || bias->scalar_type() == c10::CppTypeToScalarType<A>::value ||
@@ -35,19 +35,19 @@ OptionalTensor readable_bias(const OptionalTensor& bias) {
   return small.to(c10::CppTypeToScalarType<A>::value);
 }
 
-// The same as the kernels take it, from (B | 1, H | 1, Lq | 1, Lk | 1).
+// The bias as a kernel parameter, from (B | 1, H | 1, Lq | 1, Lk | 1).
 template <typename T, typename A>
 Bias<T, A> bias_view(const Tensor& bias) {
   if (bias.scalar_type() == c10::CppTypeToScalarType<A>::value) return {view<const A>(bias), {}};
   return {{}, view<const T>(bias)};
 }
 
-// The bias (1, H | 1, Lq, Lk) of a sequence, from that of a packed batch.
+// The bias (1, H | 1, Lq, Lk) of one sequence of a packed batch.
 Tensor bias_of_sequence(const Tensor& bias, int64_t start, int64_t queries, int64_t keys) {
   return bias.narrow(1, start, queries * keys).view({1, bias.size(0), queries, keys});
 }
 
-// A call of the kernels, its first row of q and of k, and what of a packed batch's bias is its own.
+// One call of the kernels: its first row in q and in k, and its part of a packed batch's bias.
 template <typename T, typename A>
 struct Sequence {
   AttentionKernelParams<T, A> params;
@@ -58,14 +58,14 @@ struct Sequence {
 template <typename T, typename A>
 using Sequences = c10::SmallVector<Sequence<T, A>, 1>;
 
-// The entry of a distance bias that is of query i and key i.
+// The index in a distance bias for query i and key i.
 int64_t distance_0(const AttentionParams& params, int64_t queries, int64_t keys) {
   if (!params.is_packed()) return queries - 1;
   if (!params.packed.bottom_right) return params.packed.max_q.expect_int() - 1;
   return params.packed.max_k.expect_int() - 1 - (keys - queries);
 }
 
-// Calls body(sequences): a padded batch is one, and each sequence of a packed batch.
+// Calls body(sequences), with one entry for a padded batch, or one entry per sequence of a packed batch.
 template <typename Body>
 void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params, Body body) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
@@ -114,7 +114,7 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
       p.q = rows_view<const T>(q, start_q);
       p.k = rows_view<const T>(k, start_k), p.v = rows_view<const T>(v, start_k);
     }
-    // The longest first, so that no thread is left alone with one at the end.
+    // Longest first, so that no thread runs a long sequence alone at the end.
     std::stable_sort(sequences.begin(), sequences.end(), [](const auto& a, const auto& b) {
       return a.params.Lq * a.params.Lk > b.params.Lq * b.params.Lk;
     });
@@ -122,7 +122,7 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   });
 }
 
-// The weights that a forward saved, if it did, as the kernels take them.
+// The weights that the forward saved, if any, as kernel parameters.
 template <typename T, typename A>
 SavedProbs<T, A> saved_probs_view(const AttentionKernelParams<T, A>& p, const AttentionResult& result) {
   if (!result.saved_probs) return {};
@@ -175,10 +175,10 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                       const AttentionParams& params, GradientNeeds needs) {
   AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}, {}, {}};
-  if (params.packed.seqused_k) grads.k.zero_(), grads.v.zero_();  // a kernel writes the keys that are used alone
+  if (params.packed.seqused_k) grads.k.zero_(), grads.v.zero_();  // a kernel writes only the keys in use
   if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
   if (needs.distance_bias) grads.distance_bias = at::zeros_like(*params.distance_bias);
-  // The gradient of the bias sums those of the scores, which are saved where they are not too many.
+  // The gradient of the bias sums the score gradients, which are saved if they are not too many.
   Tensor grad_scores;
   if (needs.bias) {
     const std::array<int64_t, 4> sizes = {q.size(0), q.size(1), q.size(2), k.size(2)};
@@ -198,7 +198,7 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
     for (const auto& [p, start_q, start_k, bias_start, stored_keys] : sequences) {
       View<A> grad_distances;
       if (needs.distance_bias) grad_distances = distance_view<A>(grads.distance_bias, distance_0(params, p.Lq, p.Lk));
-      if (p.Lk == 0)  // no task will come by
+      if (p.Lk == 0)  // no task will write the result
         grads.q.narrow(0, start_q, p.Lq).zero_();
       else
         calls.push_back(

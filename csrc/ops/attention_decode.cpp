@@ -1,5 +1,5 @@
 // Attention of a few new queries to a contiguous or paged cache: the op of torch.ops.transformer_fast, from schema to kernel.
-// transformer_fast/ops/attention_decode.py documents and checks what it takes. It has no gradient.
+// transformer_fast/ops/attention_decode.py documents and checks the arguments. The op has no gradient.
 #include "../triton/launch_cache.h"
 #include "../triton/python_function.h"
 #include "attention_checks.h"
@@ -41,7 +41,7 @@ struct DecodeParams {
 
   int64_t key_heads() const { return k.size(page_table ? 2 : 1); }
   int64_t capacity() const { return page_table ? page_table->size(1) * k.size(1) : k.size(2); }
-  // Pages in front, heads next: a cache of either kind is indexed alike.
+  // Dimensions (pages, heads, ...): caches with and without pages are indexed alike.
   Tensor heads_first(const Tensor& cache) const { return page_table ? cache.transpose(1, 2) : cache; }
 };
 
@@ -163,7 +163,7 @@ bool shapes_fit(const DecodeParams& call) {
          pages.device() == q.device();
 }
 
-// True if the pages that hold keys are there. Only those on the CPU are looked at.
+// True if all used pages exist. Only page tables on the CPU are checked.
 bool pages_exist(const DecodeParams& call) {
   if (!call.page_table || !call.page_table->is_cpu()) return true;
   const int64_t pages = call.k.size(0), page_size = call.k.size(1), stride = call.page_table->stride(0);

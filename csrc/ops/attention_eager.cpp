@@ -11,8 +11,8 @@ namespace transformer_fast {
 namespace eager {
 namespace {
 
-// The length of the longest sequence, at most `most` where that is given; -1 unless cu_seqlens, int32 (B + 1,), rises
-// from 0 to the number of tokens. On a GPU, where looking would wait for it, `most` is believed.
+// The length of the longest sequence; -1 if it exceeds a given `most`, or if cu_seqlens, int32 (B + 1,), does not rise
+// from 0 to the number of tokens. On a GPU, where reading would wait for the device, the result is `most`, unchecked.
 int64_t longest_sequence(const Tensor& cu_seqlens, const Tensor& tokens, std::optional<int64_t> most) {
   if (cu_seqlens.scalar_type() != at::kInt || cu_seqlens.dim() != 1 || cu_seqlens.numel() == 0 ||
       !cu_seqlens.is_contiguous() || cu_seqlens.device() != tokens.device())
@@ -37,7 +37,7 @@ bool broadcasts(const Tensor& mask, const Tensor& q, const Tensor& k) {
   return true;
 }
 
-// Arguments of every call; the scale is 0 for the default, which run() knows.
+// Arguments of every call; scale 0 means the default, which run() computes.
 AttentionParams read_options(Arguments& arguments, bool by_triton, py::handle causal, py::handle window,
                              py::handle scale, py::handle dropout_p, py::handle seed, py::handle empty_rows) {
   AttentionParams params;

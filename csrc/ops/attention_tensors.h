@@ -1,4 +1,4 @@
-// From the tensors of an attention op to what its kernels take.
+// From the tensors of an attention op to the parameters of its kernels.
 #pragma once
 
 #include "../cpu/kernels.h"
@@ -26,14 +26,14 @@ View<T> view(const OptionalTensor& tensor) {
   return tensor ? view<T>(*tensor) : View<T>{};
 }
 
-// Rows of q, k or v from `start` on: (B, H, L, D), where start is 0, or those of one sequence of a packed batch (T, H, D).
+// Rows of q, k or v from `start` on: (B, H, L, D) with start 0, or one sequence of a packed batch (T, H, D).
 template <typename T>
 View<T> rows_view(const Tensor& tensor, int64_t start) {
   if (tensor.dim() == 4) return view<T>(tensor);
   return {static_cast<T*>(tensor.data_ptr()) + start * tensor.stride(0), {0, tensor.stride(1), tensor.stride(0), 1}};
 }
 
-// Statistics of rows (B, H, L), or packed (H, T), likewise.
+// Statistics of rows from `start` on: (B, H, L), or packed (H, T).
 template <typename T>
 View<T> statistics_view(const Tensor& tensor, int64_t start = 0) {
   if (tensor.dim() == 3) return view<T>(tensor.unsqueeze(-1));
@@ -45,13 +45,13 @@ View<T> statistics_view(const OptionalTensor& tensor, int64_t start = 0) {
   return tensor ? statistics_view<T>(*tensor, start) : View<T>{};
 }
 
-// A distance bias, its data at distance 0 (entry `zero`), or its gradient.
+// A distance bias or its gradient, with data at distance 0 (entry `zero`).
 template <typename T>
 View<T> distance_view(const OptionalTensor& bias, int64_t zero) {
   return bias ? view<T>(bias->unsqueeze(2)).moved(zero) : View<T>{};
 }
 
-// The ids (B | 1, L) of queries or keys; of a packed batch (T,), from `start` on.
+// The ids (B | 1, L) of queries or keys; for a packed batch (T,), from `start` on.
 inline View<const int32_t> ids_view(const OptionalTensor& ids, int64_t start = 0) {
   if (!ids) return {};
   if (ids->dim() == 1) return {ids->const_data_ptr<int32_t>() + start, {0, 0, 1, 0}};
@@ -65,7 +65,7 @@ void set_tensors(AttentionKernelParams<T, A>& p, const Tensor& q, const Tensor& 
   p.q = view<const T>(q), p.k = view<const T>(k), p.v = view<const T>(v);
 }
 
-// Within what the kernels' arithmetic holds.
+// Clamps a value to the range of the kernels' integers.
 template <typename T, typename A>
 void set_diagonals(AttentionKernelParams<T, A>& p, std::optional<int64_t> causal, std::optional<int64_t> window) {
   p.upper = std::clamp(causal.value_or(kNoDiagonal), -kNoDiagonal, kNoDiagonal);

@@ -25,7 +25,7 @@ Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k, co
   return meta_tensor(q, {q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)});
 }
 
-// Rare: a loss on the weights. They are a function of q, k and the biases, and the reference knows it.
+// A loss on the weights is rare. The reference computes the gradients of the weights.
 struct AttentionWeights {
   static constexpr const char* kName = "attention_weights";
   enum : size_t { kQ, kK, kParams, kSaved = kParams + AttentionParams::kTensors };  // what is saved

@@ -1,8 +1,8 @@
 // A linear layer and the label-smoothed cross entropy of its logits: the op of torch.ops.transformer_fast, from schema
-// to kernel. transformer_fast/ops/cross_entropy.py documents and checks what it takes.
+// to kernel. transformer_fast/ops/cross_entropy.py documents and checks the arguments.
 //
-// The logits are made in chunks of rows; each chunk gives its losses and, where a gradient is asked for, is turned into
-// its own and multiplied into the others at once. Rows that are ignored are left out.
+// The logits are made in chunks of rows. Each chunk gives its losses. If a gradient is requested, the gradient of the
+// logits overwrites the chunk and is multiplied into the other gradients at once. Ignored rows are left out.
 #include "../cpu/kernels.h"
 #include "../triton/python_function.h"
 #include "eager.h"
@@ -35,19 +35,18 @@ namespace {
 using eager::needs_gradient, eager::Needs, eager::or_undefined, eager::requires_grad;
 using torch::autograd::variable_list;
 
-// The gradients asked for are those of x, weight and bias; (0,) where one is not. All are still to be multiplied by
-// `scale`, a number.
+// Gradients of x, weight and bias, (0,) if not requested. The caller must multiply all of them by `scale`, a number.
 constexpr const char* kSchema =
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, float smoothing, SymInt ignore_index, "
     "bool mean, bool[3] gradients, SymInt chunk_elements, str backend) -> "
     "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)";
 
-// The loss, and the gradients of x, weight and bias: undefined where none was asked for. That of bias, and that of
-// weight where it was summed over chunks, are in the type of the arithmetic. Last their scale.
+// The loss; the gradients of x, weight and bias, undefined if not requested; and the scale of the gradients. The
+// gradient of bias, and the gradient of weight if it was summed over chunks, are in the type of the arithmetic.
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The losses from `start` on, of logits (rows, vocabulary), contiguous; where asked for, the gradient of their sum is
-// written over the logits.
+// Computes the losses from `start` on, of logits (rows, vocabulary), contiguous. If requested, the gradient of their
+// sum overwrites the logits.
 void cross_entropy_rows(const Tensor& logits, const Tensor& target, const Tensor& losses, int64_t start,
                         double smoothing, bool gradient) {
   const int64_t rows = logits.size(0), vocabulary = logits.size(1);
@@ -60,7 +59,7 @@ void cross_entropy_rows(const Tensor& logits, const Tensor& target, const Tensor
   });
 }
 
-// Number of targets that count. One outside the vocabulary raises.
+// Number of targets that are not ignored. Raises for a target outside the vocabulary.
 int64_t count_targets(const Tensor& target, int64_t ignore_index, int64_t vocabulary) {
   const int64_t* targets = target.const_data_ptr<int64_t>();
   int64_t count = 0;
@@ -74,7 +73,7 @@ int64_t count_targets(const Tensor& target, int64_t ignore_index, int64_t vocabu
   return count;
 }
 
-// result = scale * a @ b, or that added to it; result may be wider.
+// result = scale * a @ b, or result += scale * a @ b; result may have a wider type.
 void accumulate(Tensor result, const Tensor& a, const Tensor& b, double scale, bool add) {
   const Tensor b_t = b.t();
   if (!add && onednn_is_faster(a, b_t)) {
@@ -88,13 +87,13 @@ void accumulate(Tensor result, const Tensor& a, const Tensor& b, double scale, b
   }
 }
 
-// compute() where every target counts.
+// compute() for a batch without ignored targets.
 FiveTensors of_counted(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                        double smoothing, bool mean, const std::array<bool, 3>& gradients, int64_t chunk_elements) {
   const int64_t rows = x.size(0), vocabulary = weight.size(0);
   const at::ScalarType wide = arithmetic_type(x);
   const int64_t most = std::max<int64_t>(64, chunk_elements / std::max<int64_t>(1, vocabulary));
-  // Half precision is divided by the count at the end only, and until then of a sensible size.
+  // Half-precision gradients are divided by the count only at the end, so that they do not underflow.
   const double last = mean && rows > 0 ? 1.0 / rows : 1.0, scale = x.scalar_type() == at::kHalf ? 1.0 : last;
   const Tensor losses = at::empty({rows}, x.options().dtype(wide));
   const bool any = gradients[0] || gradients[1] || gradients[2], whole = rows <= most;
@@ -122,7 +121,8 @@ FiveTensors of_counted(const Tensor& x, const Tensor& weight, const OptionalTens
 }
 
 // x (rows, d), weight (vocabulary, d), bias (vocabulary,), target (rows,) int64. The loss is the sum over the rows
-// whose target is not ignore_index, or their mean. At a time there are `chunk_elements` logits, or those of 64 rows.
+// whose target is not ignore_index, or their mean. Logits in memory at a time: `chunk_elements`, at least those of 64
+// rows.
 FiveTensors compute(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target_,
                     double smoothing, int64_t ignore_index, bool mean, const std::array<bool, 3>& gradients,
                     int64_t chunk_elements) {
@@ -169,7 +169,7 @@ FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTe
 
 struct LinearCrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
-  // Saved are the inputs that need a gradient, and this.
+  // Saved: the inputs that need a gradient, and these options.
   enum : size_t { kGradients = 3, kScale = 6, kSaved };
 
   struct Options {};
@@ -177,7 +177,7 @@ struct LinearCrossEntropy {
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
                                 const Needs& needs) {
     const Tensor scale = grads[0] * saved[kScale];
-    // Gradients saved for a graph that ends here are scaled in place and handed over.
+    // If the graph is not kept, the saved gradients are scaled in place and returned.
     const bool ends =
         !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_eager(grads, /*any_device=*/true);
     const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;
@@ -192,8 +192,8 @@ struct LinearCrossEntropy {
   }
 };
 
-// `direct`: whether the kernel may be called without the dispatcher. `gradients` are those asked for besides what
-// autograd needs: a compiled graph, in which nothing is recorded, asks for all of them.
+// `direct`: true if the kernel may be called without the dispatcher. `gradients`: gradients requested in addition to
+// those that autograd needs; a compiled graph, which autograd does not record, requests all.
 FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                      const Tensor& target, double smoothing, c10::SymInt ignore_index, bool mean,
                      std::array<bool, 3> gradients, c10::SymInt chunk_elements, std::string_view backend) {

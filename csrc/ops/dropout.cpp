@@ -1,5 +1,5 @@
 // y = [residual +] dropout([relu] (x [+ bias])): the op of torch.ops.transformer_fast, from schema to kernel.
-// transformer_fast/ops/dropout.py documents and checks what it takes.
+// transformer_fast/ops/dropout.py documents and checks the arguments.
 #include "../cpu/kernels.h"
 #include "../triton/python_function.h"
 #include "eager.h"
@@ -98,11 +98,11 @@ struct Dropout {
   }
 };
 
-// `direct`: whether the kernel may be called without the dispatcher.
+// `direct`: true if the kernel may be called without the dispatcher.
 Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
                 double p, const OptionalTensor& seed, std::string_view backend) {
   const Tensor out = below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed, backend);
-  // With ReLU the output alone tells which elements pass a gradient: those that are positive.
+  // With ReLU, the elements with a positive output pass a gradient, so only the output is saved.
   if (needs_gradient(x, bias, residual))
     eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
                            {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)}, x,
@@ -115,7 +115,7 @@ Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   define<forward, forward_meta, Dispatched<recorded>::call>(
       m, "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor");
-  // The gradient of the bias is in the type of the arithmetic; (0,) where there is none.
+  // The gradient of the bias is in the type of the arithmetic; (0,) without a bias.
   define<backward, backward_meta, eager::Undifferentiable<"dropout_backward", backward>::call>(
       m,
       "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias, str backend) "
@@ -143,7 +143,7 @@ py::object eager::dropout(py::handle x_, py::handle p_, py::handle bias_, py::ha
       const Tensor out = relu ? x.relu() : x;
       return residual ? residual->add(out) : out;
     }
-    // The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
+    // The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
     const Tensor out = dropout_op::recorded(true, x, bias, relu ? std::nullopt : residual, relu, p, seed, "native");
     return relu && residual ? residual->add(out) : out;
   });

@@ -1,5 +1,5 @@
-// The eager fast paths, one for each public function of transformer_fast/ops. Each returns the result, or None where the
-// call must go by the dispatcher.
+// The eager fast paths, one per public function of transformer_fast/ops. Each returns the result, or None if the call
+// needs the dispatcher.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,8 +9,8 @@ namespace transformer_fast::eager {
 using pybind11::handle;
 using pybind11::object;
 
-// `by_triton`: by Triton kernels, on any device, not by those of the CPU; lengths must then be int32 and within bounds, and
-// the seed may be an int.
+// `by_triton`: true to use the Triton kernels, on any device, instead of the CPU kernels. Lengths must then be int32
+// and within bounds, and the seed may be an int.
 object attention(bool by_triton, handle q, handle k, handle v, handle keep, handle key_keep, handle lengths,
                  handle bias, handle causal, handle window, handle scale, handle dropout_p, handle seed,
                  handle empty_rows);
@@ -36,8 +36,8 @@ object embed(handle ids, handle weight, handle table, handle scale, handle offse
              handle seed);
 object add_positional(handle x, handle table, handle offset, handle dropout_p, handle seed);
 
-// One int64 from torch's generator for the CPU, the one that torch.randint(-2**63, 2**63 - 1, (1,)) draws.
+// One int64 from torch's CPU generator, equal to torch.randint(-2**63, 2**63 - 1, (1,)).
 object draw_seed();
-int64_t draw_number();  // the same as a number
+int64_t draw_number();  // the seed as an int
 
 }  // namespace transformer_fast::eager

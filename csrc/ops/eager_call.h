@@ -1,8 +1,8 @@
-// Shared parts of the eager fast paths. PyTorch's dispatcher, called from Python, costs some microseconds, and a kernel on a
-// small tensor one: so a public function of transformer_fast/ops first calls the extension itself (eager.h).
+// Shared parts of the eager fast paths. A call of PyTorch's dispatcher from Python takes some microseconds, a kernel on
+// a small tensor about one. So a public function of transformer_fast/ops first calls the extension directly (eager.h).
 //
-// A fast path takes what the public function was given and returns None for whatever is not a valid call of plain CPU
-// tensors in plain eager mode. The public function then says what is wrong, or calls the op by the dispatcher.
+// A fast path takes the arguments of the public function. It returns None unless they are a valid call of plain CPU
+// tensors in plain eager mode. The public function then raises the error, or calls the op by the dispatcher.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -26,8 +26,7 @@ namespace py = pybind11;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// True if anything in this thread looks at the calls that PyTorch dispatches (a mode, a transform, a tracer), or
-// autograd has been switched off below.
+// True if a mode, a transform or a tracer of this thread observes dispatched calls, or if autograd is excluded.
 inline bool has_active_modes() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   const c10::DispatchKeySet usual = c10::default_included_set | c10::autocast_dispatch_keyset;
@@ -36,8 +35,8 @@ inline bool has_active_modes() {
          at::impl::torch_function_mode_enabled();
 }
 
-// True if a tensor is nothing but memory of the CPU, or where `any_device` of a GPU: no subclass, no wrapper, no lazy
-// negation, not sparse.
+// True for a plain CPU tensor (or with `any_device` a GPU tensor): no subclass, no wrapper, no lazy negation, not
+// sparse.
 inline bool is_plain(const Tensor& tensor, bool any_device = false) {
   static const c10::DispatchKeySet on_cpu = [] {
     const c10::InferenceMode outside(false);  // tensors made in inference mode have fewer keys
@@ -50,20 +49,20 @@ inline bool is_plain(const Tensor& tensor, bool any_device = false) {
   return on_cpu.has_all(tensor.key_set()) || (any_device && on_cuda.has_all(tensor.key_set()));
 }
 
-// True if each of some tensors, undefined ones aside, is such memory, and nothing looks at the calls made of them.
+// True if all defined tensors are plain and nothing observes calls on them.
 template <typename Tensors>
 bool is_plain_eager(const Tensors& tensors, bool any_device = false) {
   const auto plain = [&](const Tensor& tensor) { return !tensor.defined() || is_plain(tensor, any_device); };
   return !has_active_modes() && std::all_of(tensors.begin(), tensors.end(), plain);
 }
 
-// True if forward-mode differentiation follows the tensor.
+// True if the tensor has a forward-mode tangent.
 inline bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
 
-// Reads the arguments of a call one by one. After the last, ok() says whether all were as they must be.
+// Reads the arguments of a call one by one. After the last argument, ok() returns true if all arguments were valid.
 class Arguments {
  public:
-  // `any_device`: tensors may be of a GPU, as they may where a launcher in Python gets them.
+  // `any_device`: true to allow GPU tensors, for calls of Python launchers.
   explicit Arguments(bool any_device = false) : ok_(!has_active_modes()), any_device_(any_device) {}
 
   bool ok() const { return ok_; }
@@ -140,13 +139,13 @@ bool needs_gradient(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
-// Between arguments, which may be None, and what autograd saves, which may be undefined.
+// Conversion between optional arguments and saved tensors, which may be undefined.
 inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
 inline OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
 inline py::object wrap(const Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 
-// The tensor that compute() returns. Python's lock is not held meanwhile, and errors become Python's.
+// Returns the tensor of compute(). The GIL is released meanwhile, and C++ errors become Python errors.
 template <typename Compute>
 py::object computed(const Compute& compute) {
   HANDLE_TH_ERRORS

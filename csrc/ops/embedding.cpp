@@ -1,6 +1,6 @@
 // embed, add_positional and the positional table: the ops of torch.ops.transformer_fast, from schema to kernel.
-// transformer_fast/ops/embedding.py documents and checks what they take. Their kernels are called in embedding_cpu.cpp
-// and, for a GPU, in csrc/cuda.
+// transformer_fast/ops/embedding.py documents and checks the arguments. embedding_cpu.cpp calls the CPU kernels; the
+// GPU kernels are in csrc/cuda.
 #include "embedding.h"
 
 #include "eager.h"
@@ -49,7 +49,7 @@ Tensor add_positional_meta(const Tensor& x, const OptionalTensor&, c10::SymInt, 
   return meta_tensor(x, x.sym_sizes());
 }
 
-// A table of positions that was read from `offset` on, or from `offset` + an offset for each sequence.
+// A positional table that was read from `offset` on, or from `offset` plus one offset per sequence.
 struct Table {
   c10::SymInt length, offset;
   at::ScalarType type;
@@ -58,10 +58,10 @@ struct Table {
       : length(table ? table->sym_size(0) : c10::SymInt(0)), offset(first),
         type(table ? table->scalar_type() : at::kFloat) {}
 
-  // Its gradient: of each position used, the sum over everything that stood there.
+  // The table's gradient: per position, the sum of the gradients of all tokens at that position.
   Tensor gradient(const Tensor& grad, const OptionalTensor& offsets) const {
     const c10::SymInt rows = grad.sym_size(-2);
-    if (offsets) {  // then positions are like the ids of a lookup
+    if (offsets) {  // positions then act as ids of a lookup
       const Tensor steps = at::arange(rows, at::TensorOptions(at::kLong).device(grad.device()));
       const Tensor positions = offsets->unsqueeze(-1).to(at::kLong) + steps;
       constexpr bool deterministic = true;
@@ -83,7 +83,7 @@ Tensor dropped(const Tensor& grad, double p, const OptionalTensor& seed) {
 struct Embed {
   static constexpr const char* kName = "embed";
   enum : size_t { kIds, kOffsets, kSeed, kSaved };       // what is saved
-  static constexpr bool kDifferentiableBackward = true;  // that of the table
+  static constexpr bool kDifferentiableBackward = true;  // gradient of the table
 
   struct Options {
     c10::SymInt vocabulary;
@@ -125,7 +125,7 @@ struct AddPositional {
   }
 };
 
-// `direct`: whether the kernel may be called without the dispatcher.
+// `direct`: true if the kernel may be called without the dispatcher.
 Tensor recorded_embed(bool direct, const Tensor& ids, const Tensor& weight, const OptionalTensor& table, double scale,
                       c10::SymInt offset, const OptionalTensor& offsets, std::optional<int64_t> padding_idx, double p,
                       const OptionalTensor& seed, bool deterministic) {

@@ -1,4 +1,4 @@
-// The ops of embedding.cpp on the CPU, from tensors to what the kernels take.
+// The ops of embedding.cpp on the CPU, from tensors to kernel parameters.
 #include "../cpu/kernels.h"
 #include "../embedding_checks.h"
 #include "embedding.h"
@@ -17,13 +17,13 @@
 namespace transformer_fast::embedding_op {
 namespace {
 
-// Of a contiguous tensor of int64 or int32; it must outlive them.
+// Integers of a contiguous int64 or int32 tensor, which must outlive them.
 Integers integers(const Tensor& tensor) {
   if (tensor.scalar_type() == at::kLong) return {tensor.const_data_ptr<int64_t>(), nullptr};
   return {nullptr, tensor.const_data_ptr<int32_t>()};
 }
 
-// Says where the first id that is not in the vocabulary stands.
+// Raises for the first id outside the vocabulary, with its place.
 [[noreturn]] void raise_invalid_id(const Tensor& tensor, int64_t vocabulary) {
   const Integers ids = integers(tensor);
   int64_t row = 0;
@@ -36,7 +36,7 @@ Integers integers(const Tensor& tensor) {
                     " rows: expected 0 <= id < ", vocabulary);
 }
 
-// Each sequence must find its positions in the table.
+// Raises unless the table holds the positions of all sequences.
 void check_offsets(const Integers& offsets, const OptionalTensor& table, const Rows& rows, int64_t offset) {
   if (!offsets || !table) return;
   for (int64_t i = 0; i < rows.count / rows.length; ++i) {
@@ -47,7 +47,7 @@ void check_offsets(const Integers& offsets, const OptionalTensor& table, const R
   }
 }
 
-// Fills `out` from the rows of `source`, of which ids choose if they are given. Returns whether all ids were in it.
+// Fills `out` from the rows of `source`, selected by ids if given. Returns true if all ids were valid.
 bool encode(const Tensor& out, const Rows& rows, const Tensor& source, const Tensor& ids, double scale,
             const OptionalTensor& table, int64_t offset, const OptionalTensor& offsets, double p,
             const OptionalTensor& seed) {
@@ -74,8 +74,8 @@ bool encode(const Tensor& out, const Rows& rows, const Tensor& source, const Ten
   return all_valid;
 }
 
-// The gradient has the size of the weight, so a large one is fresh memory from the system on every step, and faulting
-// it in by small pages costs several times what writing it does.
+// The gradient has the size of the weight. If large, it is new memory from the system in each step, and page faults of
+// small pages take several times as long as the writes.
 void prefer_huge_pages(void* memory, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 2 << 20;
@@ -131,7 +131,7 @@ Tensor add_positional(const Tensor& x, const OptionalTensor& table, c10::SymInt 
   if (repeated && x.element_size() >= 4) return at::cpu::add(x, table->narrow(0, offset, rows.length));
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (rows.empty()) return out;
-  if (repeated) {  // nothing tells one row of a sequence from the next: a whole sequence is a row, the table its bias
+  if (repeated) {  // without ids and dropout, a whole sequence is one row, and the table is its bias
     const int64_t d = rows.length * rows.d;
     AT_DISPATCH_REDUCED_FLOATING_TYPES(x.scalar_type(), "add_positional", [&] {
       const ParameterTensor<scalar_t> bias(table->narrow(0, offset, rows.length).view({d}));

@@ -1,8 +1,8 @@
 // x weight^T + bias, on the CPU: no kernel of this package, but a choice between PyTorch's two libraries.
-// transformer_fast/ops/linear.py documents and checks what it takes.
+// transformer_fast/ops/linear.py documents the arguments.
 //
-// PyTorch multiplies float32 matrices with MKL. On a processor of another make than Intel's, MKL leaves the AVX-512
-// units unused; oneDNN, which PyTorch uses for 16-bit types, uses them.
+// PyTorch multiplies float32 matrices with MKL. On processors that Intel did not make, MKL does not use AVX-512.
+// oneDNN, which PyTorch uses for 16-bit types, does.
 #include "linear.h"
 
 #include "../cpu/kernels.h"
@@ -42,7 +42,7 @@ const std::optional<c10::TypedOperatorHandle<OnednnLinear>>& onednn_op() {
   return found;
 }
 
-// True if MKL leaves AVX-512 units unused here that oneDNN uses.
+// True if oneDNN uses AVX-512 on this processor and MKL does not.
 bool mkl_is_limited() {
 #if defined(__x86_64__)
   static const bool limited = [] {
@@ -58,15 +58,15 @@ bool mkl_is_limited() {
 // Argument of send_products_to_onednn.
 std::atomic<std::optional<bool>> chosen;
 
-// True if products of float32 that are large enough go to oneDNN.
+// True if large float32 products go to oneDNN.
 bool takes_onednn() {
   const std::optional<bool> choice = chosen.load(std::memory_order_relaxed);
   return choice ? *choice : mkl_is_limited();
 }
 
 // Measured on Zen 5 with one thread and two (benchmarks/bench_linear.py): below these many multiplications, the
-// microseconds of oneDNN's call are more than it saves. The product that makes a weight's gradient has a transposed
-// copy to make first.
+// microseconds of oneDNN's call are more than it saves. The product for a weight's gradient first makes a transposed
+// copy.
 constexpr int64_t kLeastRows = 4, kLeastProduct = int64_t{1} << 22, kLeastTransposed = int64_t{1} << 23;
 
 // The transpose of a contiguous matrix, contiguous. ATen makes it on one thread.
@@ -93,7 +93,7 @@ Tensor rows_of(const Tensor& tensor) { return tensor.reshape_symint({-1, tensor.
 
 struct Linear {
   static constexpr const char* kName = "linear";
-  static constexpr size_t kSaved = 2;  // the input where the weight needs a gradient, and the other way round
+  static constexpr size_t kSaved = 2;  // input and weight, each if the other needs a gradient
   static constexpr size_t kValues = kSaved;
   static constexpr bool kDifferentiableBackward = true;
 
@@ -130,7 +130,7 @@ Tensor grad_weight_meta(const Tensor& grad, const Tensor& x) {
   return meta_tensor(x, {grad.sym_size(1), x.sym_size(1)});
 }
 
-// `direct`: whether the libraries may be called without the dispatcher.
+// `direct`: true if the libraries may be called without the dispatcher.
 Tensor recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const Tensor out = below_autograd<"linear", linear_forward>(direct, x, weight, bias);
   if (needs_gradient(x, weight, bias))
@@ -174,7 +174,7 @@ Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTenso
   return onednn_is_faster(x, weight) ? onednn_linear(x, weight, bias) : at::linear(x, weight, bias);
 }
 
-// oneDNN takes one of the two transposed in memory: the one that costs less, that of the result included.
+// oneDNN needs one of the two matrices transposed in memory: the cheaper choice, counting a transposed result.
 Tensor linear_grad_weight(const Tensor& grad, const Tensor& x) {
   const int64_t rows = x.size(0), in = x.size(1), out = grad.size(1);
   const bool large = grad.scalar_type() == at::kFloat && rows * in * out >= kLeastTransposed;

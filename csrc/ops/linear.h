@@ -8,15 +8,15 @@ namespace transformer_fast {
 // By oneDNN, for a weight (out, in) at any strides or in oneDNN's own layout; nothing is recorded for autograd.
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu = false);
 
-// Sends large products of float32 to oneDNN from now on, or not, in the whole process; none: where it is faster.
-// Returns what was chosen before.
+// Sends large float32 products to oneDNN (true) or not (false), in the whole process; none: whichever is faster.
+// Returns the previous choice.
 std::optional<bool> send_products_to_onednn(std::optional<bool> choice);
 
 // True if float32 matrices of these sizes, (rows, in) and (in, out), go to oneDNN: where it is faster than at::linear,
 // unless send_products_to_onednn chose.
 bool onednn_is_faster(int64_t rows, int64_t in, int64_t out);
 
-// The same of x (..., in) and a weight (out, in) of one type; of any other than float32 they do not.
+// Overload for x (..., in) and a weight (out, in) of one type; false for all types but float32.
 bool onednn_is_faster(const Tensor& x, const Tensor& weight);
 
 // x (..., in) and weight (out, in), of plain tensors of the CPU; nothing is recorded for autograd.

@@ -1,5 +1,5 @@
-// nn.MultiheadAttention in evaluation, projections and weights included: between its kernels run as many microseconds
-// of Python as a short sequence takes to compute.
+// nn.MultiheadAttention in evaluation, including projections and weights. For short sequences, Python code between the
+// kernels would take as long as the computation.
 #include "eager.h"
 
 #include "attention.h"
@@ -13,14 +13,14 @@
 namespace transformer_fast::eager {
 namespace {
 
-// A call that may be served; heads are (batch, heads, length, head_dim) views.
+// A supported call; heads are (batch, heads, length, head_dim) views.
 struct Heads {
   Tensor in_weight;  // (3 E, E)
   OptionalTensor in_bias;
   int64_t heads;
   bool batch_first;
 
-  // Parts first to first + count of queries, keys and values, from x: (B, L, E), or (L, B, E).
+  // Projects x, (B, L, E) or (L, B, E), to `count` of queries, keys and values, from number `first` on.
   std::vector<Tensor> project(const Tensor& x, int64_t first, int64_t count) const {
     const int64_t E = in_weight.size(1);
     const auto part = [&](const Tensor& t) { return count == 3 ? t : t.narrow(0, first * E, count * E); };

@@ -1,5 +1,5 @@
-// An op's autograd rule as a node of PyTorch's graph, made the way PyTorch's own ops make theirs. The ready-made
-// torch::autograd::Function costs some microseconds more of each call, which is as much as a kernel on a small tensor.
+// An op's autograd rule as a node of PyTorch's graph, built as PyTorch's own ops do. torch::autograd::Function would
+// add some microseconds per call, as much as a kernel on a small tensor.
 #pragma once
 
 #include "operator.h"
@@ -45,8 +45,8 @@ class Needs {
   torch::autograd::Node& node_;
 };
 
-// Marks gradients as functions of what they were computed from that cannot be differentiated: doing so raises. One that
-// is a gradient of `grads` itself stays differentiable.
+// Marks gradients as not differentiable: a second derivative raises. A gradient that is one of `grads` itself stays
+// differentiable.
 inline void refuse_second_derivative(const std::string& op, const variable_list& gradients, const variable_list& grads,
                                      const variable_list& saved) {
   torch::autograd::edge_list edges;
@@ -77,7 +77,7 @@ void append(variable_list& tensors, const std::tuple<Tensors...>& several) {
 template <typename Other>
 void append(variable_list&, const Other&) {}
 
-// The autograd rule of an op of a backward, called by itself: what it returns cannot be differentiated.
+// The autograd rule of a backward op that is called directly: its results are not differentiable.
 template <Name name, auto implementation>
 struct Undifferentiable;
 template <Name name, typename Result, typename... Args, Result (*implementation)(Args...)>
@@ -93,20 +93,19 @@ struct Undifferentiable<name, implementation> {
   }
 };
 
-// True if an op's backward makes its gradients of ops that can be differentiated: it then says so.
+// True if an op declares that its backward uses only differentiable ops.
 template <typename Op>
 concept DifferentiableBackward = requires { Op::kDifferentiableBackward; };
 
-// The number of saved tensors, the first ones, that are values of the computation. The others are masks, indices and the
-// like.
+// The number of saved tensors that are values of the computation; they come first. The others are masks and indices.
 template <typename Op>
 constexpr size_t saved_values() {
   if constexpr (requires { Op::kValues; }) return Op::kValues;
   return 0;
 }
 
-// A tensor that autograd can save. One from inference mode is copied, because autograd refuses it; a dimension that is
-// broadcast stays so.
+// A tensor that autograd can save. An inference tensor is copied, because autograd refuses it; broadcast dimensions are
+// not expanded.
 inline at::Tensor savable(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_inference()) return tensor;
   at::Tensor small = tensor;

@@ -1,5 +1,5 @@
 // LayerNorm, Norm and RMSNorm, alone or of residual + dropout(x): the op of torch.ops.transformer_fast, from schema to
-// kernel. transformer_fast/ops/norm.py documents and checks what it takes.
+// kernel. transformer_fast/ops/norm.py documents and checks the arguments.
 #include "norm.h"
 
 #include "../cpu/kernels.h"
@@ -22,7 +22,7 @@
 namespace transformer_fast {
 namespace {
 
-// (rows, d) with unit stride along the columns; a view wherever the strides allow one. Or nothing.
+// (rows, d) with unit stride along the columns: a view if the strides allow it, else a copy. Or nothing.
 Tensor as_rows(const Tensor& x) {
   if (!x.defined()) return x;
   const int64_t d = x.size(-1);
@@ -35,7 +35,7 @@ RowView<const T> rows_of(const Tensor& x) {
   return x.defined() ? RowView<const T>{x.const_data_ptr<T>(), x.stride(0)} : RowView<const T>{};
 }
 
-// Of a result, which is contiguous, or nothing.
+// Rows of a contiguous result, or nothing.
 template <typename T>
 RowView<T> result_rows(const Tensor& result, int64_t d) {
   return {result.defined() ? result.mutable_data_ptr<T>() : nullptr, d};
@@ -92,8 +92,8 @@ using torch::autograd::variable_list;
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Required gradients: of x and the residual, of the weight (there is one then), of the bias. Undefined are
-// those that are not, and that of the residual without dropout, where it is that of x.
+// Required gradients: of x and the residual, of the weight (if there is a weight), of the bias. Other gradients are
+// undefined. Without dropout the gradient of the residual is undefined too, because it equals that of x.
 FourTensors gradients(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
                       const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, NormKind kind,
                       double dropout_p, const OptionalTensor& seed, const std::array<bool, 3>& needs) {
@@ -120,12 +120,12 @@ FourTensors gradients(const Tensor& grad_out, const OptionalTensor& grad_summed,
   return {grad_x, grad_residual, needs[1] ? in_type(grad_weight, weight->scalar_type()) : grad_weight, grad_bias};
 }
 
-// An op returns tensors: where there is nothing, an empty one.
+// An op returns tensors; an empty tensor stands for a missing result.
 Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
   return tensor.defined() ? tensor : at::empty({0}, options);
 }
 
-// The mean that an op returns and takes is an empty tensor for a kind without one.
+// The op's mean is an empty tensor for a kind without a mean.
 bool has_mean(std::string_view kind) { return kind != "rms"; }
 
 FourTensors forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
@@ -215,7 +215,7 @@ struct LayerNorm {
   }
 };
 
-// `direct`: whether the kernel may be called without the dispatcher.
+// `direct`: true if the kernel may be called without the dispatcher.
 FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                      const OptionalTensor& seed, std::string_view backend) {

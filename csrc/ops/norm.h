@@ -16,8 +16,7 @@ struct NormResult {
 // The kind of this name in Python.
 NormKind norm_kind(std::string_view name);
 
-// mean and rstd receive a number for each row, in arithmetic_type(x), where they are not null. kRms has no mean and no
-// bias.
+// mean and rstd receive one number per row, in arithmetic_type(x), if they are not null. kRms has no mean and no bias.
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, NormKind kind, double dropout_p,
                         const OptionalTensor& seed, void* mean, void* rstd);

@@ -1,6 +1,6 @@
-// Shared parts of the ops of torch.ops.transformer_fast. Each op stands once, in csrc/ops/<op>.cpp: its schema, its shapes
-// on the meta device, its autograd node and its choice of kernel. From Python it is reached by the dispatcher, which
-// serves tracing, tensor subclasses and modes, or by its eager fast path, which calls the same functions.
+// Shared parts of the ops of torch.ops.transformer_fast. Each op is defined once, in csrc/ops/<op>.cpp: schema, shapes
+// on the meta device, autograd node and choice of kernel. Python calls it by the dispatcher, for tracing, tensor
+// subclasses and modes, or by its eager fast path, which calls the same functions.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -44,22 +44,21 @@ struct Name {
   constexpr Name(const char (&given)[size]) { std::copy_n(given, size, text); }
 };
 
-// The op of this name, which has the signature of its implementation.
+// The op of this name, with the signature of its implementation.
 template <Name name, auto implementation>
 const auto& op() {
   static const Operator<std::remove_pointer_t<decltype(implementation)>> found(name.text);
   return found;
 }
 
-// Runs an op below autograd: by its implementation where `direct` says that nothing looks at the call,
-// else by the dispatcher.
+// Runs an op below autograd: with `direct` (nothing observes the call) its implementation, else by the dispatcher.
 template <Name name, auto implementation, typename... Given>
 auto below_autograd(bool direct, const Given&... args) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return direct ? implementation(args...) : op<name, implementation>()(args...);
 }
 
-// A function that takes whether to call the kernel directly, as the dispatcher calls it.
+// Wraps a function with an argument `direct` for the dispatcher, which passes false.
 template <auto recorded>
 struct Dispatched;
 template <typename Result, typename... Args, Result (*recorded)(bool, Args...)>
@@ -77,7 +76,7 @@ void define(torch::Library& m, const std::string& schema) {
   m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, TORCH_FN(autograd)));
 }
 
-// An op's tensor as autocast casts it, also one that may be missing; and the scope in which autocast is off.
+// Casts a tensor argument, possibly missing, as autocast does; and a scope without autocast.
 template <c10::DeviceType device, typename MaybeTensor>
 MaybeTensor autocast(const MaybeTensor& tensor) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
@@ -87,7 +86,7 @@ struct NoAutocast {
   const c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
 };
 
-// True if an op's argument `backend` asks for the kernels of csrc, and not for those in Triton.
+// True if an op's argument `backend` names the kernels of csrc, not those in Triton.
 inline bool is_native(std::string_view backend) { return backend == "native"; }
 
 // A contiguous result on the meta device.

@@ -1,4 +1,4 @@
-// Tensors as the kernels of the CPU take them.
+// Conversion of tensors to parameters of the CPU kernels.
 #pragma once
 
 #include "../cpu/element.h"
@@ -14,7 +14,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 using OptionalSymInt = std::optional<c10::SymInt>;
 
-// The number that a kernel takes; while a graph is made, it may be a symbol.
+// Converts a size, symbolic while a graph is made, to the int of a kernel.
 inline std::optional<int64_t> known(const OptionalSymInt& number) {
   return number ? std::optional(number->guard_int(__FILE__, __LINE__)) : std::nullopt;
 }
@@ -24,10 +24,10 @@ inline at::ScalarType arithmetic_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// x in another type. ATen's own call costs a tenth of a microsecond to find out that there is nothing to do.
+// x in another type. ATen's own call takes a tenth of a microsecond even if there is nothing to do.
 inline at::Tensor in_type(const at::Tensor& x, at::ScalarType type) { return x.scalar_type() == type ? x : x.to(type); }
 
-// Parameters (d), of any type, as a kernel for elements of type T takes them; what had to be converted lives as long.
+// Parameters (d) of any type for a kernel with elements of type T; this object owns a converted copy.
 template <typename T>
 class ParameterTensor {
   using A = Accumulate<T>;
@@ -51,7 +51,7 @@ class ParameterTensor {
   Parameter<T> parameter_;
 };
 
-// By the seed, an int64 in a tensor, where p is not 0.
+// Dropout with probability p; if p is not 0, by the seed, an int64 tensor (1,).
 inline DropoutParams dropout_params(double p, const OptionalTensor& seed) {
   return {p, p > 0 ? *seed->const_data_ptr<int64_t>() : 0};
 }
