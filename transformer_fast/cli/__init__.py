@@ -1,8 +1,8 @@
 """The command line: `python -m transformer_fast`, also `transformer-fast`.
 
-Exit codes: 0 done; 1 it could not be done here (or, for `verify` and `demo`, something failed its check); 2 the
-arguments or the files given are wrong; 130 interrupted. An expected error is one line on standard error; set
-TRANSFORMER_FAST_DEBUG=1 to see where it came from.
+Exit codes: 0 success; 1 the command cannot run here (or, for `verify` and `demo`, a check failed); 2 wrong arguments or
+files; 130 interrupted. An expected error is one line on standard error; set TRANSFORMER_FAST_DEBUG=1 to see its
+traceback.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Command(NamedTuple):
     """A command of the command line.
 
     Attributes:
-        help: its line in the list of commands.
-        module: has ``add_arguments(parser)`` and ``run(args)``, which returns the exit code.
-        options: which of the common options --backend and --device it takes.
+        help: line in the list of commands.
+        module: module with ``add_arguments(parser)`` and ``run(args)``, which returns the exit code.
+        options: the common options that the command takes, of --backend and --device.
     """
 
     help: str
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of the output (head, less) has closed it; Python must not write there at exit either.
+        # The reader of the output (head, less) has closed the pipe; Python must not write to it at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -112,7 +112,7 @@ def _message(error: Exception, command: str) -> str:
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """The parser of all commands, with the arguments of the chosen one; only its module is imported."""
+    """Parser of all commands, with the arguments of the chosen command; only that command's module is imported."""
     parser = argparse.ArgumentParser(
         prog="transformer-fast", description="The classic Transformer, fast: train it, translate with it, check it."
     )

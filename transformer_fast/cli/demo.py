@@ -1,7 +1,7 @@
-"""The main job, end to end: make a corpus, train on it, translate what was never seen, check, time and draw.
+"""Demo, end to end: make a corpus, train on it, translate unseen sentences, check and time the ops, and draw pictures.
 
-The task is English number names to German ones ("two thousand forty-one" -> "zweitausendeinundvierzig"): it needs
-no data, yet words must change places and nearly all of the million sentences are unseen.
+The task is English number names to German ones ("two thousand forty-one" -> "zweitausendeinundvierzig"): The task needs
+no data, but words change places, and nearly all of the million sentences are unseen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GOAL = 0.98
 PICTURED = 342_059  # reorders twice, no word stands twice, and it is held out
 EXAMPLES = 6
 
-say = partial(print, flush=True)  # training reports on standard error; the two must not overtake each other
+say = partial(print, flush=True)  # training reports on standard error; keep the order of both streams
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def demo(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", **changes: object) -> bool:
-    """Run everything and print it; True if the accuracy reached its goal and every op passed.
+    """Run all parts and print their results; return True if the accuracy reached its goal and every op passed.
 
     folder: receives the corpus (data/), the run (run/) and the pictures. A run that is already there is used, or
         continued if it was interrupted.
@@ -65,7 +65,7 @@ def demo(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", 
         raise KeyboardInterrupt
     say(f"   {result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s\n")
 
-    # The last weights, not the best on validation: the unseen numbers must not choose the model they test.
+    # The last weights, not the best on validation: the test numbers must not select the model.
     trained = load_trained(run, which="last", device=device)
     translator = Translator(trained.model, trained.tokenizer, beam=1)
     accurate = _translate(translator, read_lines(corpus["test_source"]), read_lines(corpus["test_target"]))

@@ -1,7 +1,7 @@
-"""Pictures of the mask dialects: what is passed, cell by cell, and which keys each query then sees.
+"""Pictures of the mask dialects: the passed tensor, cell by cell, and the keys that each query then sees.
 
-The right-hand side is worked out by :class:`transformer_fast.AttentionMask` itself. Needs matplotlib
-(`pip install 'transformer_fast[plots]'`); figures are drawn without a display. The pictures of docs/masks.md:
+:class:`transformer_fast.AttentionMask` computes the right-hand side. Needs matplotlib (`pip install
+'transformer_fast[plots]'`); figures are drawn without a display. The pictures of docs/masks.md:
 ``mask_pictures("docs/images")``.
 """
 
@@ -26,7 +26,7 @@ from .plots import INK, QUIET, WEIGHTS, cell_text, new_figure, save
 
 SEEN, HINT = ListedColormap(["white", "#0b4f8a"]), ListedColormap(["white", "#d6e6f5"])
 RULE = "#cbd2da"
-"""Colours of a key that may be seen; of a passed value that says so; of the lines between cells."""
+"""Colours: of a visible key; of a passed value that allows a key; of the lines between cells."""
 
 LENGTHS = torch.tensor([5, 3])
 """The batch in every picture: two sentences of five and three tokens, padded to five."""
@@ -35,7 +35,7 @@ CELL = 0.34
 
 
 class Given(NamedTuple):
-    """A tensor somebody passes: its name, its values as (rows, columns), which of them allow a key, and its axes."""
+    """A passed tensor: name, values as (rows, columns), a mask of the values that allow a key, and axes."""
 
     name: str
     values: Tensor
@@ -45,7 +45,7 @@ class Given(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One line of a picture: what it is, what is passed, and by name which keys each query sees, (queries, keys)."""
+    """One line of a picture: title, passed tensors, and by name the visible keys, (queries, keys)."""
 
     title: str
     given: Sequence[Given]
@@ -177,18 +177,18 @@ DIALECTS: dict[str, Callable[[], list[Line]]] = {
 
 
 def _each(name: str, values: Tensor, allows: Tensor) -> list[Given]:
-    """(B, Lq, Lk) as one table for each sentence."""
+    """Split (B, Lq, Lk) to one table per sentence."""
     tables = enumerate(zip(values, allows, strict=True))
     return [Given(f"{name}[{b}]", table, allowed, "query") for b, (table, allowed) in tables]
 
 
 def _sentences(mask: AttentionMask) -> list[tuple[str, Tensor]]:
-    """Titles and masks: the keys that the queries of each of the two sentences see."""
+    """Titles and masks of the two sentences: the keys that each query sees."""
     return [(f"sentence {b}", seen) for b, seen in enumerate(mask.dense(5, 5).expand(2, 1, 5, 5)[:, 0])]
 
 
 def _lines(path: Path, lines: list[Line]) -> Path:
-    # Panels stand where they belong in units of cells, so that a cell has one size in every picture.
+    # Panels are placed in units of cells, so that cells have the same size in all pictures.
     left, gap, arrow, title, head = 1.3, 1.9, 2.0, 1.5, 2.1
     given_width = max(sum(given.values.shape[1] + gap for given in line.given) for line in lines)
     given_width += arrow if given_width else 0.0
@@ -240,7 +240,8 @@ def _short(value: bool | int | float) -> str:
 
 
 def _cells(axes: Axes, table: Tensor, colors: Colormap, rows: str, columns: str, title: str) -> None:
-    """Draw values from 0 to 1 as cells with lines between them, and name the axes; no name, no numbers of columns."""
+    """Draw values from 0 to 1 as cells with lines between them, and name the axes; an unnamed axis has no column
+    numbers."""
     height, width = table.shape
     axes.imshow(table.numpy(), cmap=colors, vmin=0, vmax=1, aspect="auto")
     axes.set_xticks([n - 0.5 for n in range(width + 1)], minor=True)
@@ -279,7 +280,7 @@ def _added(path: Path) -> Path:
 
 
 def _empty_row(path: Path) -> Path:
-    """A keep mask that leaves query 2 no key, and the weights it gets either way."""
+    """Draw a keep mask that leaves query 2 no key, and the query's weights in both modes of ``empty_rows``."""
     keep = torch.ones(5, 5, dtype=torch.bool).tril()
     keep[2] = False
     q, k = torch.randn(2, 1, 1, 5, 8, generator=torch.Generator().manual_seed(4))

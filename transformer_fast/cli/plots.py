@@ -1,4 +1,4 @@
-"""Two pictures: what a translation attends to, and the positional encoding.
+"""Two pictures: the cross-attention of a translation, and the positional encoding.
 
 Needs matplotlib (`pip install 'transformer_fast[plots]'`); figures are drawn without a display.
 """
@@ -21,16 +21,16 @@ from .. import ops
 from ..translation.translator import AnyTokenizer
 
 INK, QUIET = "#22252b", "#6b7280"
-WEIGHTS = "Blues"  # lightness alone carries the value: nothing is paper, everything is ink
+WEIGHTS = "Blues"  # lightness shows the value: 0 is white, 1 is black
 SIGNED = "RdBu_r"  # white at zero
 PICTURED = 80
-"""Pieces of a sentence at most that a picture shows: of 800 it takes more memory than machines have."""
+"""Maximum number of pieces per sentence in a picture; 800 pieces would exhaust the memory."""
 CURVES = ("#0b4f8a", "#7fb2e5", "#b3450d", "#f2a65a")  # sine dark and cosine light, a hue for each frequency
 
 
 @torch.inference_mode()
 def cross_attention(model: nn.Module, src: Tensor, trg: Tensor) -> list[Tensor]:
-    """The weights with which each target position reads the source, without dropout.
+    """Compute the cross-attention weights of each target position, without dropout.
 
     model: a `transformer_fast.Transformer`. src (1, S) and trg (1, T): ids, nothing padded; trg begins with BOS.
     Returns one tensor (heads, T, S) for each decoder layer; row t belongs to the token predicted after trg[t].
@@ -104,7 +104,7 @@ def _alignment(figure: SubFigure, weights: Tensor, read: list[str], written: lis
     axes.set_yticks(range(len(written)), written)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
-    # A thin rule between the rows and columns: the eye can follow a piece to its weight.
+    # Thin lines between rows and columns help to find the weight of a piece.
     axes.set_xticks([x + 0.5 for x in range(len(read) - 1)], minor=True)
     axes.set_yticks([y + 0.5 for y in range(len(written) - 1)], minor=True)
     axes.grid(which="minor", color="#e5e7eb", linewidth=0.6)
@@ -192,13 +192,13 @@ def cell_text(axes: Axes, row: int, column: int, text: str, color: str, size: in
 
 
 def _entropy(weights: Tensor) -> float:
-    """Of the heads' mean, averaged over target positions; low means sharp."""
+    """Entropy of the heads' mean, averaged over target positions; low means sharp."""
     mean = weights.mean(dim=0)
     return torch.special.entr(mean).sum(dim=-1).mean().item()
 
 
 def _labels(pieces: Sequence[str]) -> list[str]:
-    """Pieces as people read them: the mark of a new word is a low dot, the end of the sentence is named."""
+    """Labels of pieces: a low dot marks a new word, and the end of the sentence has a name."""
     return [*(piece.replace("\u2581", "\u00b7") for piece in pieces), "end"]
 
 

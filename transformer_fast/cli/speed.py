@@ -46,7 +46,7 @@ def speed(device: torch.device | str, seconds: float = 2.0) -> Iterator[tuple[st
 
 
 def format_speed(rows: Iterable[tuple[str, Timing, Timing]]) -> Iterator[str]:
-    """The table as lines of text, one for each row as soon as it is known."""
+    """Yield the table as lines of text, each row as soon as it is measured."""
     yield f"{'B 32, length 64, d 256, fp32, padded':42} {'fast ms':>9} {'eager ms':>9} {'ratio':>7}"
     for name, fast, eager in rows:
         yield f"{name:42} {1e3 * fast.median:9.3f} {1e3 * eager.median:9.3f} {eager.median / fast.median:6.2f}x"
@@ -58,7 +58,7 @@ def _synchronized(call: Callable[[], object], device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# Each of these builds one side: `source` is `transformer_fast.layers` or `transformer_fast.reference.layers`.
+# Each function below builds one side: `source` is `transformer_fast.layers` or `transformer_fast.reference.layers`.
 
 
 def _embed(source: ModuleType, device: torch.device) -> Callable[[], object]:
@@ -110,7 +110,7 @@ def _training_step(source: ModuleType, device: torch.device, packed: bool = Fals
     src, trg = torch.randint(VOCAB, (2, BATCH, LENGTH), device=device)
     lengths = torch.randint(LENGTH // 2, LENGTH + 1, (2, BATCH), device=device)
     masks = AttentionMask.lengths(lengths[0]), AttentionMask.lengths(lengths[1]) & AttentionMask.causal()
-    dense = [mask.dense(LENGTH, LENGTH, device).squeeze(1) for mask in masks]  # what eager code is given
+    dense = [mask.dense(LENGTH, LENGTH, device).squeeze(1) for mask in masks]  # the mask for eager code
 
     def run() -> None:
         logits = model(src, trg, *(masks if source is layers else dense))

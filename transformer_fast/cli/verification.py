@@ -1,9 +1,9 @@
 """The parity table: every op, and the whole Transformer, on this device, compared with the eager reference.
 
-Each case runs three times on the same numbers: in fp64 on the reference (the truth), in its own dtype on the
-reference (what plain PyTorch would give), and in its own dtype on the kernels. The kernels pass if their largest
-error is at most twice that of plain PyTorch plus four units in the last place of the largest value, for the output
-and for every gradient. Dropout is drawn from one seed on all three sides, so it is compared exactly.
+Each case runs three times on the same numbers: in fp64 on the reference (the exact values), in its own dtype on the
+reference (plain PyTorch), and in its own dtype on the kernels. The kernels pass if their largest error is at most twice
+that of plain PyTorch plus four units in the last place of the largest value, for the output and for every gradient.
+Dropout is drawn from one seed on all three sides, so it is compared exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .verification_cases import SEED, Case, Draw, Tensors, op_cases
 Measured = tuple[Tensor, Tensors]  # an output, and gradients by name
 
 HEADER = f"{'op':16} {'case':39} {'dtype':8} {'tensor':15} {'backend':9} {'error':>8} {'eager':>8} {'gate':>8}"
-# What `backends.choose` calls the kernel of an op, where it has another name.
+# Name of an op in `backends.choose`, if it differs.
 KERNELS = {
     "attention_packed": "attention",
     "layer_norm": "norm",
@@ -91,7 +91,7 @@ def describe(device: torch.device) -> str:
 
 
 def print_parity(rows: Iterable[Parity], indent: str = "") -> bool:
-    """Print the table as it grows, with a last line that counts; whether all of it passed."""
+    """Print the table row by row and a last line with counts; return True if all rows passed."""
     print(indent + HEADER, flush=True)
     passed = []
     for row in rows:
@@ -136,7 +136,7 @@ def _check_transformer(device: torch.device, dtype: torch.dtype) -> Iterator[Par
         with backends.backend(backend):
             logits = model(src, trg, *masks)
             F.cross_entropy(logits.flatten(0, 1).to(torch.float64), trg.roll(-1, 1).flatten()).backward()
-        # As one vector: rounding is shared out among the many weights of a model by chance.
+        # Compare all gradients as one vector, because rounding errors vary at random between the weights of a model.
         gradients = [parameter.grad.flatten() for parameter in model.parameters()]
         return logits.detach(), {f"{len(gradients)} weights": torch.cat(gradients)}
 
@@ -178,7 +178,7 @@ def _compare(
     backend = backends.choose(KERNELS.get(op, op), device, dtype)[0]
     try:
         output, gradients = fast()
-    except Exception as error:  # a kernel that does not compile or launch is a line of the table, not the end of it
+    except Exception as error:  # a kernel that does not compile or launch becomes a line of the table
         note = f"{type(error).__name__}: {error}".splitlines()[0]
         yield Parity(*label, "output", backend, math.inf, 0.0, 0.0, note)
         return

@@ -1,4 +1,4 @@
-"""Cases of the parity table: computations of every op, with inputs that are the same on every device."""
+"""Cases of the parity table: computations of every op, with equal inputs on all devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wide_loss(x: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def op_cases(device: torch.device) -> Iterator[Case]:
-    """Shapes are odd on purpose: nothing divides a tile."""
+    """Cases of every op. Shapes are odd on purpose, so that no size is a multiple of a tile."""
     draw = Draw(device)
     yield from _attention_cases(draw)
     linear = {"x": draw.normal(70, 40), "weight": draw.normal(50, 40), "bias": draw.normal(50)}
@@ -109,7 +109,7 @@ def _attention_cases(draw: Draw) -> Iterator[Case]:
 
 
 def _cases_by_position(draw: Draw, inputs: Tensors) -> Iterator[Case]:
-    """Documents, biases by distance, a softcap and sinks; q, k and v (B, H, L, D)."""
+    """Cases with documents, biases by distance, a softcap and sinks; q, k and v (B, H, L, D)."""
     B, H, L, _ = inputs["q"].shape
     ids = torch.arange(L, device=draw.device).div(30, rounding_mode="floor").expand(B, L)
     documents = AttentionMask.documents(ids) & AttentionMask.causal()

@@ -1,4 +1,4 @@
-"""From two aligned text files to a translator: text, tokenizer, batches, training, checkpoints.
+"""Training of a translator from two aligned text files: text, tokenizer, batches, training, checkpoints.
 
 from transformer_fast.translation import TrainConfig, train, load_trained
 

@@ -1,7 +1,8 @@
-"""The mean of a run's last checkpoints (Vaswani et al. 2017, section 6.1) as one file of it, `average.safetensors`.
+"""The mean of a run's last checkpoints (Vaswani et al. 2017, section 6.1) as one file of the run,
+`average.safetensors`.
 
-The file is replaced as a whole or not at all. Its metadata say which checkpoints it is the mean of, what validation
-measured ("scores"), and a SHA-256 of the weights.
+The file is replaced atomically. Its metadata hold the averaged checkpoints, the validation scores ("scores"), and a
+SHA-256 of the weights.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ ABOUT = "transformer_fast"
 
 @dataclass(frozen=True)
 class Average:
-    """Mean weights of the checkpoints `steps`, and their validation `scores`, empty where nothing was measured; with
-    the number of sentences that its BLEU is of."""
+    """Mean weights of the checkpoints `steps`; the validation `scores` of the mean, empty if not measured; and the
+    number of sentences for BLEU."""
 
     tensors: Tensors
     steps: list[int]
@@ -35,7 +36,7 @@ class Average:
 
 
 def steps_to_average(folder: RunFolder, last: int) -> list[int]:
-    """The newest `last` regular checkpoints, ascending; those at the end of an epoch, where the run has any.
+    """The newest `last` regular checkpoints, ascending; only checkpoints at the end of an epoch, if the run has any.
 
     Raises:
         CheckpointError: one of them is damaged.
@@ -45,7 +46,7 @@ def steps_to_average(folder: RunFolder, last: int) -> list[int]:
 
 
 def average_checkpoints(folder: RunFolder, last: int) -> Average:
-    """The mean of the newest `last` checkpoints, of as many as there are; summed in fp64, one in memory at a time.
+    """Mean of the newest `last` checkpoints, or of fewer if fewer exist; summed in fp64, one in memory at a time.
 
     Raises:
         ConfigError: `last` is not positive.
@@ -65,8 +66,8 @@ def average_checkpoints(folder: RunFolder, last: int) -> Average:
 
 @torch.no_grad()
 def average_models(models: Sequence[nn.Module]) -> nn.Module:
-    """A model with the mean of the parameters of some that differ in nothing else, as of the checkpoints of one run
-    (Vaswani et al. 2017, section 6.1); summed in fp64, buffers are the first's.
+    """Model with the mean parameters of several models that differ only in parameters, such as checkpoints of one run
+    (Vaswani et al. 2017, section 6.1). Sums are in fp64; buffers are those of the first model.
 
     Raises:
         ConfigError: their parameters have different names or shapes.
@@ -82,7 +83,8 @@ def average_models(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def _mean(states: Iterable[Tensors]) -> Tensors:
-    """Summed in fp64, one in memory at a time; raises ValueError where names or shapes differ."""
+    """Mean of tensors, summed in fp64, one checkpoint in memory at a time; raises ValueError if names or shapes
+    differ."""
     total: Tensors = {}
     for count, tensors in enumerate(states, start=1):
         total = total or {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors.items()}
@@ -94,7 +96,7 @@ def _mean(states: Iterable[Tensors]) -> Tensors:
 
 
 def save_average(folder: RunFolder, average: Average) -> None:
-    """Write it as the run's `average.safetensors`.
+    """Write an average as the run's `average.safetensors`.
 
     Raises:
         CheckpointError: the disk is full or the folder cannot be written; the checkpoints, and an average that was
@@ -102,7 +104,7 @@ def save_average(folder: RunFolder, average: Average) -> None:
     """
     about = {"format": FORMAT, "steps": average.steps, "scores": average.scores, "sha256": _digest(average.tensors)}
     about["bleu_sentences"] = average.bleu_sentences
-    # One entry: safetensors writes several in any order, and the same mean should be the same bytes.
+    # One entry, because safetensors writes several entries in any order, and equal means should give equal bytes.
     data = safetensors.torch.save(average.tensors, {ABOUT: json.dumps(about)})
     advice = ". The checkpoints are untouched; average them again once it can be written"
     with os_error_as_checkpoint_error(f"cannot write {folder.average}", advice):
@@ -119,7 +121,7 @@ def load_average(folder: RunFolder) -> Average:
 
 
 def describe_average(folder: RunFolder) -> Average:
-    """The run's average without its weights.
+    """Metadata of the run's average, without weights.
 
     Raises:
         CheckpointError: there is no average, or it is damaged.

@@ -1,5 +1,5 @@
-"""Batches of about equally long sentences, bounded by tokens and drawn in an order that is a pure function of
-(seed, epoch): to resume in the middle of an epoch, two integers are enough.
+"""Batches of about equally long sentences, bounded by tokens. Their order is a pure function of (seed, epoch), so two
+integers suffice to resume in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENCODE_CHUNK = 10_000
 
 
 class TokenStore:
-    """Many short id sequences in one flat array: 4 bytes a token instead of a Python list's 36."""
+    """Many short id sequences in one flat array: 4 bytes per token instead of 36 in a Python list."""
 
     def __init__(self) -> None:
         self._ids, self._ends = array("i"), array("q", [0])
@@ -36,7 +36,8 @@ class TokenStore:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> Tensor:
-        """Sequence `index` as int32 `(length,)`, a view of the store; nothing can be appended while it lives."""
+        """Sequence `index` as int32 `(length,)`, a view of the store; while the view exists, appending is not
+        possible."""
         start, length = self._ends[index], self.length(index)
         if not length:
             return torch.empty(0, dtype=torch.int32)
@@ -54,9 +55,9 @@ class Batch:
         source: `(B, S)` int64, each row closed by `eos`.
         source_lengths, target_lengths: `(B,)` int32, `bos` or `eos` counted; they stay on the CPU, where a packed
             batch needs them.
-        target_in: `(B, T)` int64, what the decoder reads: `bos` and the sentence.
-        target_out: `(B, T)` int64, what it must predict: the sentence and `eos`.
-        tokens: how many of the `B * T` targets are not padding.
+        target_in: `(B, T)` int64, input of the decoder: `bos` and the sentence.
+        target_out: `(B, T)` int64, expected output: the sentence and `eos`.
+        tokens: number of the `B * T` targets that are not padding.
     """
 
     source: Tensor
@@ -120,7 +121,7 @@ class Corpus:
         return self._sides[0].length(index) + 1, self._sides[1].length(index) + 1
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The pairs `indices`, padded to the longest of them."""
+        """Batch of the pairs `indices`, padded to the longest pair."""
         eos, bos = torch.tensor([EOS], dtype=torch.int32), torch.tensor([BOS], dtype=torch.int32)
         source = [torch.cat((self._sides[0][i], eos)) for i in indices]
         target = [self._sides[1][i] for i in indices]
@@ -157,12 +158,12 @@ def plan_batches(corpus: Corpus, batch_tokens: int, order: Sequence[int]) -> lis
 
 
 class TokenBatches:
-    """An endless stream of training batches whose place is `(epoch, position)`.
+    """Endless stream of training batches with the position `(epoch, position)`.
 
     Args:
         corpus: the encoded pairs.
-        batch_tokens: most padded tokens of a batch, on either side.
-        seed: with the epoch, decides the order of everything.
+        batch_tokens: maximum number of padded tokens per batch, on either side.
+        seed: decides the order of batches, together with the epoch.
     """
 
     def __init__(self, corpus: Corpus, batch_tokens: int, seed: int):
@@ -172,7 +173,7 @@ class TokenBatches:
 
     def plan(self, epoch: int) -> list[list[int]]:
         """The batches of one epoch, as lists of pair numbers: every pair exactly once."""
-        # A string seed goes through SHA-512: neighbouring epochs and seeds are unrelated, on every platform.
+        # A string seed goes through SHA-512, so that neighbouring epochs and seeds are unrelated, on every platform.
         rng = random.Random(f"transformer_fast batches {self.seed} {epoch}")
         order = list(range(len(self.corpus)))
         rng.shuffle(order)
@@ -181,8 +182,8 @@ class TokenBatches:
         return batches
 
     def next_batch(self, rank: int = 0, world_size: int = 1) -> tuple[Batch, int]:
-        """The rows of the next batch that this process trains on, and how many targets the whole batch has. If there
-        is no row for it, its batch has one whose targets are all padding."""
+        """Rows of the next batch for this process, and the number of targets in the whole batch. A process without rows
+        gets one row whose targets are all padding."""
         if self.position == len(self._plan):
             self.seek(self.epoch + 1, 0)
         self.position += 1

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a power cut: safetensors for numbers, json for the rest, nothing executable.
+"""Checkpoints that survive a power cut: safetensors for tensors, json for all other values, no executable code.
 
     RUN/config.json            settings, fingerprint of the data, format       written when a run begins
     RUN/tokenizer.model        the sentencepiece model                         written once
@@ -11,9 +11,9 @@
         state.json             step, place in the data, best step so far, sizes and SHA-256 of the other files
 
 A checkpoint is written into `.tmp-step-...`, every file and then the folder is flushed to disk, and one rename
-makes it visible. So a folder named step-... is always complete, whenever the process was killed; what a killed
-writer left behind is swept up at the next start. Which checkpoint is the best one is told by the newest
-checkpoint itself: there is no second file that could disagree.
+makes it visible. So a folder named step-... is always complete, even if the process was killed. The next start removes
+temporary folders of a killed writer. The newest checkpoint records which checkpoint is the best; no second file could
+disagree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 SCRATCH = ".tmp-"
 
 Tensors = dict[str, Tensor]
-Scores = dict[str, float]  # what validation measured: "valid_loss", in nats a token, and "bleu", as far as measured
+Scores = dict[str, float]  # validation scores: "valid_loss", in nats per token, and "bleu", as far as measured
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Checkpoint:
 
 
 LEAST_BLEU = 1.0
-"""A BLEU below this, of 100, says nothing: some words agree by chance."""
+"""A BLEU below this (of 100) is not informative, because some words agree by chance."""
 
 
 def is_better(scores: Scores, than: Scores, *, same_sentences: bool = True) -> bool:
-    """Compare what validation measured: by BLEU where both have one that says something, else by loss.
+    """Compare validation scores: by BLEU if both BLEUs are informative, else by loss.
 
-    same_sentences: both BLEUs are of the same sentences; those of others are not compared.
+    same_sentences: True if both BLEUs are on the same sentences; otherwise BLEUs are not compared.
     """
     if same_sentences and "bleu" in scores and "bleu" in than:
         mine, theirs = scores["bleu"], than["bleu"]
@@ -86,7 +86,7 @@ def _write_flushed(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: PathLike, data: bytes) -> None:
-    """Replace the file `path` by `data` so that readers, and a crash, see the old or the new content, never a part."""
+    """Replace the content of `path` by `data`. Readers, also after a crash, see either the old or the new content."""
     path = Path(path)
     scratch = path.with_name(SCRATCH + path.name)
     try:
@@ -141,7 +141,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Create the folder, keep other trainings out of it, and sweep up what a killed one left.
+        """Create the folder, lock it against other trainings, and remove files of a killed training.
 
         Raises:
             CheckpointError: the folder cannot be created or written, or another process is training in it.
@@ -151,7 +151,7 @@ class RunFolder:
             lock = open(self.root / ".lock", "wb")  # noqa: SIM115 - closed by the with below
         with lock:
             try:
-                # The kernel lets go of the lock when the process dies, however it dies.
+                # The operating system releases the lock when the process ends, even if it is killed.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise CheckpointError(f"another process is training in {self.root}; choose another folder") from None
@@ -168,7 +168,7 @@ class RunFolder:
         return self.root / f"step-{step:08d}"
 
     def save(self, step: int, tensors: dict[str, Tensors], state: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`; afterwards it is on disk, or nothing has changed.
+        """Write the checkpoint of `step` atomically.
 
         Raises:
             CheckpointError: the disk is full or the folder cannot be written; names the last good checkpoint.
@@ -195,12 +195,12 @@ class RunFolder:
             ) from error
 
     def regular_steps(self) -> list[int]:
-        """Steps whose checkpoint one run in one piece has too, and the newest one; ascending."""
+        """Steps of checkpoints that an uninterrupted run would have too, and the newest step; ascending."""
         steps = self.steps()
         return [step for step in steps if step == steps[-1] or not self._is_between(step)]
 
     def _is_between(self, step: int) -> bool:
-        """Return True for a checkpoint at which a run only ended; False for one that cannot be read."""
+        """Return True for a checkpoint that exists only because a run was interrupted; False if it cannot be read."""
         try:
             return bool(self.state(step).get("between"))
         except CheckpointError:
@@ -211,7 +211,7 @@ class RunFolder:
         kept = {*self.regular_steps()[-keep_last:], *others}
         for step in self.steps():
             if step not in kept:
-                # Renamed first: a kill half way through the deletion must not leave half a checkpoint.
+                # Renamed first, so that an interrupted deletion leaves no partial checkpoint.
                 doomed = self.root / f"{SCRATCH}old-{step}"
                 os.rename(self.path(step), doomed)
                 _remove(doomed)
@@ -228,8 +228,8 @@ class RunFolder:
             raise CheckpointError(f"{error}. {self.last_good(step)}") from None
 
     def load_eval_weights(self, step: int) -> tuple[Tensors, dict[str, Any]]:
-        """The weights that translate with the checkpoint of `step`, which are the moving average where there is one,
-        and the checkpoint's plain values; raises as `load` does."""
+        """Weights for translation with the checkpoint of `step` (the moving average if there is one), and the
+        checkpoint's plain values; raises as `load` does."""
         group = "ema" if "ema" in _groups(self.state(step)) else "model"
         checkpoint = self.load(step, (group,))
         return checkpoint.tensors[group], checkpoint.state
@@ -268,13 +268,13 @@ class RunFolder:
         return steps[-1]
 
     def best_step(self) -> int:
-        """The step of the best checkpoint, which is the newest one where nothing was measured; raises as that does."""
+        """Step of the best checkpoint, or of the newest if nothing was measured; raises as `newest_step` does."""
         newest = self.newest_step()
         best = self.state(newest).get("best_step")
         return best if best in self.steps() else newest
 
     def last_good(self, bad_step: int) -> str:
-        """Advice where the checkpoint of a step cannot be read or written."""
+        """Advice for an error in reading or writing the checkpoint of a step."""
         others = [step for step in self.steps() if step != bad_step]
         if not others:
             return "There is no other checkpoint."
@@ -284,7 +284,7 @@ class RunFolder:
 
 
 def _groups(state: dict[str, Any]) -> list[str]:
-    """The groups of tensors that a checkpoint has; the first two, every one must have."""
+    """Groups of tensors in a checkpoint; the first two groups are required."""
     files = state.get("files")
     return ["model", "optimizer", *(["ema"] if isinstance(files, dict) and "ema.safetensors" in files else [])]
 

@@ -37,10 +37,10 @@ def parse_duration(text: str | float) -> float:
 
 
 def generation_config(settings: Mapping[str, Any], default: GenerationConfig | None = None) -> GenerationConfig:
-    """The options of a search from settings of TOML or JSON, in the place of those of `default`.
+    """Search options from TOML or JSON settings, which override those of `default`.
 
     Raises:
-        ConfigError: names the setting that generation does not know, or that cannot work.
+        ConfigError: for an unknown or invalid setting; the message names it.
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"expected options of translation by name, got {settings!r}")
@@ -183,7 +183,7 @@ class TrainConfig:
         found = []
         for setting in dataclasses.fields(self):
             mine, theirs = getattr(self, setting.name), getattr(other, setting.name)
-            # The cooldown is before the end of the run: with another end, rates already trained with would differ.
+            # The cooldown ends with the run; another end would change learning rates that were already used.
             fixed = not setting.metadata["free"] or (setting.name == "max_steps" and other.cooldown)
             if fixed and mine != theirs:
                 found.append(f"{setting.name} is {mine}, the run has {theirs}")
@@ -199,7 +199,7 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "float": ((int, float), "a number"),
     "bool": ((bool,), "True or False"),
 }
-"""By their annotation, the types of settings; POSITIVE and NOT_NEGATIVE look at whole numbers."""
+"""Checks of settings by type annotation; POSITIVE and NOT_NEGATIVE check whole numbers."""
 NOT_NEGATIVE = ("cooldown", "bleu_sentences", "seed", "valid_every", "patience", "average_last")
 
 

@@ -1,4 +1,4 @@
-"""Surroundings of a run: device, arithmetic, the user's interrupt, folder and text."""
+"""Environment of a run: device, arithmetic, interrupts, folder and text."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def open_run(
 ) -> tuple[ParallelText, ParallelText | None, Tokenizer]:
     """Training text, validation text and tokenizer of the run in `folder`, which starts here or is continued.
 
-    translation: options of a search that the run shall keep; None leaves those that it has.
+    translation: search options to store in the run; None keeps the stored options.
 
     Raises:
         ConfigError, DataError: see `TrainConfig` and `read_parallel`.

@@ -1,4 +1,4 @@
-"""A run that was not trained here but imported: any encoder-decoder that `Transformer` can be, and its tokenizer.
+"""Imported runs: an encoder-decoder model of another program that `Transformer` can represent, with its tokenizer.
 
     RUN/config.json            format, architecture, special pieces, how to search, SHA-256 of the files below
     RUN/source.spm, target.spm the sentencepiece models
@@ -65,7 +65,7 @@ class ModelConfig:
 
 
 def build_imported(config: ModelConfig) -> nn.Module:
-    """The model, its weights still to be loaded."""
+    """Build the model, without loading its weights."""
     names = ("d_ff", "activation", "scale", "positions", "norm", "norm_first", "tie_weights")
     options = {name: getattr(config, name) for name in (*names, "attention_dropout", "activation_dropout")}
     sizes = config.src_vocab, config.trg_vocab, config.d_model, config.layers, config.heads

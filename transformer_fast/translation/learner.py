@@ -1,4 +1,4 @@
-"""A model that learns: its optimizer, its moving average, one update of them, and their tensors in and out."""
+"""Training state: model, optimizer and moving average; updates them and converts them to and from tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .ranks import Ranks, distribute, gradient_sync
 
 
 class Learner:
-    """One process's share of the model, which is all of it where there is one process.
+    """Share of the model in one process; the whole model if there is one process.
 
     Args:
         config: the settings.
@@ -61,7 +61,7 @@ class Learner:
         for left, batch in zip(reversed(range(len(batches))), batches):
             with gradient_sync(self._loss, left == 0):
                 with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
-                    # The gradients of the processes are averaged, and are to be summed.
+                    # DDP averages the gradients of the processes; here the sum is needed.
                     loss = self._loss(batch.to(self.device)) * self.ranks.world_size
                 # Divided by the tokens of the whole update: every token weighs the same, however the batches split.
                 loss = loss / tokens
@@ -78,7 +78,7 @@ class Learner:
         return total, torch.zeros_like(norm) if self.scaler.is_enabled() else norm
 
     def tensors(self) -> dict[str, Tensors]:
-        """All that a checkpoint holds of it, unsharded: groups "model", "optimizer" and perhaps "ema". Collective."""
+        """Tensors for a checkpoint, unsharded: groups "model", "optimizer" and optionally "ema". Collective."""
         groups = {"model": model_tensors(self.model), "optimizer": optimizer_tensors(self.model, self.optimizer)}
         if self.ema:
             groups["ema"] = groups["model"] | self.ema.tensors()

@@ -44,7 +44,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after update `step` (1, 2, ...)."""
+        """Update the averages with the weights after update `step` (1, 2, ...)."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         for _, parameter, average in self._pairs:
             average.lerp_(parameter, share)

@@ -1,7 +1,7 @@
 """Two sentencepiece models, of the source and of the target language, with maps of pieces to ids, as Marian has them.
 
-The ids are those of the maps (`vocab.json`), not of sentencepiece. What is computed is what Hugging Face's
-`MarianTokenizer` computes.
+The ids are those of the maps (`vocab.json`), not of sentencepiece. Results equal those of Hugging Face's
+`MarianTokenizer`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PairTokenizer:
 
     @property
     def model(self) -> bytes:
-        """All of it in one piece: two tokenizers with the same are the same."""
+        """All files as bytes; two tokenizers with equal bytes are equal."""
         files = self.files
         return _bytes([files.vocab, files.target_vocab, self.bos, self.special]) + files.source + files.target
 
@@ -126,7 +126,7 @@ class PairTokenizer:
         return text.replace(WORD_START, " "), spans + [None] * (len(ids) - len(spans))
 
     def split_tag(self, line: str) -> tuple[str, str]:
-        """The language that a line asks for, such as ">>fr<<", or nothing; and the rest of the line."""
+        """Split the language tag of a line, such as ">>fr<<" or "", from the rest of the line."""
         tag = TAG.match(line)
         return ("", line) if tag is None else (tag[0], line[tag.end() :])
 

@@ -1,6 +1,6 @@
-"""The parts of a line that is longer than a model takes: cut between sentences, between words, or between characters.
+"""Split lines longer than the model's limit: between sentences, between words, or between characters.
 
-A part begins with the language tag of its line (">>fr<<"), which stands in the line once.
+Each part begins with the language tag of its line (">>fr<<").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of training and of translating: a bar on a terminal, a line now and then anywhere else."""
+"""Progress of training and of translating: a bar on a terminal, else a line at intervals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TrainResult:
 
 
 class Progress(Protocol):
-    """Receiver of what `train` reports; anything with these three methods will do."""
+    """Protocol for receivers of `train`'s reports: any object with these three methods."""
 
     def update(self, status: Status) -> None: ...
 
@@ -149,7 +149,7 @@ class LineProgress:
             self._bar = tqdm(total=count(), unit=" lines", file=self._stream, dynamic_ncols=True)
 
     def update(self) -> None:
-        """One line more is translated."""
+        """Count one more translated line."""
         self._lines += 1
         if self._bar is not None:
             self._bar.update()
@@ -175,4 +175,4 @@ class LineProgress:
 
 
 class Silent(Progress):
-    """Reports nothing: what the protocol's own methods do."""
+    """Progress that reports nothing."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Ranks:
-    """This process among those that train.
+    """Rank of this process, and the number of training processes.
 
     Attributes:
         rank, world_size: its number, and how many there are. Rank 0 writes files and reports.
@@ -96,7 +96,7 @@ def _shard(module: nn.Module, device: torch.device) -> None:
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """All of a tensor: of a DTensor, on the CPU, and then every process must call this; else the tensor itself."""
+    """Full tensor of a DTensor, on the CPU (every process must call this); any other tensor is returned unchanged."""
     return tensor.full_tensor().cpu() if _is_dtensor(tensor) else tensor
 
 

@@ -15,7 +15,7 @@ from .checkpoint import RunFolder
 from .errors import os_error_as_checkpoint_error
 from .ranks import Ranks
 
-VALID = ("valid_loss", "bleu", "average_")  # how the names begin that TensorBoard shows under "valid", not "train"
+VALID = ("valid_loss", "bleu", "average_")  # prefixes of names that TensorBoard shows under "valid", not "train"
 
 
 class Window:
@@ -100,7 +100,7 @@ class RunLog:
                         self._writer.add_scalar(f"{group}/{name}", value, line["step"])
 
     def flush(self) -> int:
-        """Bring it to the disk; how many bytes `log.jsonl` has."""
+        """Flush the log to disk; return the size of `log.jsonl` in bytes."""
         if self._writer is not None:
             with _writing(self._events):
                 self._writer.flush()
@@ -109,7 +109,7 @@ class RunLog:
             return log.tell()
 
     def close(self) -> None:
-        """Nothing is written after this."""
+        """Close the log; later writes are not allowed."""
         if self._writer is not None:
             with _writing(self._events):
                 self._writer.close()

@@ -41,7 +41,7 @@ class ParallelText:
 def open_text(source: PathLike | IO[bytes], *, name: str = "") -> Iterator[Iterator[bytes]]:
     """Context with the lines of a text as bytes, without their line ends and the mark of UTF-8 before the first.
 
-    Lines are read as they are asked for. Of a text that breaks off, all lines that are whole come before the error.
+    Lines are read lazily. For a truncated text, all complete lines are yielded before the error.
 
     Args:
         source: the path of a plain or gzipped file, or an open binary stream. gzip is recognised by its first two
@@ -71,7 +71,7 @@ def open_text(source: PathLike | IO[bytes], *, name: str = "") -> Iterator[Itera
             if not hasattr(stream, "peek"):
                 stream = io.BufferedReader(stream)  # type: ignore[arg-type]
                 stack.callback(stream.detach)
-            # Someone typing has not written a line yet.
+            # Interactive input has no complete line yet.
             start = b"" if stream.isatty() else stream.peek(2)[:2]
         packed = start == GZIP_MAGIC
         yield _lines(stack.enter_context(gzip.GzipFile(fileobj=stream)) if packed else stream, name)
@@ -97,7 +97,7 @@ def read_lines(path: PathLike, *, may_be_blank: bool = False) -> list[str]:
         may_be_blank: take a text of nothing but blank lines.
 
     Raises:
-        DataError: what `open_text` raises; empty, or invalid UTF-8 (with the line number).
+        DataError: as for `open_text`; also for an empty file or invalid UTF-8 (with the line number).
     """
     decoded = []
     with open_text(path) as lines:

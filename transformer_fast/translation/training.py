@@ -1,4 +1,4 @@
-"""The training loop: everything a run is, in the order in which it happens.
+"""The training loop of a run.
 
 A run is a pure function of its settings, its text and its step. Weights, Adam's moments, random number states, the
 place in the data and the sums of the report under way are all in a checkpoint, so a run that was killed, at any
@@ -33,7 +33,7 @@ from .ranks import Ranks, gather_rng_states, process_group, restore_rng_states, 
 from .reports import RunLog, Window
 from .validation import Validation
 
-STOPPED = (None, "patience", "max_time", "max_steps", "interrupted")  # where several hold, the last is the reason
+STOPPED = (None, "patience", "max_time", "max_steps", "interrupted")  # if several apply, the last is reported
 REPORT_EVERY = 20  # updates; a report reads the loss back from the device, which an update does not do
 
 
@@ -116,8 +116,8 @@ class _Run:
         self.window = Window(self.device, ranks)
         self.last_loss: float | None = None
         self.saved_step = -1
-        # What a run ended with that is now trained on: the last validation, which one piece would not have, and where
-        # the log stood before it.
+        # State before the last validation of an interrupted run, which an uninterrupted run would not have: scores and
+        # log size.
         self.at_end: dict[str, Any] | None = None
         self.log_bytes: int | None = None
         self._describe(corpus)
@@ -181,7 +181,7 @@ class _Run:
         )
 
     def _say_finished(self, stopped: str) -> None:
-        """Say that there was nothing to train, where the result is, and how to train on."""
+        """Report that nothing was trained, where the result is, and how to continue training."""
         found = self.folder.path(self.validation.best_step or self.step)
         value = format_seconds(self.config.max_time) if stopped == "max_time" else getattr(self.config, stopped)
         advice = f"raise {stopped}, which is {value}, to train on"

@@ -22,9 +22,9 @@ from .worker_pool import translate_chunks
 CHUNK_LINES = 2_000
 CHUNK_CHARACTERS = 1_000_000
 PART_BITS = 16
-"""Of the number of a stream, for the part of a line; the others are the number of the line."""
+"""Bits of a random stream's number for the part of a line; the other bits hold the line number."""
 WORKER_LINES = 250
-"""Fewer at a time do not fill batches."""
+"""Minimum number of lines per chunk; fewer do not fill batches."""
 
 AnyTokenizer = Tokenizer | PairTokenizer
 Answers = Iterator[tuple[int, list[Hypothesis] | Exception]]
@@ -233,7 +233,7 @@ class Translator:
         written = [(token, span) for token, span in enumerate(spans) if span is not None]
         if not sources or not written:
             return ()
-        attended = hypothesis.alignment[:, : len(sources)].argmax(dim=1).tolist()  # EOS, which is behind, is no word
+        attended = hypothesis.alignment[:, : len(sources)].argmax(dim=1).tolist()  # EOS at the end is no word
         targets = word_numbers(text, [span for _, span in written])
         found = {(sources[attended[token]], target) for (token, _), target in zip(written, targets)}
         pairs = {(source, target) for source, target in found if source is not None and target is not None}

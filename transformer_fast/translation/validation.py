@@ -18,7 +18,7 @@ from .translator import Translator
 
 
 class Validation:
-    """Held-out text, and the best that was measured on it.
+    """Held-out text, and the best scores measured on it.
 
     Args:
         config: the settings. text: the held-out text; None measures nothing.
@@ -43,7 +43,7 @@ class Validation:
         self.without_better = 0
 
     def measure(self, model: nn.Module) -> tuple[Scores, str]:
-        """The scores of a model, and the same for people."""
+        """Measure the scores of a model; also return them as text."""
         if self.text is None or self.corpus is None:
             return {}, "no validation text"
         loss = corpus_loss(model, self.corpus, self.config.batch_tokens, self.device)
@@ -58,7 +58,7 @@ class Validation:
         return scores, summary
 
     def take(self, step: int, scores: Scores) -> bool:
-        """Remember the scores of `step`; whether they are the best so far."""
+        """Record the scores of `step`; return True if they are the best so far."""
         self.scores = scores
         sentences = self.config.bleu_sentences
         same = sentences == self.best_sentences

@@ -1,10 +1,9 @@
-"""Word of a text that each piece belongs to, where sentencepiece cut the text or put it together.
+"""Mapping of sentencepiece pieces to the words of a text, for encoding and decoding.
 
-A word is what stands between white space, in the text as it was typed or written: ``text.split()``. Pieces are another
-matter. sentencepiece normalises a text before it cuts it (a no-break space, a zero-width space or a diaeresis becomes a
-space, an ellipsis three characters), and writes an unknown piece with spaces around it. So words are not counted by
-pieces that begin one. sentencepiece says which bytes of the text a piece covers; the word is the one at its first
-character that is no white space.
+Words are separated by white space in the original text: ``text.split()``. sentencepiece normalises a text before it
+cuts it (a no-break space, a zero-width space or a diaeresis becomes a space, an ellipsis three characters), and writes
+an unknown piece with spaces around it. So counting pieces that begin a word would be wrong. sentencepiece gives the
+bytes of the text that a piece covers; the piece belongs to the word at its first non-space character.
 """
 
 from __future__ import annotations

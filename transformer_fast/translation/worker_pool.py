@@ -1,4 +1,4 @@
-"""A text translated by several workers at a time: threads of Python with a share of PyTorch's threads each.
+"""Pool of workers that translate a text: Python threads, each with a share of PyTorch's threads.
 
 The threads of one product wait for the slowest of them, and all but one wait while Python runs. Workers do not wait for
 one another: ops run without the interpreter's lock.
@@ -36,7 +36,7 @@ def translate_chunks(
     threads = torch.get_num_threads()
     share = max(threads // workers, 1)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(evaluation_mode(*models))  # not by each worker: one would end it for the others
+        stack.enter_context(evaluation_mode(*models))  # once for all workers
         stack.callback(torch.set_num_threads, threads)  # a thread's own is what new threads begin with
         pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
         stack.callback(pool.shutdown, cancel_futures=True)

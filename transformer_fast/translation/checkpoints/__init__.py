@@ -1,4 +1,4 @@
-"""Models of other programs in, and ours out.
+"""Import of models of other programs, and export to other programs.
 
 from transformer_fast.translation.checkpoints import export_hf, import_marian
 

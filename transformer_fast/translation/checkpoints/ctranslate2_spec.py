@@ -1,4 +1,4 @@
-"""A model as a specification of CTranslate2, which needs that package.
+"""Conversion of a model to a specification of CTranslate2; needs the package ctranslate2.
 
 Source: Klein et al. 2020, "The OpenNMT Neural Machine Translation Toolkit"; the names are those of `ctranslate2.specs`.
 """
@@ -80,7 +80,7 @@ def _set_feed_forward(spec: Any, module: nn.Module, norm: nn.Module) -> None:
 
 
 def _set_linear(spec: Any, linears: Sequence[nn.Linear]) -> None:
-    """Linear layers of one input, one below the other."""
+    """Set the weights of linear layers with the same input, stacked along the outputs."""
     spec.weight = _array(torch.cat([linear.weight for linear in linears]))
     spec.bias = _array(torch.cat([linear.bias for linear in linears]))
 
@@ -96,6 +96,6 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 def _tokens(vocab: dict[str, int], size: int) -> list[str]:
-    """The piece of every id; ids that have none get a name that no text has."""
+    """Piece per id; an id without a piece gets a name that occurs in no text."""
     pieces = {id_: piece for piece, id_ in vocab.items()}
     return [pieces.get(id_, f"<no piece {id_}>") for id_ in range(size)]

@@ -26,7 +26,7 @@ from .marian_weights import to_marian
 TRAINED_SEARCH = GenerationConfig(
     beam=5, length_penalty=1.0, length_norm="power", slots="keep", early_stop="now", max_length=511
 )
-"""How an exported model that was trained here is searched: as near to our defaults as the other program can say."""
+"""Search options of an exported model that was trained here: the closest settings to our defaults."""
 
 
 def export_hf(run: PathLike, out: PathLike, *, which: str = "best") -> None:
@@ -35,7 +35,8 @@ def export_hf(run: PathLike, out: PathLike, *, which: str = "best") -> None:
     which: as for `load_trained`. A run that was trained here must be post-norm with LayerNorm, in cased text.
 
     Raises:
-        CheckpointError: the run is damaged, is what Marian cannot be, or `out` is there already or cannot be written.
+        CheckpointError: the run is damaged or not representable as a Marian model, or `out` exists or cannot be
+            written.
     """
     trained = load_trained(run, which=which)
     lowercase = isinstance(trained.config, TrainConfig) and trained.config.lowercase
@@ -83,7 +84,7 @@ def export_ctranslate2(run: PathLike, out: PathLike, *, which: str = "best", qua
 
     Raises:
         ModuleNotFoundError: CTranslate2 is not installed.
-        CheckpointError: the run is damaged, it is what CTranslate2 cannot be, or `out` is there already.
+        CheckpointError: the run is damaged or not representable in CTranslate2, or `out` exists.
     """
     from .ctranslate2_spec import make_spec  # needs the package
 

@@ -1,4 +1,4 @@
-"""A run on its way to another program."""
+"""Parts of a run for export to another program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..pair_tokenizer import PairTokenizer
 
 @dataclass(frozen=True)
 class Exported:
-    """Model, configuration, tokenizer and search of a run, as both formats are made of them."""
+    """Model, configuration, tokenizer and search options of a run: the input of both exporters."""
 
     model: nn.Module
     config: ModelConfig

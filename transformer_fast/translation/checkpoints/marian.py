@@ -20,7 +20,7 @@ from .marian_weights import from_marian
 from .weight_files import read_object, read_weights
 
 ACTIVATIONS = {"relu": "relu", "swish": "swish", "silu": "swish", "gelu": "gelu"}
-# What transformers takes where config.json does not say it.
+# Defaults of transformers for settings missing in config.json.
 DEFAULTS: dict[str, Any] = {
     **{f"{side}_layers": 12 for side in ("encoder", "decoder")},
     **{f"{side}_ffn_dim": 4096 for side in ("encoder", "decoder")},
@@ -50,8 +50,8 @@ def import_marian(folder: PathLike, save: PathLike) -> None:
     generation_config.json, tokenizer_config.json and target_vocab.json. Weights of 16 bits become fp32.
 
     Raises:
-        CheckpointError: the folder is something else or incomplete, a file in it is damaged or does not fit the others,
-            it says what cannot be done here, or `save` is there already. Nothing is written then.
+        CheckpointError: the folder is no Marian model or incomplete, a file is damaged or does not fit the others, a
+            setting is not supported, or `save` exists. In these cases nothing is written.
     """
     folder, save = Path(folder), Path(save)
     if save.exists():
@@ -181,7 +181,7 @@ def _read_generation(
     path = folder / "generation_config.json"
     if path.exists():
         settings = read_object(path)
-    else:  # as transformers does: what config.json says of it
+    else:  # as transformers does: the value in config.json
         path = folder / "config.json"
         settings = {name: config[name] for name in READ | REFUSED if name in config}
     marks = ("eos_token_id", tokenizer.eos), ("decoder_start_token_id", tokenizer.bos), ("pad_token_id", tokenizer.pad)

@@ -1,4 +1,4 @@
-"""Options of a search, in the settings of Hugging Face transformers and in ours."""
+"""Conversion of search options between Hugging Face transformers and this package."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from ...generation import GenerationConfig
 from ..errors import CheckpointError
 
-DEFAULT_NEW_TOKENS = 20  # of an answer at most, where transformers is told nothing
+DEFAULT_NEW_TOKENS = 20  # default maximum length in transformers
 EARLY_STOP: dict[object, bool | str] = {False: "now", None: "now", True: True, "never": False}
 
-# Settings that change no answer of ours: ids that are read elsewhere, what is returned, how caches are kept, and the
-# ways of sampling, which count only with do_sample.
+# Settings that do not change results here: ids that are read elsewhere, return options, cache options, and sampling
+# options, which matter only with do_sample.
 NO_MATTER = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
     *("_from_model_config", "_commit_hash", "use_cache", "cache_implementation", "cache_config", "return_legacy_cache"),
@@ -34,12 +34,12 @@ REFUSED = {
 
 
 def from_settings(settings: Mapping[str, Any], *, eos: int, vocabulary: int, where: str) -> GenerationConfig:
-    """The settings of a generation_config.json as ours.
+    """Convert the settings of a generation_config.json to ours.
 
     eos, vocabulary: of the model. where: the file, for the errors.
 
     Raises:
-        CheckpointError: a setting that would change the answers cannot be said in ours, or has no sense.
+        CheckpointError: a setting that would change the results has no equivalent here, or is invalid.
     """
     try:
         return _from_settings({n: v for n, v in settings.items() if v is not None}, eos, vocabulary, where)
@@ -70,10 +70,10 @@ def _from_settings(settings: dict[str, Any], eos: int, vocabulary: int, where: s
         if len(word) != 1:
             raise refuse("bad_words_ids", "words of more than one token are not known here")
         suppress |= set(word)
-    suppress -= {eos}  # which transformers never forbids
+    suppress -= {eos}  # transformers never forbids this token
     if any(not isinstance(token, int) or not 0 <= token < vocabulary for token in suppress):
         raise refuse("bad_words_ids", f"expected ids below {vocabulary}, the size of the vocabulary")
-    # Their max_length and min_length count the token that a translation begins with; so min_length counts EOS here.
+    # In transformers, max_length and min_length count the start token, so min_length counts EOS here.
     longest, least = settings.get("max_new_tokens") or DEFAULT_NEW_TOKENS, settings.get("min_length") or 0
     if settings.get("max_length") and not settings.get("max_new_tokens"):
         longest = settings["max_length"] - 1
@@ -126,5 +126,5 @@ def to_settings(config: GenerationConfig, *, eos: int) -> dict[str, Any]:
 
 
 def _off(value: object) -> bool:
-    """Return True for a value of an unknown setting that does nothing: penalties and groups of 1."""
+    """Return True if the value of an unknown setting has no effect, such as a penalty or group of 1."""
     return not value or (type(value) in (int, float) and value == 1)

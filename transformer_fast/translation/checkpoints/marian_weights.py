@@ -44,10 +44,10 @@ def layer_names(layers: tuple[int, int]) -> Iterator[tuple[str, str]]:
 def from_marian(
     model: nn.Module, layers: tuple[int, int], tie_weights: bool | str, given: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Marian's tensors as those of `model` (see `model_tensors`).
+    """Convert Marian's tensors to the tensors of `model` (see `model_tensors`).
 
     Raises:
-        CheckpointError: one is missing, is too many, or has another shape; or two that must be one matrix differ.
+        CheckpointError: a tensor is missing, unexpected or of another shape; or two tensors that must be equal differ.
     """
     names = {ours: (theirs,) for ours, theirs in layer_names(layers)}
     names |= {ours: (theirs,) for ours, theirs in (*POSITIONS.items(), ("out.bias", BIAS))}
@@ -65,7 +65,7 @@ def from_marian(
                 raise CheckpointError(f"{theirs} and {first} differ; config.json says that they are one matrix")
         if values:
             found[ours] = values[first].reshape(tensor.shape).clone()
-        elif ours in POSITIONS or ours == "out.bias":  # computed, and zero, where the file does not have them
+        elif ours in POSITIONS or ours == "out.bias":  # computed (positions) or zero (biases) if missing in the file
             found[ours] = tensor if ours in POSITIONS else torch.zeros_like(tensor)
         else:
             raise CheckpointError(f"the weights have no {names[ours][0]}, which config.json needs")
@@ -80,7 +80,7 @@ def from_marian(
 def to_marian(
     model: nn.Module, layers: tuple[int, int], tie_weights: bool | str, *, positions: bool
 ) -> dict[str, Tensor]:
-    """The tensors of `model` as Marian's. positions: the positional tables too."""
+    """Convert the tensors of `model` to Marian's. positions: include the positional tables."""
     own = model_tensors(model)
     tensors = {theirs: own[ours] for ours, theirs in layer_names(layers)}
     tensors |= {several[0]: own[ours] for ours, several in _embedding_names(tie_weights).items()}

@@ -54,7 +54,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        # Without weights_only a file of this kind runs whatever code stands in it.
+        # Without weights_only, loading a pickle file may run arbitrary code.
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The command `score`: BLEU of translations, as sacreBLEU has it and as papers on tokenised text report it."""
+"""The command `score`: BLEU of translations, by sacreBLEU's default and for tokenised text, as papers report it."""
 
 from __future__ import annotations
 

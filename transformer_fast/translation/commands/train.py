@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     translation = load_recipe(args.recipe).translation if args.recipe else None
     result = train(config_from_args(args), translation=translation)
     code = 130 if result.stopped == "interrupted" else 0
-    if os.environ.get("RANK", "0") != "0":  # torchrun: the first process speaks for all
+    if os.environ.get("RANK", "0") != "0":  # under torchrun only the first process reports
         return code
     scores = _format_scores(result.best_scores)
     print(f"{result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s ({result.stopped})")

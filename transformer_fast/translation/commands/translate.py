@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.input and args.output and Path(args.output).exists() and os.path.samefile(args.input, args.output):
         raise ValueError(f"--input and --output are the same file, {args.input}; it would be lost")
     name, failed = args.input or "standard input", False
-    # Someone typing wants an answer to every line, and no progress between the answers.
+    # For interactive input, translate each line at once and show no progress.
     typed = not args.input and sys.stdin.buffer.isatty()
     with contextlib.ExitStack() as stack:
         source = _Input(stack.enter_context(open_text(args.input or sys.stdin.buffer, name=name)))
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
             failed = True
             progress.message(f"{name}, line {number}: {reason}; its translation is left empty")
 
-        # Workers read ahead, and someone typing has not yet written what they would read.
+        # Workers read ahead, which would block on interactive input.
         chunk_lines, workers = (1, 1) if typed else (CHUNK_LINES, args.workers)
         answers = translator.translations(source, chunk_lines=chunk_lines, workers=workers, on_error=report)
         for number, found in enumerate(answers, start=1):
@@ -194,7 +194,8 @@ def _count(path: str | None) -> int | None:
 
 
 class _Input(Iterator["str | Exception"]):
-    """The lines of a text; for one that is not UTF-8, the error. A text that breaks off ends there, with `damage`."""
+    """Iterator over the lines of a text; yields the error for a line that is not UTF-8. A truncated text ends early and
+    sets `damage`."""
 
     def __init__(self, lines: Iterator[bytes]) -> None:
         self._lines = lines
