@@ -52,7 +52,7 @@ X86_SETS = {
     "avx512_bf16": (["-march=x86-64-v4", "-mavx512bf16"], {"avx512f", "avx512bw", "avx512_bf16"}),
 }
 OTHER_SETS: dict[str, tuple[list[str], set[str]]] = {"generic": ([], set())}
-# The longest to compile first, so that no compiler works alone at the end.
+# Slowest to compile first, so that no compiler runs alone at the end.
 SLOW = ("norm/backward", "attention/forward", "attention/backward", "attention/grad_bias", "attention/weights",
         "norm/forward")  # fmt: skip
 
@@ -92,7 +92,7 @@ def cuda_obstacle() -> str | None:
 
 
 def can_link(library: str, folders: list[str]) -> bool:
-    """Return True if a library is in one of the folders, or where the compiler looks by itself."""
+    """Return True if a library is in one of the folders or in the compiler's default folders."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     command = [*compiler, f"-print-file-name={library}"]  # its path, or the name alone
     own = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -107,7 +107,7 @@ def known_sets() -> dict[str, tuple[list[str], set[str]]]:
 
 
 def instruction_sets(choice: str) -> list[str]:
-    """Those to build, of a TRANSFORMER_FAST_CPU_SETS."""
+    """Instruction sets to build, from the value of TRANSFORMER_FAST_CPU_SETS."""
     known = known_sets()  # the baseline is the first
     if choice == "none":
         return []
@@ -195,7 +195,7 @@ class Build(cpp_extension.BuildExtension):
         self.remove_older(self.unwanted)
 
     def remove_older(self, libraries: list[Path]) -> None:
-        """Those that are older than a source: they are of another build, and would be loaded."""
+        """Remove libraries that are older than a source, because they belong to another build and would be loaded."""
         newest = max(file.stat().st_mtime for file in (ROOT / "csrc").rglob("*") if file.is_file())
         for library in libraries:
             if library.exists() and library.stat().st_mtime < newest:
@@ -203,7 +203,7 @@ class Build(cpp_extension.BuildExtension):
                 library.unlink()
 
     def build_extension(self, extension: cpp_extension.Extension) -> None:
-        """Each in a folder of its own: the objects of one instruction set have the names of another's."""
+        """Build each extension in its own folder, because objects of different instruction sets have equal names."""
         say(f"compiling {extension.name} ({len(extension.sources)} files)")
         folder = self.build_temp
         self.build_temp = str(Path(folder, extension.name))
@@ -235,7 +235,7 @@ UNITS = {
 
 
 def write_units(files: list[str], folder: Path) -> list[str]:
-    """The sources with those of each unit replaced by one file that includes them; others are compiled alone."""
+    """Replace the sources of each unit by one file that includes them; other sources stay."""
     folder.mkdir(parents=True, exist_ok=True)
     units, rest = [], list(files)
     for name, stems in UNITS.items():
@@ -272,7 +272,7 @@ def kernels_digest() -> str:
 
 
 def write_changed(file: Path, text: str) -> None:
-    """An unchanged file must not look newer to ninja."""
+    """Write a file only if its content changed, so that ninja does not rebuild."""
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
 
@@ -306,9 +306,9 @@ def kernels_file(name: str) -> str:
 
 
 def kernels_extension(name: str, flags: list[str]) -> Extension:
-    """The kernels for one instruction set: a library, which the module loads; it is no module for Python.
+    """Extension with the kernels of one instruction set: a library that the module loads, not a Python module.
 
-    Of torch it needs headers for 16-bit numbers, and libtorch_cpu's name, by which it finds torch's OpenMP runtime.
+    Of torch it needs the headers for 16-bit numbers, and the name of libtorch_cpu to find torch's OpenMP runtime.
     """
     # csrc/cpu/simd/vec.h says where a product and a sum round once. GCC 12 warns inside its own headers (bug 105593).
     cxx = [*CXX_FLAGS, *flags, "-ffp-contract=off", "-Wno-maybe-uninitialized"]
@@ -324,7 +324,8 @@ def kernels_extension(name: str, flags: list[str]) -> Extension:
 
 
 def module_extension() -> cpp_extension.Extension:
-    """The module: checks, autograd and the call of kernels, compiled for any processor; and the CUDA kernels."""
+    """Extension with the Python module: checks, autograd and kernel calls, compiled for any processor, and the CUDA
+    kernels."""
     with_cuda = want_cuda()
     files = [file for file in sources("") if not file.startswith("csrc/cpu/")]
     nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
@@ -342,7 +343,8 @@ def module_extension() -> cpp_extension.Extension:
 
 
 def description(url: str) -> dict[str, object]:
-    """README as the package's description, and its pages. From a package index a link within the repository is dead."""
+    """Package description (README) and project URLs. Relative links become absolute, because they fail on a package
+    index."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = {"long_description": text, "long_description_content_type": "text/markdown"}
     if not url:

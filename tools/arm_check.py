@@ -1,9 +1,9 @@
 """``make arm-check``: compile the CPU kernels (of the set ``generic``) for aarch64, run them in qemu, on any machine.
 
-Every file of csrc/cpu, and csrc/instruction_set.cpp, which asks what processor it is on, is compiled as setup.py
-compiles it, by a cross compiler, against the headers of the torch in use (they are the same for every processor), and
-linked into a library, without libtorch. Where there is qemu, two programs then compare the functions and the kernels
-with plain loops: tests/ops/portable_helpers.cpp and tests/ops/portable_kernels.cpp.
+A cross compiler compiles every file of csrc/cpu, and csrc/instruction_set.cpp, which detects the processor, with the
+flags of setup.py. The headers are those of the installed torch; they are equal for all processors. The objects are
+linked into a library, without libtorch. If qemu is installed, two programs compare functions and kernels with plain
+loops: tests/ops/portable_helpers.cpp and tests/ops/portable_kernels.cpp.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = ROOT / "build/arm_check"
 TRIPLE = "aarch64-linux-gnu"
 QEMU = "qemu-aarch64-static"
 ELSEWHERE = ROOT / "csrc/instruction_set.cpp"
-# Where the vectors would not be pairs of NEON registers, which hold 16 bytes.
+# Fails to compile unless a vector is a pair of 16-byte NEON registers.
 VECTORS = '#include "cpu/simd/vec.h"\nstatic_assert(transformer_fast::kVectorBytes == 32);\n'
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         return
     for name, linked in (("portable_helpers", []), ("portable_kernels", kernels)):
         program = FOLDER / name
-        # Static, since qemu would look for aarch64's libraries where this machine's are.
+        # Static, because qemu would search the host's folders for aarch64 libraries.
         inputs = [f"{ROOT}/tests/ops/{name}.cpp", *linked]
         run([*command, "-static", "-Wl,--no-warnings", *inputs, "-o", str(program)])
         start = time.monotonic()
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def kernel_flags(setup: str) -> list[str]:
-    """Flags with which setup.py, of this text, compiles the kernels on Linux."""
+    """Flags with which this text of setup.py compiles the kernels on Linux."""
     flags = next(
         ast.literal_eval(node.value)
         for node in ast.parse(setup).body
@@ -71,7 +71,7 @@ def kernel_flags(setup: str) -> list[str]:
 
 
 def includes() -> list[str]:
-    """Folders of headers; warnings in torch's own are not ours."""
+    """Include folders; warnings in torch's headers are suppressed."""
     torch = [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
     return [f"-I{ROOT}/csrc", f"-I{FOLDER}", *torch]
 
@@ -85,7 +85,7 @@ def compiled(command: list[str], source: Path) -> Path:
 
 
 def run(command: list[str], **options: str) -> str:
-    """Standard output of a command; stop with what it said where it fails."""
+    """Return the standard output of a command; if it fails, exit with its output."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode != 0:
         sys.exit(f"{done.stdout}{done.stderr}\narm-check: failed ({done.returncode}): {' '.join(command)}")

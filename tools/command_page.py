@@ -1,6 +1,6 @@
 """Writes docs/reference/commands.md: every command of the command line, and its options.
 
-``python tools/command_page.py`` writes the page; with ``--check`` the exit code is 1 if the page says something else.
+``python tools/command_page.py`` writes the page; with ``--check`` the exit code is 1 if the page is out of date.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def row(action: argparse.Action) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text as a cell of a table may have it."""
+    """Escape a text for a table cell."""
     return text.replace("<", "&lt;").replace("|", r"\|")
 
 

@@ -1,9 +1,9 @@
-"""The way of a warp through a kernel: its basic blocks, its loops, and the instructions from start to end.
+"""Path of a warp through a kernel: basic blocks, loops, and the instructions from start to end.
 
-Which branches are taken depends on numbers that are not known here. The rules: rare loops (those that repeat a tile
-because of an empty row or a NaN) are left out, out-of-line calls too; of what remains the longest way is taken, so that
-a prediction is not too fast; in the main loop a full tile takes the shortest way with all its products, one at the edge
-of a mask the longest. Blocks are laid out so that only a loop's end leads back, as ptxas does.
+The taken branches depend on data that is unknown here, so these rules choose a path. Rare loops (which repeat a tile
+after an empty row or a NaN) and out-of-line calls are left out. The longest remaining path is taken, so that a
+prediction is not too fast. In the main loop, a full tile takes the shortest path with all its products, and a tile at
+the edge of a mask takes the longest. As in the output of ptxas, only the end of a loop branches back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Loop:
-    """Blocks from address `first` to address `last`, which leads back to the first."""
+    """Blocks from address `first` to address `last`; the last block branches back to the first."""
 
     first: int
     last: int
@@ -55,13 +55,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class Walk:
-    """The instructions of a warp in a kernel with a main loop.
+    """Instructions of a warp in a kernel with a main loop.
 
     Args:
-        before, after: outside the loop.
-        full, masked: one step of it.
-        skipped: all, where the loop takes no step.
-        exited: all, of a program that has no work.
+        before, after: instructions before and after the loop.
+        full, masked: instructions of one step, for a full and for a masked tile.
+        skipped: all instructions, if the loop takes no step.
+        exited: all instructions of a program without work.
     """
 
     before: list[Instruction]
@@ -72,7 +72,7 @@ class Walk:
     exited: list[Instruction]
 
     def steps(self, full: int, masked: int) -> list[Instruction]:
-        """All instructions with so many steps of either kind."""
+        """All instructions, with these numbers of full and masked steps."""
         if full + masked == 0:
             return self.skipped
         return [*self.before, *self.full * full, *self.masked * masked, *self.after]
@@ -101,7 +101,7 @@ class Flow:
         return any(i.is_tensor for block in self.blocks.values() for i in block.instructions)
 
     def main_loop(self) -> Loop:
-        """The first of the innermost loops with the most work.
+        """Innermost loop with the most work; the first of equals.
 
         Raises:
             ValueError: the kernel has no loop.
@@ -111,7 +111,7 @@ class Flow:
         return max(self.innermost, key=lambda loop: (self.work(loop), -loop.first))
 
     def work(self, loop: Loop) -> int:
-        """Products of tensor cores in a loop; where the kernel has none, fp32 operations."""
+        """Number of tensor-core products in a loop, or of fp32 operations if the kernel has no such products."""
         sums = ("FFMA", "FMUL", "FADD")
         return sum(i.is_tensor if self.has_products else i.name in sums for i in self.inside(loop))
 
@@ -120,12 +120,12 @@ class Flow:
         return [i for a, b in sorted(self.blocks.items()) if loop.first <= a <= loop.last for i in b.instructions]
 
     def walk(self) -> Walk:
-        """The way through a kernel with a main loop."""
+        """Path through a kernel with a main loop."""
         main = self.main_loop()
         rare_loops = [loop for loop in self.innermost if loop != main and self._is_rare(loop, main)]
         rare = {a for a in self.blocks if any(loop.first <= a <= loop.last for loop in rare_loops)}
         rare |= {a for a, block in self.blocks.items() if any(i.name == "CALL" for i in block.instructions)}
-        # What is copied ahead of a loop that takes no step is never fetched.
+        # Copies ahead of a loop without steps are not executed.
         around = [loop for loop in self.loops if not loop.holds(main) and any(map(loop.holds, rare_loops))]
         idle = {a for a in self.blocks if any(loop.first <= a <= loop.last for loop in around)}
         inside = {a for a in self.blocks if main.first <= a <= main.last}
@@ -149,11 +149,11 @@ class Flow:
         )
 
     def _is_rare(self, loop: Loop, main: Loop) -> bool:
-        """Return True if a loop repeats a tile: it has products too, or much of the work where none has."""
+        """Return True if a loop repeats a tile: it has products, or much work in a kernel without products."""
         return self.work(loop) > 0 if self.has_products else self.work(loop) * _RARE > self.work(main)
 
     def counted(self, steps: Sequence[int]) -> list[Instruction]:
-        """The longest way through a kernel whose loops, in the order of their addresses, take so many steps each time.
+        """Longest path through a kernel, for given numbers of steps per loop, in order of the loops' addresses.
 
         Raises:
             ValueError: the kernel has another number of loops.
@@ -165,7 +165,8 @@ class Flow:
         return self._listed(self._repeated(self.path(min(self.blocks), ends, avoid=calls), range(len(steps)), steps))
 
     def _repeated(self, path: list[int], loops: Sequence[int], steps: Sequence[int]) -> list[int]:
-        """A path, each loop's part of it as often as the loop takes steps; `loops` are those that may be in it."""
+        """Repeat each loop's part of a path as often as the loop takes steps; `loops` are the loops that may be in the
+        path."""
         outer = [n for n in loops if not any(self.loops[other].holds(self.loops[n]) for other in loops)]
         repeated: list[int] = []
         begin = 0
@@ -187,10 +188,10 @@ class Flow:
         shortest: bool = False,
         product: float = 1e6,
     ) -> list[int]:
-        """Addresses of the blocks on the longest way or the shortest; `product` is the worth of a matrix product.
+        """Addresses of the blocks on the longest or the shortest path; `product` is the weight of a matrix product.
 
         Raises:
-            ValueError: there is no way.
+            ValueError: no path exists.
         """
         sign = -1 if shortest else 1
 
@@ -230,7 +231,7 @@ class Flow:
         return reached
 
     def _listed(self, path: Sequence[int], idle: Collection[int] = ()) -> list[Instruction]:
-        """The instructions of a path, without copies to shared memory in the blocks `idle`."""
+        """Instructions of a path, without copies to shared memory in the blocks `idle`."""
         return [i for a in path for i in self.blocks[a].instructions if i.name != "LDGSTS" or a not in idle]
 
 

@@ -1,8 +1,8 @@
 """``make cuda-check``: compile, link and import the CUDA extension against a CUDA build of torch. Needs nvcc, no GPU.
 
-A virtual environment of its own (``.venv-cuda``, kept between runs) gets the CUDA build of torch; the extension is
-built in a copy of the sources, so that the one in use is left alone. What this cannot show is the kernels running; what
-they compute is tested in tests/ops/test_embedding_cuda.py.
+A separate virtual environment (``.venv-cuda``, kept between runs) gets the CUDA build of torch. The extension is built
+in a copy of the sources, so that the installed extension is not changed. The kernels are not run;
+tests/ops/test_embedding_cuda.py tests their results.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def cuda_home() -> Path:
-    """The toolkit's folder: what CUDA_HOME says, or the usual place, or the one that nvcc on PATH belongs to."""
+    """Folder of the CUDA toolkit: CUDA_HOME, the default location, or the folder of nvcc on PATH."""
     candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     if nvcc := shutil.which("nvcc"):
         candidates.append(str(Path(nvcc).resolve().parent.parent))
@@ -80,7 +80,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def timed(what: str, command: list[str], **options: object) -> None:
-    """Run a command, and say how long it took; stop where it fails."""
+    """Run a command and print its duration; exit if it fails."""
     check = Path(sys.argv[0]).stem.replace("_", "-")
     start = time.monotonic()
     if subprocess.run(command, **options).returncode != 0:

@@ -1,4 +1,5 @@
-"""``make emulate``: the compiled Triton and CUDA kernels, executed on the CPU and held to the reference.
+"""``make emulate``: run the compiled Triton and CUDA kernels in an emulator on the CPU and compare them with the
+reference.
 
     python tools/emulate.py [--arch 80 90] [--only PATTERN] [--order lockstep reverse] [--random 30] [--json FILE]
                             [--continue FILE]
@@ -9,10 +10,10 @@ GPU, or by nvcc where there is one; their PTX runs in tools/ptx_emulator, and ev
 CONTRIBUTING. Warps run in each order asked for, and the results must agree bit for bit, but for atomic sums. A finding
 of the emulator fails, as a wrong result does.
 
-With ``--continue FILE`` a case that has passed before is not run again: FILE keeps what passed, for as long as kernels,
-reference, cases, emulator and versions are the same. All cases take hours.
+With ``--continue FILE``, cases that passed before are not run again. FILE records passed cases and is valid while
+kernels, reference, cases, emulator and versions are unchanged. All cases take hours.
 
-With ``--mutants``, kernels are made faulty in one place at a time, and the share that is seen is printed.
+With ``--mutants``, faults are planted in the kernels one at a time, and the share of detected faults is printed.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ class Outcome:
     """Outcome of a case on one architecture.
 
     Args:
-        seconds: of all, compilation included.
-        launches, instructions: of kernels, and of warps.
-        findings: of the emulator, as text.
-        error: what else was wrong, or None.
-        worst: largest error as a share of what the gate allows.
-        results: how many tensors were held to the gate.
-        kernels: which were launched.
+        seconds: total time, compilation included.
+        launches, instructions: number of kernel launches, and of warp instructions.
+        findings: findings of the emulator, as text.
+        error: any other error, or None.
+        worst: largest error, as a share of the allowed error.
+        results: number of tensors that the gate checked.
+        kernels: launched kernels.
     """
 
     name: str
@@ -92,7 +93,8 @@ class Outcome:
 
 
 class Gate:
-    """In place of ``verification.errors``: keeps the largest share of the tolerance, and the bits of the results."""
+    """Replacement of ``verification.errors`` that records the largest share of the tolerance, and the bits of the
+    results."""
 
     def __init__(self, errors: Callable[..., tuple[float, float, float]]) -> None:
         self.errors, self.worst = errors, 0.0
@@ -108,7 +110,8 @@ class Gate:
 
 @contextmanager
 def watched_gate() -> Iterator[Gate]:
-    """Record what the checks inside ask of the gate. None runs its call again: that is done in another order."""
+    """Record the gate's checks inside the block. Checks do not repeat their call, because the next order of warps
+    does."""
     gate = Gate(verification.errors)
     with (
         mock.patch.object(verification, "errors", gate),
@@ -119,7 +122,7 @@ def watched_gate() -> Iterator[Gate]:
 
 
 def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0, random_calls: int = 0) -> Outcome:
-    """Run a case, once for each order of warps; nothing is raised."""
+    """Run a case once per order of warps; errors are recorded, not raised."""
     case, outcome, started = cases(seed, random_calls)[name], Outcome(name, arch), time.perf_counter()
     bits: list[bytes] | None = None
     problems = []
@@ -148,7 +151,7 @@ def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0
 
 @contextmanager
 def emulated(case: EmulationCase, arch: int, order: str) -> Iterator[tuple[Callable[[], None], Report, set[str]]]:
-    """The check of a case; what it will find, and the kernels that it will launch."""
+    """Return the check of a case, with the report and the set of kernels that it will fill."""
     if case.cuda:
         with emulated_cuda(arch, order=order) as (operators, report, kernels):
             yield functools.partial(case.check, operators), report, kernels
@@ -163,14 +166,14 @@ def start_worker() -> None:
 
 
 def end_with_parent() -> None:
-    """A parent that is killed tells its processes nothing; they would finish their case and wait for ever."""
+    """End this process with its parent: workers of a killed parent would otherwise wait forever."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 @contextmanager
 def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes of one thread each."""
+    """Pool of single-threaded processes."""
     with (
         mock.patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
         ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as executor,
@@ -183,7 +186,7 @@ def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def run_cases(jobs: list[tuple[str, int]], arguments: argparse.Namespace) -> list[Outcome]:
-    """Run cases in processes, and print each that fails. Those that passed before come first, as they were."""
+    """Run cases in processes, and print failures. Outcomes of earlier runs come first."""
     outcomes, record = [], None
     if arguments.passed_before is not None:
         record = PassedBefore(arguments.passed_before, {"seed": arguments.seed, "orders": arguments.order})
@@ -221,12 +224,12 @@ def described(outcome: Outcome) -> str:
 
 
 def all_kernels() -> set[str]:
-    """The Triton kernels, and those of csrc/cuda where there is nvcc."""
+    """The Triton kernels, and the kernels of csrc/cuda if nvcc is installed."""
     return {*triton_kernels(), *(cuda_kernels() if nvcc() else ())}
 
 
 def never_launched(outcomes: list[Outcome]) -> set[str]:
-    """The kernels of the package that no case has launched."""
+    """Kernels of the package that no case launched."""
     return all_kernels() - {name for outcome in outcomes for name in outcome.kernels}
 
 

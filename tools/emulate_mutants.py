@@ -13,7 +13,7 @@ from emulation_cases import cases
 from ptx_emulator import judge, mutants
 from tqdm import tqdm
 
-# Mutants of each kind, unless all are asked for; and how many a worker is given at once.
+# Number of mutants per kind in a sample; and number of mutants per job of a worker.
 MUTANTS_OF_A_KIND = 40
 AT_ONCE = 8
 NOT_EXECUTED = "not executed"
@@ -21,12 +21,12 @@ NOT_EXECUTED = "not executed"
 
 @dataclass
 class Recorded:
-    """A launch of a case, and those of its mutants that make a difference to it.
+    """A launch of a case, and those of its mutants that change the launch.
 
     Args:
         launch: a RecordedLaunch, pickled.
         mutants: their numbers among ``mutants.mutants(launch)``.
-        left_out: of each (kind, reason) the number of those that make none.
+        left_out: number of mutants without an effect, by (kind, reason).
     """
 
     launch: bytes
@@ -67,9 +67,9 @@ class Outcome:
     """Outcome of the mutants on one architecture.
 
     Args:
-        made: how many there are of all launches, by kind.
-        left_out: of each (kind, reason) the number of those that make no difference.
-        verdicts: on those that were run.
+        made: number of mutants of all launches, by kind.
+        left_out: number of mutants without an effect, by (kind, reason).
+        verdicts: verdicts on the mutants that were run.
     """
 
     made: Counter[str]
@@ -105,7 +105,7 @@ def run_mutants(
 
 
 def sampled(launches: list[Recorded], seed: int | None) -> list[list[int]]:
-    """Of each launch the numbers of mutants in the sample: as many of each kind as it takes; all without a seed."""
+    """Numbers of the sampled mutants per launch: a fixed count per kind; all mutants without a seed."""
     if seed is None:
         return [launch.mutants for launch in launches]
     by_kind: dict[str, list[tuple[int, int]]] = {kind: [] for kind in mutants.KINDS}

@@ -1,4 +1,4 @@
-"""The cases that a run of tools/emulate.py has passed, kept so that a run that was cut short need not begin again."""
+"""Record of the cases that passed in tools/emulate.py, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECISIVE = (
     *("tools/emulate.py", "tools/emulated_*.py", "tools/ptx_emulator/*.py"),
     *("tools/tests/emulation_cases*.py", "tests/fuzz/fuzz*.py", "tests/support/helpers.py"),
 )
-"""The files that decide what comes of a case: kernels and what launches them, reference, gate, cases and emulator."""
+"""Files that decide the outcome of a case: kernels, launchers, reference, gate, cases and emulator."""
 
 
 @functools.cache
@@ -33,11 +33,11 @@ def state() -> str:
 
 
 class PassedBefore:
-    """A file of JSON lines, one for each case that passed; it counts while `state` is what it was.
+    """File of JSON lines, one per passed case; valid while `state` is unchanged.
 
     Args:
-        path: the file, made where there is none.
-        given: settings that decide outcomes too.
+        path: the file; created if missing.
+        given: settings that also decide outcomes.
     """
 
     def __init__(self, path: Path, given: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class PassedBefore:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The outcomes, each as it was added. A line that was not written to its end is none."""
+        """Iterate over the recorded outcomes. Incomplete lines are ignored."""
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
             try:
                 entry = json.loads(line)
@@ -55,6 +55,7 @@ class PassedBefore:
                 yield entry["outcome"]
 
     def add(self, outcome: dict[str, Any]) -> None:
-        """The line begins with a line break, so that one cut short by a kill spoils no other."""
+        """Append an outcome. The record begins with a line break, so that an incomplete line does not damage the next
+        one."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write("\n" + json.dumps({"given": self.given, "outcome": outcome}) + "\n")

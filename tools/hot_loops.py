@@ -1,7 +1,7 @@
-"""Spills of a kernel: accesses to local memory in its machine code, inside and outside the loop that costs the time.
+"""Spills of a kernel: accesses to local memory in its machine code, inside and outside its hot loop.
 
-A program of an attention kernel runs one loop over tiles, and around it code that runs once or hardly ever. What is
-spilled outside costs a few accesses a program; inside it would be paid for at every tile.
+A program of an attention kernel runs one loop over tiles, and around it code that runs once or hardly ever. Spills
+outside the loop cost a few accesses per program; spills inside cost accesses per tile.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Run = tuple[list[str], dict[str, str]]  # arguments of pytest, and what its envi
 
 
 class Tree:
-    """A copy of the sources in which faults are planted, and its build as it is without them."""
+    """A copy of the sources in which faults are planted, and its build without faults."""
 
     def __init__(self, folder: Path, workers: str) -> None:
         self.path, self.kept, self.log, self.workers = folder / "tree", folder / "kept", folder / "build.log", workers
@@ -35,7 +35,7 @@ class Tree:
         self.best = setup_names(ROOT)["instruction_sets"]("host")[-1]
 
     def prepare(self) -> None:
-        """Bring the sources up to date, and build what is older than they are."""
+        """Update the sources, and rebuild outdated objects."""
         self._restore_build()
         mirror(ROOT, self.path, lambda folder, names: ignored(str(ROOT / folder), names))
         for library in (self.path / "transformer_fast").glob("libtransformer_fast_cpu_*.so"):
@@ -48,7 +48,7 @@ class Tree:
     def build(self) -> None:
         """Build the module and the kernels for this machine's best instruction set.
 
-        Without most optimisations: half of the compiler's time, and the same numbers.
+        Most optimisations are off, which halves the compile time and does not change results.
 
         Raises:
             Unfit: the compiler refuses it.
@@ -91,7 +91,7 @@ class Tree:
                 self._restore_build()
 
     def pytest(self, runs: Iterable[Run], seconds: float) -> str:
-        """The first test that fails, or what happened instead; "" where all pass.
+        """Run tests; return the first failing test, or another failure as text; "" if all pass.
 
         Raises:
             Unfit: pytest cannot run them, or there are none.
@@ -120,7 +120,7 @@ class Tree:
         return found
 
     def _restore_build(self) -> None:
-        """Objects are as old again as they were, so nothing is compiled to take a fault out."""
+        """Restore objects and their times, so that removing a fault compiles nothing."""
         for source, target, ignore in self._built():
             if target.exists():
                 mirror(target, source, ignore)
@@ -162,7 +162,7 @@ def _size_and_time(file: Path) -> tuple[int, int]:
 
 
 def run_group(command: list[str], cwd: Path, environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """The exit code and the output of a command; None for one that took longer, and was ended with all it started."""
+    """Run a command; return exit code and output, or None after a timeout, which ends the command and its children."""
     with subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
@@ -179,7 +179,7 @@ def run_group(command: list[str], cwd: Path, environment: dict[str, str], second
 
 
 def split(tests: Iterable[str]) -> list[Run]:
-    """The tests in Triton's interpreter by themselves."""
+    """Split tests into those in Triton's interpreter and all others."""
     others = [test for test in tests if not test.startswith(INTERPRETED)]
     interpreted = [test for test in tests if test.startswith(INTERPRETED)]
     return [run for run in ((others, {}), (interpreted, {"TRITON_INTERPRET": "1"})) if run[0]]

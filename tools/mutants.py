@@ -1,4 +1,4 @@
-"""``make mutants``: planted faults, and which tests see them.
+"""``make mutants``: plant faults, and list the tests that detect them.
 
     python tools/mutants.py [--only PATTERN ...] [--continue] [--first-only] [--workers N] [--table FILE]
     python tools/mutants.py --check | --list
@@ -9,9 +9,9 @@ those that the row names, the rest of the short list (`make test`), and all case
 once more without any fault, and must pass. Tests of the project itself (docs, packaging, tools) need a checkout and are
 left out.
 
-It takes hours. What was found is kept in build/mutants/seen.jsonl; with ``--continue`` the rows that are in it are not
-run again. It fails if a row no longer applies, if the short list sees fewer than 95 % of what all cases see, and if
-those see fewer than 97 % of all.
+A full run takes hours. build/mutants/seen.jsonl keeps the results; with ``--continue``, rows with a result are not run
+again. It fails if a row no longer applies, if the short list sees fewer than 95 % of what all cases see, and if those
+see fewer than 97 % of all.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def unfit_rows(rows: list[Row]) -> list[Row]:
 
 
 def verdict(tree: Tree, record: Path, options: argparse.Namespace, found: list[Seen], unfit: list[Row]) -> int:
-    """Ask whether what failed passes without a fault, write the table, and return 1 if something is wrong."""
+    """Check that the failed tests pass without faults, write the table, and return 1 for any problem."""
     asked = [seen for seen in found if seen.alone is None and seen.test.startswith("tests/")]
     failing = tree.failing({seen.test for seen in asked}, SECONDS["short list"])
     for seen in asked:
@@ -197,7 +197,7 @@ def verdict(tree: Tree, record: Path, options: argparse.Namespace, found: list[S
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the fault is taken out, and what runs is ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the fault is removed, and running commands are ended
     try:
         sys.exit(main())
     except KeyboardInterrupt:

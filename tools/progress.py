@@ -1,10 +1,10 @@
-"""Runs a command of the set-up and shows what it is doing in short lines, never nothing for long.
+"""Run a set-up command and show its progress in short lines, at least one line every few seconds.
 
     python tools/progress.py "C++ extension" python setup.py build_ext --inplace
 
-Shown are the packages pip collects and installs, each finished step of ninja with its counter, and what setup.py says;
-where nothing happens for some seconds, how long it has been. If the command fails, all it printed.
-Needs the standard library alone: it runs before anything is installed.
+Lines show the packages that pip collects and installs, the finished steps of ninja with their counter, and the messages
+of setup.py. After some seconds without output, a line shows the elapsed time. If the command fails, its whole output is
+printed. Only the standard library is needed, because this runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def shortened(line: str) -> str:
 
 
 def named(path: str) -> str:
-    """csrc/cpu/norm/forward.cpp, for a source; the name alone of a file that setup.py makes."""
+    """Path of a source, such as csrc/cpu/norm/forward.cpp; for a file that setup.py makes, only its name."""
     _, folder, rest = path.rpartition("csrc/")
     return folder + rest if folder else Path(path).name
 

@@ -1,4 +1,4 @@
-"""Finds docstrings that open with a question word: docs/style.md says what they open with.
+"""Find docstrings that open with a question word; docs/style.md has the rule.
 
 ``python tools/prose.py [FILE ...]`` lists them, of all files of the checkout by default; the exit code is 1 if there
 are any.

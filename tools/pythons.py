@@ -29,7 +29,7 @@ OLDEST_PYTHON = (3, 11)
 NEWEST_TORCH = "2.14.1"
 TESTS = ("tests/ops", "tests/layers", "tests/accelerate/test_accelerate.py", "tests/accelerate/test_sdpa.py")
 INTERPRETED = ("tests/interpreter/test_norm.py", "tests/interpreter/test_dropout.py")
-# Of these and torch the rows have versions of their own.
+# Each row has its own versions of torch and of these packages.
 NEEDED = ("numpy", "matplotlib", "ninja", "onnx", "onnxscript", "setuptools", "expecttest", "hypothesis", "pytest",
           "pytest-benchmark", "pytest-xdist", "sacrebleu", "safetensors", "sentencepiece", "tqdm",
           "transformers")  # fmt: skip

@@ -1,4 +1,4 @@
-"""``make test`` and ``make test-all``: every part, also after a red one, and one verdict at the end.
+"""``make test`` and ``make test-all``: run all parts, also after a failure, and print one verdict at the end.
 
 ``make test`` runs the short list (tests/support/short_list.py): the same cases on every machine. ``make test-all`` runs
 every case, and the tests of the tools. A part is a command of its own, whose output is shown as it comes.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# What runs the CPU kernels by themselves, once more for each other instruction set of this machine.
+# Tests of the CPU kernels, repeated for each other instruction set of this machine.
 KERNEL_TESTS = (
     "tests/ops/test_attention*.py",
     "tests/ops/test_cross_entropy.py",
@@ -98,7 +98,7 @@ def parts(workers: str, wheel: str | None, everything: bool) -> list[Part]:
 
 
 def other_instruction_sets() -> list[str]:
-    """Those with kernels that this machine runs besides the one that the suite runs on."""
+    """Instruction sets with kernels that this machine runs, without the one of the main suite."""
     variables = {name: value for name, value in os.environ.items() if name != "TRANSFORMER_FAST_CPU"}
     names = subprocess.run([sys.executable, "-c", SETS], cwd=ROOT, env=variables, capture_output=True, text=True).stdout
     return [name for name in names.split()[1:] if "TRANSFORMER_FAST_CPU" not in os.environ]

@@ -1,4 +1,5 @@
-"""``make sanitize``: the CPU kernels under GCC's sanitizers, on Linux; ``make sanitize-threads``: under that for races.
+"""``make sanitize``: the CPU kernels under GCC's sanitizers, on Linux; ``make sanitize-threads``: under
+ThreadSanitizer.
 
 Module and kernels, those for AVX2 and the best that this machine runs, are built with the sanitizers in a copy of the
 sources under build, so that the extension in use is left alone; a second run builds only what changed. With each set of
@@ -145,7 +146,7 @@ def flags(sanitizer: Sanitizer) -> list[str]:
 
 
 def check_planted_faults(sanitizer: Sanitizer, environment: dict[str, str]) -> None:
-    """Stop unless each planted fault is reported, and what is none is not."""
+    """Exit unless each planted fault is reported and the correct call is not."""
     faults = sanitizer.folder / "planted_faults.so"
     made = faults.with_suffix(".o")
     source = str(ROOT / "tools/planted_faults.cpp")
@@ -229,7 +230,7 @@ def run_and_look(
 
 
 def run(sanitizer: Sanitizer, command: list[str], environment: dict[str, str], show: bool = False) -> tuple[int, str]:
-    if sanitizer is THREADS:  # which does not find its way among addresses drawn at random
+    if sanitizer is THREADS:  # ThreadSanitizer fails with randomised addresses
         command = ["setarch", "-R", *command]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     text = b""

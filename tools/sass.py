@@ -1,8 +1,8 @@
 """SASS, the machine code of NVIDIA's GPUs, as `cuobjdump -sass` prints it: instructions with their control codes.
 
-Every instruction is 16 bytes. The upper half holds what the compiler tells the hardware of scheduling: how many cycles
-to wait before the same warp issues again, and which of six barriers the instruction sets or waits for (Z. Jia et al.,
-"Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2.1).
+Every instruction is 16 bytes. The upper half holds scheduling control codes: the number of cycles before the same warp
+may issue again, and the barriers, of six, that the instruction sets or waits for (Z. Jia et al., "Dissecting the NVIDIA
+Volta GPU Architecture via Microbenchmarking", 2018, section 2.1).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The launches that the configs of the Triton kernels can cause, on meta tensors: what there is to compile.
+"""All launches that the configs of the Triton kernels can cause, on meta tensors, for compilation.
 
-One function for each module of transformer_fast.triton, of an architecture class of configs.py.
+One function per module of transformer_fast.triton, for an architecture class of configs.py.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def with_documents(params: AttentionParams, q: Tensor) -> AttentionParams:
-    """The same call, of documents; q as given to the launcher."""
+    """Add documents to a call; q as given to the launcher."""
     shape = q.shape[:1] if params.packed is not None else (q.shape[0], q.shape[2])
     return replace(params, query_ids=meta(*shape, dtype=torch.int32), key_ids=meta(*shape, dtype=torch.int32))
 
 
 def by_distance(params: AttentionParams, L: int, softcap: float | None = None) -> AttentionParams:
-    """The same call, with a bias by distance, and perhaps capped scores."""
+    """Add a bias by distance, and optionally a softcap, to a call."""
     return replace(params, distance_bias=meta(1, 4, 2 * L - 1, dtype=torch.float32), softcap=softcap)
 
 
@@ -127,7 +127,7 @@ def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
 
 
 def kept_or_drawn(q: Tensor, params: AttentionParams, arch: str) -> Iterator[Tensor | None]:
-    """None; and memory for the bits of dropout, where a forward keeps them."""
+    """Yield None, and memory for dropout bits if a forward keeps them."""
     yield None
     if (kept_bits := empty_kept_bits(q, q, params, arch)) is not None:
         yield kept_bits

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of Triton kernels, for GPUs that are not here.
+"""Ahead-of-time compilation of Triton kernels, without a GPU.
 
 tools/triton_cases.py lists the launches that the configs of each kernel module can cause. Each is compiled as a launch
 would compile it - the same specialisation, asked of Triton's own binder - and the cubin's resources are read back.

@@ -1,4 +1,5 @@
-"""Executes compiled PTX on the CPU and reports what is wrong with it. See README.md in this folder."""
+"""Emulator of compiled PTX on the CPU; reports faults such as races and invalid accesses. See README.md in this
+folder."""
 
 from .launch import Argument, launch
 from .report import EmulationError, Finding, Report

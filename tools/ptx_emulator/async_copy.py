@@ -1,7 +1,7 @@
 """cp.async: copies from global to shared memory that arrive when the thread waits for their group.
 
-From the copy to the wait its bytes are in flight, and nobody may touch them. The wait gives them to the thread that
-waited; other warps see them after the next barrier, as they see its own writes.
+Between copy and wait the bytes are in flight and must not be accessed. After the wait, the waiting thread sees the
+bytes; other warps see them after the next barrier, like other writes of the thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AsyncCopies:
         self.groups = self.groups + (1 if mask is None else mask.astype(np.int32))
 
     def wait(self, mask: Array, pending: int | None) -> None:
-        """Until at most `pending` groups of the thread are in flight; None: until nothing is, committed or not."""
+        """Wait until at most `pending` groups of the thread are in flight; None: until nothing is in flight."""
         for copy in self.copies:
             ready = copy.waiting if pending is None else copy.waiting & (copy.group < self.groups - pending)
             if mask is not None:
@@ -91,7 +91,7 @@ class AsyncCopies:
         copy.waiting[lanes] = False
 
     def finish(self) -> None:
-        """At the end of the program."""
+        """Report copies that were never waited for, at the end of the program."""
         for copy in self.copies:
             self.machine.report("cp.async never waited for", copy.index, "")
 

@@ -1,4 +1,4 @@
-"""Functions of a PTX module, put in where they are called.
+"""Inlining of the functions of a PTX module.
 
 A compiler calls a function for what is long and rare, such as the power of two doubles. Its parameters and its result
 become local memory of the caller, its body a block of the caller's, whose registers and labels are its own.
@@ -22,7 +22,7 @@ LABEL = re.compile(r"(?<![\w$%])(\$?[\w$]+)\s*:(?!:)")
 
 
 def with_calls_inlined(text: str) -> str:
-    """A module without comments in which no function is called that it defines; every character keeps its line."""
+    """Inline all calls of functions that a module without comments defines; every character keeps its line."""
     functions = {}
     while found := FUNCTION.search(text):
         end = closing_brace(text, found.end() - 1)

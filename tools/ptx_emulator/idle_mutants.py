@@ -1,8 +1,8 @@
-"""Mutants of a launch that cannot be seen, because they change nothing: found without running them.
+"""Detection of mutants that cannot be seen because they change nothing, without running them.
 
-A fault that changes nothing is none, so it does not belong in a sample of faults. Some are told by the kernel's jumps,
-on every path, executed or not: an order that a neighbour keeps as well. Others by what the launch did: a guard that
-held for every lane, a tensor whose last element was not touched. None of it asks the checks that mutants shall prove.
+A mutant without effect is not a fault, so it does not belong in a sample of faults. Some are found from the kernel's
+jumps, on all paths: another instruction keeps the same order. Others are found from the launch: a guard that held for
+every lane, or a tensor whose last element was not accessed. The detection does not use the checks that mutants test.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Jumps:
         return _union(registers.first_factor for registers in self.products.values())
 
     def touches(self, instruction: Instruction) -> bool:
-        """Return True if an instruction uses an accumulator of any product, or changes a first factor.
+        """Return True if an instruction accesses an accumulator of any product, or writes a first factor.
 
         A product does so if it shares registers with one of another shape, or in another role.
         """
@@ -213,7 +213,7 @@ def named(*name: str) -> Test:
 
 
 def uses_memory(instruction: Instruction) -> bool:
-    """That threads share: all but parameters and local memory."""
+    """Return True if an instruction accesses shared state: all memory but parameters and local memory."""
     name = instruction.opcode[0]
     own = {"param", "local"} & set(instruction.opcode)
     return is_mma(instruction) or (name in ("ld", "ldu", "st", "atom", "red", "cp", "ldmatrix", "stmatrix") and not own)

@@ -1,5 +1,5 @@
-"""Runs the mutants of a recorded launch. One is seen if there is a finding, if the run cannot go on, or if a result is
-wrong."""
+"""Run the mutants of a recorded launch. A mutant is seen if there is a finding, if the run cannot continue, or if a
+result is wrong."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Judge:
         self.lines, self.reach = {line for _, line in report.lines}, report.reach
 
     def executed_mutants(self) -> list[Mutant]:
-        """Those whose instruction this launch executes."""
+        """Mutants whose instruction this launch executes."""
         return [m for m in mutants(self.launch) if m.argument is not None or m.line in self.lines]
 
     def idle_mutants(self) -> dict[Mutant, str]:
-        """Those of them that change nothing, and why."""
+        """Executed mutants that change nothing, with reasons."""
         return idle_mutants(self.launch, self.executed_mutants(), self.reach)
 
     def verdict(self, mutant: Mutant, orders: tuple[str, ...] = ORDERS) -> Verdict:

@@ -99,7 +99,7 @@ class Machine:
     # ---- what generated code and extensions call
 
     def full(self, value: Array) -> np.ndarray:
-        """An element for every lane, also of a value that is the same in all of them."""
+        """Expand a uniform value to an array with one element per lane; arrays are returned unchanged."""
         return value if value.shape == (self.lanes,) else np.full(self.lanes, value)
 
     def active(self, mask: Array) -> np.ndarray:
@@ -120,7 +120,7 @@ class Machine:
         return UNSIGNED[8 * size](int.from_bytes(data, "little"))
 
     def address(self, name: str) -> int:
-        """Of a variable in global or const space."""
+        """Address of a variable in global or const space."""
         return self.memory.tensors.addresses[name]
 
     def begin_warp_epoch(self, lanes: np.ndarray) -> None:
@@ -149,7 +149,7 @@ class Machine:
     # ---- scheduling
 
     def run(self) -> None:
-        """Until every lane has exited.
+        """Run until every lane has exited.
 
         Raises:
             EmulationError: a barrier that not all threads reach, a jump out of the kernel, or too many blocks.

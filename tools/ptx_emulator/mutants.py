@@ -1,4 +1,4 @@
-"""Faulty versions of a kernel, by which the emulator proves what it sees.
+"""Faulty versions of a kernel, which test the emulator's checks.
 
 A mutant is a PTX text with one thing taken out: a barrier, a wait for asynchronous copies, the predicate that keeps an
 access inside its tensor, a store; on sm_90 also a fence, commit or wait of wgmma, or a proxy fence. Or a launch is left
@@ -117,7 +117,7 @@ def statements(ptx: str) -> Iterator[tuple[int, str]]:
 
 
 def mutants(recorded_launch: RecordedLaunch) -> list[Mutant]:
-    """Every one of a launch."""
+    """All mutants of a launch."""
     ptx = recorded_launch.ptx
     found = []
     for start, instruction in statements(ptx):

@@ -1,4 +1,4 @@
-"""Shadow state: who wrote and read each granule of memory, when, and what may not follow.
+"""Shadow state of memory: writer and reader of each granule, their time, and checks for races.
 
 An epoch of a CTA lasts from one barrier to the next. Within an epoch nothing orders two warps, so a write and another
 access of a different warp to the same bytes is a race. Within a warp, bar.warp.sync begins a new epoch of the warp.
@@ -45,7 +45,7 @@ def _pick(values: np.ndarray, lanes: np.ndarray | None) -> np.ndarray:
 
 
 class SharedShadow:
-    """Of the shared memory of a machine.
+    """Shadow of the shared memory of a machine.
 
     What is asked of most accesses is answered by summaries of blocks of 16 bytes: nobody wrote or read the block in
     this epoch, all of it has been written. Only where that does not settle it are the granules looked at. Reads are
@@ -66,7 +66,7 @@ class SharedShadow:
         self.wgmma = WgmmaShadow(self) if machine.kernel.wgmma is not None else None
 
     def read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
-        """Before a read: the bytes are written, arrived, and ordered after their write."""
+        """Check before a read: the bytes are written, arrived, and ordered after their write."""
         machine, granule, block = self.machine, self.granule, places >> 4
         epoch = _pick(machine.epoch, lanes)
         if self.block_in_flight[block].any():
@@ -111,7 +111,7 @@ class SharedShadow:
             self._report(kind, within, lanes, places, index, writer)
 
     def initialised(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
-        """Before a read: every byte has been written."""
+        """Check before a read: every byte has been written."""
         unwritten = (_rows(self.stamp, places, total, self.granule) == 0) & ~_rows(
             self.in_flight, places, total, self.granule
         )
@@ -206,7 +206,7 @@ SEVERAL = -2
 
 
 class GlobalShadow:
-    """Of all programs of a launch; nothing orders two CTAs."""
+    """Shadow of global memory for all programs of a launch; nothing orders two CTAs."""
 
     def __init__(self, size: int, granule: int) -> None:
         granules = size // granule

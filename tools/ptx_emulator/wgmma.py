@@ -191,7 +191,7 @@ class Warpgroups:
         return None if self.machine.shared.shadow is None else self.machine.shared.shadow.wgmma
 
     def _execute(self, mask: Array, index: int) -> np.ndarray:
-        """The numbers of the warps that execute an instruction."""
+        """Numbers of the warps that execute an instruction."""
         some = converged(self.machine, mask, index)
         warps = np.arange(self.machine.lanes // 32) if some is None else np.flatnonzero(some)
         self.executed[warps] = self.executed[warps] * np.uint64(1000003) + np.uint64(index + 1)
@@ -199,7 +199,7 @@ class Warpgroups:
         return warps
 
     def _chosen(self, warps: np.ndarray) -> np.ndarray:
-        """For every warp of the machine, whether it is among these."""
+        """Bool per warp of the machine: True for the given warps."""
         chosen = np.zeros(self.machine.lanes // 32, bool)
         chosen[warps] = True
         return chosen
@@ -274,7 +274,7 @@ def check_registers(machine: Machine, *arguments: object) -> None:
 
 
 def proxy_fence(machine: Machine, mask: Array) -> None:
-    """fence.proxy.async."""
+    """Execute fence.proxy.async."""
     shadow = machine.shared.shadow
     if shadow is not None and shadow.wgmma is not None:
         shadow.wgmma.fence(mask)

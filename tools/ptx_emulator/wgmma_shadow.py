@@ -21,7 +21,7 @@ UNFENCED = np.int32(2**31 - 1)
 
 
 class WgmmaShadow:
-    """Next to a SharedShadow, of a kernel that has wgmma.
+    """Additional shadow state for kernels with wgmma, beside a SharedShadow.
 
     Attributes:
         fenced: of each granule, the epoch of the first proxy fence after its last write, or UNFENCED.
@@ -83,7 +83,7 @@ class WgmmaShadow:
     # ---- called for wgmma
 
     def read(self, warps: np.ndarray, chunks: np.ndarray, index: int) -> None:
-        """A wgmma starts to read.
+        """Record that a wgmma starts to read.
 
         Args:
             warps: a warp of each warpgroup that executes it, as number in the machine; (n,).
