@@ -171,7 +171,7 @@ class Build(cpp_extension.BuildExtension):
         super().finalize_options()
         editable = getattr(self, "editable_mode", False)  # setuptools clears inplace in run()
         in_place = bool(self.inplace or editable)
-        if editable:  # where `build_ext --inplace` builds; in setuptools' temporary folder all would be compiled again
+        if editable:  # reuse the objects of `build_ext --inplace` instead of compiling in a temporary folder
             self.build_temp = os.path.join("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
         chosen = instruction_sets(os.environ.get("TRANSFORMER_FAST_CPU_SETS", "host"))
         left_out = {kernels_name(name) for name in known_sets() if name not in chosen}

@@ -60,7 +60,8 @@ def cuda_home() -> Path:
 
 
 def environment(folder: Path, packages: tuple[str, ...], what: str) -> str:
-    """The Python of a virtual environment with these packages; `what` says which in the output."""
+    """Create a virtual environment with these packages and return its Python; `what` names the packages in the
+    output."""
     python = str(folder / "bin/python")
     if not Path(python).exists():
         venv.create(folder, with_pip=True)

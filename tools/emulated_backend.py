@@ -33,7 +33,7 @@ def emulated_backend(arch: int = 80, mutate: Callable[[str], str] | None = None,
     Args:
         arch: compute capability, 80 or 90; tile sizes are those of its architecture class.
         mutate: changes the PTX of a launch.
-        options: of ``ptx_emulator.launch``.
+        options: options of ``ptx_emulator.launch``.
 
     Yields:
         What the emulator found.

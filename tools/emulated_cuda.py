@@ -35,7 +35,7 @@ def emulated_cuda(arch: int = 80, **options: Any) -> Iterator[tuple[SimpleNamesp
 
     Args:
         arch: 80 or 90.
-        options: of ``ptx_emulator.launch``.
+        options: options of ``ptx_emulator.launch``.
 
     Yields:
         The operators, what the emulator found, and the names of the kernels that were launched.
@@ -89,7 +89,7 @@ def short_name(name: str) -> str:
 
 
 def _memory_of(library: ctypes.CDLL, structs: list[bytes]) -> list[tuple[str, Tensor]]:
-    """The blocks of memory to which words of some structs point."""
+    """Memory blocks that pointers inside some structs refer to."""
     start, size = ctypes.c_size_t(), ctypes.c_size_t()
     blocks = {}
     for number, struct in enumerate(structs):

@@ -41,11 +41,11 @@ class Seen:
     """Result of a row.
 
     Attributes:
-        digest, name, path: of the row.
+        digest, name, path: values of the row.
         stage: the last one that ran.
         by: the stage that saw the fault, or None. test: the first that failed, or what happened instead.
-        seconds: of all, building included.
-        alone: whether the test fails without the fault, too; None where that is not known yet.
+        seconds: total time, with the build.
+        alone: True if the test also fails without the fault; None if unknown.
     """
 
     digest: str

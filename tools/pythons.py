@@ -47,7 +47,7 @@ class Row:
     Attributes:
         python: its version, "3.12".
         packages: the requirements of pip that differ between rows, torch first: "torch==2.13.0".
-        older: whether the packages of OLDER are needed.
+        older: True if the packages of OLDER are needed.
     """
 
     python: str
@@ -180,7 +180,7 @@ def setup_names(tree: Path) -> dict[str, Any]:
 
 
 def step(row: Row, what: str, command: list[str], cwd: Path = ROOT, env: dict[str, str] | None = None) -> None:
-    """Run a command of a row, and say how long it took."""
+    """Run a command of a row, and print its duration."""
     start = time.monotonic()
     code = subprocess.run(command, cwd=cwd, env=env).returncode
     say(f"{row.name}: {what}: {'done' if code == 0 else f'failed ({code})'} ({time.monotonic() - start:.0f} s)")

@@ -53,7 +53,7 @@ class Outcome:
 
     Attributes:
         code: the exit status of its command.
-        seconds: how long it ran.
+        seconds: duration.
         counts: what tests/support/short_list.py writes; None for a part that is not counted.
     """
 
@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def lost(self) -> int:
-        """Cases that were collected and have no result: the part ended before its tests did."""
+        """Number of collected cases without a result, because the part ended early."""
         if self.counts is None:
             return 0
         ended = sum(self.counts[name] for name in ("passed", "failed", "skipped", "error"))

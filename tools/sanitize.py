@@ -63,8 +63,8 @@ pointer, columns, sum = ctypes.c_void_p(row.data_ptr()), ctypes.c_int64(row.nume
 
 @dataclasses.dataclass(frozen=True)
 class Sanitizer:
-    """A build and how to run it. ``with_best``: not the common set of kernels alone. ``planted``: calls of
-    planted_faults.cpp, and what their report says; None where there must be none."""
+    """A sanitizer's build and run settings. ``with_best``: also test the machine's best set of kernels. ``planted``:
+    calls of planted_faults.cpp with the words of the expected report; None for no report."""
 
     folder: Path
     flags: tuple[str, ...]
@@ -167,7 +167,7 @@ def check_planted_faults(sanitizer: Sanitizer, environment: dict[str, str]) -> N
 
 
 def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int) -> None:
-    """The tests and random calls with the kernels of one instruction set; stop at a report or a failure."""
+    """Run tests and random calls with the kernels of one instruction set; exit at a report or a failure."""
     name = environment["TRANSFORMER_FAST_CPU"]
     tests = [str(path) for pattern in TESTS for path in sorted((sanitizer.folder / "tests").glob(pattern))]
     module = run(sanitizer, [sys.executable, "-c", MODULE], environment)[1].split()
@@ -189,7 +189,7 @@ def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int)
 
 
 def sanitized(sanitizer: Sanitizer) -> dict[str, str]:
-    """The environment in which Python, which is not built with sanitizers, runs what is."""
+    """Environment variables with which a Python without sanitizers loads libraries built with sanitizers."""
     # libstdc++ too, or the first exception finds that the sanitizer, which looked for it early, has none.
     libraries = [library(name) for name in (*sanitizer.libraries, "libstdc++.so.6")]
     reports = f"log_path={sanitizer.reports}/report"
@@ -222,7 +222,7 @@ def library(name: str) -> str:
 def run_and_look(
     sanitizer: Sanitizer, command: list[str], environment: dict[str, str], show: bool = False
 ) -> tuple[int, str, str]:
-    """The exit code of a command in the copy, what it said, and what was reported."""
+    """Run a command in the copy; return exit code, output, and sanitizer reports."""
     shutil.rmtree(sanitizer.reports, ignore_errors=True)
     sanitizer.reports.mkdir(parents=True)
     code, output = run(sanitizer, command, environment, show)

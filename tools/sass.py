@@ -26,14 +26,14 @@ class Instruction:
     """One instruction.
 
     Args:
-        address: of its first byte, from the kernel's start.
+        address: address of its first byte, from the kernel's start.
         opcode: with its modifiers, e.g. ``LDG.E.128``.
         operands: as printed.
         predicate: e.g. ``@!P0``; "" where it always runs.
         stall: cycles before the warp may issue its next instruction.
-        write_barrier: which barrier falls when the result is written; None for none.
-        read_barrier: which barrier falls when the operands have been read; None for none.
-        waits: barriers that have to have fallen before it issues.
+        write_barrier: barrier released when the result is written; None for none.
+        read_barrier: barrier released when the operands have been read; None for none.
+        waits: barriers that must be released before it issues.
     """
 
     address: int

@@ -44,8 +44,8 @@ def by_distance(params: AttentionParams, L: int, softcap: float | None = None) -
 
 
 def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
-    """Calls on meta tensors that between them use every config of an architecture in every way that changes what is
-    compiled much: ((q, logsumexp), params)."""
+    """Calls on meta tensors that cover every config of an architecture, with all features that change the compiled code
+    much: ((q, logsumexp), params)."""
 
     def call(dtype: torch.dtype, D: int, L: int, kind: str) -> tuple[tuple[Tensor, Tensor], AttentionParams]:
         if kind == "plain":
@@ -94,16 +94,16 @@ def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
 
 
 def with_packed_bias(params: AttentionParams) -> AttentionParams:
-    """A packed call with a bias whose positions count from the end, and of which not all keys are used."""
+    """A packed call with a bias, bottom-right positions, and unused keys."""
     of_two = {"seqused_k": meta(2, dtype=torch.int32), "bias_starts": meta(3, dtype=torch.int64)}
     packed = replace(params.packed, **of_two, bottom_right=True)
     return replace(params, packed=packed, bias=meta(4, 2 * 1024**2, dtype=torch.float32), causal=0)
 
 
 def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
-    """Calls on meta tensors that between them use every config of an architecture: ((q, logsumexp), params).
+    """Calls on meta tensors that cover every config of an architecture: ((q, logsumexp), params).
 
-    Each config once, with all that its class allows: no key count or stride of a dense mask is a multiple of 16.
+    Each config occurs once, with all features of its class: no key count or stride of a dense mask is a multiple of 16.
     """
 
     def call(dtype: torch.dtype, D: int, L: int, lengths: bool, dense: bool):
@@ -243,8 +243,8 @@ def attention_decode_cases(arch: str) -> Iterator[Launch]:
 
 
 def norm_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every forward config, with everything a launch can do switched on; the widest in fp32 too. Of Norm,
-    which does all that LayerNorm does, and of RMSNorm."""
+    """A launch for every forward config of Norm (whose kernel covers LayerNorm) and of RMSNorm, with all features on;
+    the widest also in fp32."""
     widths = sorted(width for kernel, width in NORM if kernel == "forward" and width > 0)
     for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
         x = torch.empty((1024, d), dtype=dtype, device="meta")
@@ -256,8 +256,7 @@ def norm_cases(arch: str) -> Iterator[Launch]:
 
 
 def norm_backward_cases(arch: str) -> Iterator[Launch]:
-    """The launches of every backward config, with everything switched on; the widest in fp32 too. Of Norm and of
-    RMSNorm."""
+    """Launches of every backward config of Norm and RMSNorm, with all features on; the widest also in fp32."""
     widths = sorted(width for kernel, width in NORM if kernel == "backward" and width > 0)
     names = set()
     wide = (12288, 65536)  # slices of three and four blocks
@@ -282,7 +281,7 @@ def norm_backward_cases(arch: str) -> Iterator[Launch]:
 
 
 def dropout_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every config, forward and backward, with everything they can do and with nothing, in bf16."""
+    """A launch for every config, forward and backward, with all features and with none, in bf16."""
     for d in (64, 512, 4096):
         x = torch.empty((1024, d), dtype=torch.bfloat16, device="meta")
         bias = torch.empty((d,), dtype=torch.float32, device="meta")

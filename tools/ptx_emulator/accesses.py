@@ -35,7 +35,7 @@ def load(
     """`count` registers of numpy type `kind`, from `count` elements of `size` bytes each.
 
     Args:
-        kind: of the registers; elements are extended to it, with their sign if it is signed.
+        kind: numpy type of the registers; elements are extended to it, with sign if it is signed.
         old: the registers before, for the lanes that do not load; None if those are never read.
     """
     total = size * count
@@ -73,7 +73,7 @@ def store(
 
 
 def load_generic(machine: Machine, mask: Array, address: Array, offset: int, *rest: Any) -> list[np.ndarray]:
-    """`load` where each lane's address says which memory it means."""
+    """Load from generic addresses: each lane's address selects the memory."""
     size, kind, old, count, index = rest
     for space, chosen in _chosen(machine, mask, address):
         old = load(space, chosen, address, offset, size, kind, old, count, index)
@@ -99,7 +99,7 @@ def atomic(
     space: Space, mask: Array, address: Array, offset: int, operation: str, kind: np.dtype, operands: Sequence[Array],
     index: int,
 ) -> np.ndarray:  # fmt: skip
-    """Return what lay there before, in every lane; the lanes take their turns in order."""
+    """Run an atomic operation, lane by lane in order; return the previous value per lane."""
     machine, size = space.machine, kind.itemsize
     lanes, places = space.place(mask, address, offset, size, index)
     if places.size:

@@ -62,7 +62,7 @@ def f32_to_tf32(value: Array, mode: str) -> Array:
 
 
 def flush(value: Array) -> Array:
-    """.ftz: a subnormal float32 becomes zero with its sign."""
+    """Apply .ftz: a subnormal float32 becomes zero with its sign."""
     return where(np.abs(value) < SMALLEST_NORMAL, np.copysign(np.float32(0), value), value)
 
 
@@ -72,17 +72,17 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
 
 
 def saturate(value: Array) -> Array:
-    """.sat: into [0, 1], NaN to 0."""
+    """Apply .sat: clamp to [0, 1], NaN to 0."""
     return where(np.isnan(value), value.dtype.type(0), np.clip(value, value.dtype.type(0), value.dtype.type(1)))
 
 
 def relu(value: Array) -> Array:
-    """Below 0 becomes 0; NaN stays."""
+    """Replace values below 0 by 0; NaN stays."""
     return where(value < 0, value.dtype.type(0), value)
 
 
 def float_to_integer(value: Array, rounding: str, bits: int, signed: bool) -> Array:
-    """To an integer type; out of range goes to the nearest end, NaN to 0."""
+    """Convert to an integer type; values out of range are clamped, NaN becomes 0."""
     kind = (SIGNED if signed else UNSIGNED)[bits]
     low, high = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
     rounded = ROUND_TO_INTEGER[rounding](value.astype(np.float64))
@@ -109,19 +109,19 @@ def _f32_to_f16(value: Array) -> Array:
 
 
 def on_f16x2(function: Callable[..., Array], *operands: Array) -> Array:
-    """function on the two f16 of each operand, in float32, rounded once."""
+    """Apply a function to the two f16 of each operand, in float32, rounded once."""
     low, high = zip(*map(halves, operands), strict=True)
     return pack(*(_f32_to_f16(function(*map(_f16_to_f32, half))) for half in (low, high)))
 
 
 def on_bf16x2(function: Callable[..., Array], *operands: Array) -> Array:
-    """function on the two bf16 of each operand, in float32, rounded once."""
+    """Apply a function to the two bf16 of each operand, in float32, rounded once."""
     low, high = zip(*map(halves, operands), strict=True)
     return pack(*(f32_to_bf16(function(*map(bf16_to_f32, half))) for half in (low, high)))
 
 
 def on_f32x2(function: Callable[..., Array], *operands: Array) -> Array:
-    """function on the two f32 of each operand, which has 64 bits."""
+    """Apply a function to the two f32 of each 64-bit operand."""
     shift = np.uint64(32)
     low = function(*(bits.astype(np.uint32).view(np.float32) for bits in operands))
     high = function(*((bits >> shift).astype(np.uint32).view(np.float32) for bits in operands))
@@ -132,7 +132,7 @@ def on_f32x2(function: Callable[..., Array], *operands: Array) -> Array:
 
 
 def signed_divide(a: Array, b: Array) -> Array:
-    """Rounded toward zero; a division by zero gives -1."""
+    """Divide, rounding toward zero; a division by zero gives -1."""
     divisor = where(b == 0, b.dtype.type(1), b)
     quotient = np.floor_divide(a, divisor)
     quotient = quotient + ((quotient < 0) & (quotient * divisor != a)).astype(a.dtype)
@@ -144,7 +144,7 @@ def signed_remainder(a: Array, b: Array) -> Array:
 
 
 def unsigned_divide(a: Array, b: Array) -> Array:
-    """A division by zero gives all ones."""
+    """Divide unsigned integers; a division by zero gives all ones."""
     return where(b == 0, ~a.dtype.type(0), a // where(b == 0, b.dtype.type(1), b))
 
 
@@ -160,7 +160,7 @@ def multiply_high_u64(a: Array, b: Array) -> Array:
 
 
 def multiply_high_s64(a: Array, b: Array) -> Array:
-    """Of the bits of two signed numbers."""
+    """High half of the product of two signed 64-bit numbers, given as bits."""
     high = multiply_high_u64(a, b)
     negative_a = where(a.view(np.int64) < 0, b, np.uint64(0))
     negative_b = where(b.view(np.int64) < 0, a, np.uint64(0))

@@ -34,7 +34,7 @@ class Block:
 
     Args:
         first, last: indices of its instructions, both inclusive.
-        step, target: how it ends, and the block that a branch goes to.
+        step, target: kind of its last step, and the target block of a branch.
         function: runs it; returns the lanes that take its branch or exit, or None for all.
     """
 

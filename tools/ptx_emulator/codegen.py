@@ -94,7 +94,7 @@ class Code:
         return operand in self.kernel.registers
 
     def variable(self, operand: str) -> tuple[str, str, int]:
-        """Of a register: its variable, what numpy type that has now, and the register's width."""
+        """Return the variable of a register, its current numpy type, and the register's width."""
         number = self.kernel.registers[operand]
         width = self.kernel.widths[number]
         if number not in self.kinds:

@@ -167,7 +167,7 @@ def multiply(code: Code, i: Instruction) -> None:
 
 @emits("addc", "subc", "madc")
 def with_carry(code: Code, i: Instruction) -> None:
-    """Of 32 bits, with a carry that the instruction before has left in the same block, or that this one leaves."""
+    """Translate 32-bit arithmetic with a carry from, or for, another instruction of the same block."""
     name, target = i.opcode[0], i.operands[0]
     if WIDTHS[i.type] != 32 or i.predicate is not None:
         raise unknown(i)

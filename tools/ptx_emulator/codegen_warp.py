@@ -115,7 +115,8 @@ def multiply_matrices(code: Code, i: Instruction) -> None:
 
 @emits("bar", "barrier")
 def barrier(code: Code, i: Instruction) -> None:
-    """Of a warp. Of a CTA: the scheduler holds the lanes; only the barrier of all threads is known."""
+    """Translate a barrier of a warp. At a barrier of a CTA the scheduler holds the lanes; only a barrier of all threads
+    is supported."""
     if "warp" in i.opcode:
         code.line(code.call(warp.synchronise, code.mask(i), code.bits(i.operands[0], "b32"), i.index))
         return

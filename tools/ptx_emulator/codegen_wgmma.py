@@ -105,7 +105,7 @@ def _multiply(code: Code, instruction: Instruction) -> None:
 
 
 def check_before(code: Code, instruction: Instruction) -> None:
-    """The check of an instruction that may touch registers of a wgmma in flight."""
+    """Emit the check of an instruction that may access registers of a wgmma in flight."""
     analysis: WgmmaAnalysis | None = code.kernel.wgmma
     if analysis is None or instruction.index not in analysis.suspects:
         return
@@ -120,7 +120,8 @@ def check_before(code: Code, instruction: Instruction) -> None:
 
 @emits("fence")
 def _fence(code: Code, instruction: Instruction) -> None:
-    """Of the fences only that between proxies matters here: everything else is ordered as executed."""
+    """Translate fences: only the proxy fence has an effect, because the emulator executes all other accesses in
+    order."""
     if instruction.opcode[:3] == ("fence", "proxy", "async"):
         code.line(code.call(wgmma.proxy_fence, code.mask(instruction)))
 

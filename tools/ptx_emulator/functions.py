@@ -42,14 +42,14 @@ def with_calls_inlined(text: str) -> str:
 
 
 def _as_local_memory(text: str, suffix: str) -> str:
-    """The parameters that a text declares as local memory, whose names have a suffix."""
+    """Rewrite parameter declarations as local memory, with a suffix on their names."""
     text = _renamed(text, {name: name + suffix for _, name, _ in PARAMETER.findall(text)})
     text = PARAMETER.sub(r".local\1\2\3", text)
     return re.sub(rf"\b(ld|st)\.param(?=[^;]*{re.escape(suffix)}\b)", r"\1.local", text)
 
 
 def _inlined(suffix: str, call: re.Match[str], head: re.Match[str], body: str) -> str:
-    """The body of a function as a block, for one call."""
+    """Return the body of a function as a PTX block, for one call."""
     own = {*re.findall(r"\.local\s+(?:\.align\s+\d+\s+)?\.\w+\s+([\w$]+)", body), *LABEL.findall(body)}
     names = {name: name + suffix for name in own}
     given = [name.strip() for name in (call["given"] or "").split(",") if name.strip()]
@@ -67,7 +67,7 @@ def _renamed(text: str, names: dict[str, str]) -> str:
 
 
 def closing_brace(text: str, start: int) -> int:
-    """Place of the brace that closes the one at `start`."""
+    """Index of the closing brace for the brace at `start`."""
     depth = 0
     for found in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if found.group() == "{" else -1

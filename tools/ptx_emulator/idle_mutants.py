@@ -25,12 +25,12 @@ Test = Callable[[Instruction], bool]
 
 
 def idle_mutants(recorded: RecordedLaunch, mutants: Iterable[Mutant], reach: dict[str, int]) -> dict[Mutant, str]:
-    """The mutants that change nothing, and why.
+    """Mutants that change nothing, with reasons.
 
     Args:
         recorded: the launch, of a kernel without faults.
         mutants: some of its mutants.
-        reach: of the report of its faultless run.
+        reach: ``reach`` of the report of its faultless run.
     """
     mutants = list(mutants)
     jumps = Jumps(next(iter(parse(recorded.ptx).values())))
@@ -58,7 +58,7 @@ def _last_is_touched(recorded: RecordedLaunch, mutant: Mutant, reach: dict[str, 
 
 
 def _unguarded(recorded: RecordedLaunch, mutants: list[Mutant]) -> dict[Mutant, str]:
-    """Guards that held for every lane, and other instructions whose guard kept every lane out.
+    """Mutants of guards that held for every lane, and of instructions whose guard excluded every lane.
 
     Before each a store is put in, into a byte of its own, of the lanes for which the fault would make a difference.
     """
@@ -89,7 +89,7 @@ def _unguarded(recorded: RecordedLaunch, mutants: list[Mutant]) -> dict[Mutant, 
 
 
 def _probe(mutant: Mutant) -> str | None:
-    """The predicate of the lanes that make a difference, with what computes it; None if there is no guard."""
+    """Predicate of the lanes for which the fault matters, with the code that computes it; None without a guard."""
     guard = GUARD.match(mutant.instruction)
     if mutant.kind != "guard":
         return None if guard is None else f"@{guard.group(1)}{guard.group(2)}"
@@ -110,13 +110,13 @@ class Jumps:
 
     @cached_property
     def after(self) -> list[list[int]]:
-        """Of each instruction those that may come next; the number of instructions stands for the end."""
+        """Possible next instructions per instruction; the number of instructions stands for the end."""
         end = len(self.kernel.instructions)
         return [self._following(i) or [end] for i in self.kernel.instructions]
 
     @cached_property
     def before(self) -> list[list[int]]:
-        """Of each instruction those that may come before; -1 stands for the beginning."""
+        """Possible previous instructions per instruction; -1 stands for the beginning."""
         found: list[list[int]] = [[] for _ in self.kernel.instructions]
         found[0].append(-1)
         for index, following in enumerate(self.after):
@@ -272,7 +272,8 @@ def wgmma_fence_is_covered(jumps: Jumps, fence: Instruction) -> str | None:
 
 
 def commit_is_covered(jumps: Jumps, commit: Instruction) -> str | None:
-    """Its products join the next group; or there are none. Then each wait must be for all groups, not for a number."""
+    """Reason why a missing commit has no effect, or None: its products join the next group, or it has none. Each wait
+    must then be for all groups, not for a number."""
 
     def not_for_all(instruction: Instruction) -> bool:
         return _waits(instruction) and not waits_for_all(instruction)

@@ -43,8 +43,8 @@ class Judge:
     """Runs the mutants of one launch, whose kernel must have no finding in any order of warps.
 
     Args:
-        recorded_launch: which, of a kernel without faults.
-        seconds: how long a mutant may run before it is stopped, in the main thread. It is seen, then.
+        recorded_launch: launch of a kernel without faults.
+        seconds: time limit per mutant, in the main thread. A mutant that exceeds it is seen.
     """
 
     def __init__(self, recorded_launch: RecordedLaunch, seconds: float = 60.0) -> None:
@@ -142,7 +142,7 @@ def is_wrong(result: Tensor, correct: Tensor) -> bool:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the main thread after so long."""
+    """Raise TimeoutError in the main thread after this time."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError

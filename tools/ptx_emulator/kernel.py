@@ -86,7 +86,7 @@ class Kernel:
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """At the commas outside braces, brackets and parentheses."""
+    """Split operands at the commas outside braces, brackets and parentheses."""
     parts, depth, start = [], 0, 0
     for at, character in enumerate(text):
         if character in "{[(":

@@ -19,7 +19,8 @@ from .report import EmulationError, Report
 from .sanitizer import GlobalShadow
 
 LANES_AT_ONCE = 4096
-"""About as many threads run at once: enough that numpy's loops are long, few enough that registers stay in cache."""
+"""Approximate number of threads that run at once: enough for long numpy loops, few enough for registers to stay in
+cache."""
 
 ORDERS = ("lockstep", "serial", "reverse")
 
@@ -29,7 +30,7 @@ class Argument:
     """One argument of a kernel.
 
     Args:
-        name: for findings.
+        name: name in findings.
         type: as Triton writes it: "*bf16" (any pointer begins with "*"), "i32", "u64", "fp32", ...
         value: a tensor (written in place) or None for a pointer, a number for the others; bytes for a struct.
     """
@@ -67,7 +68,7 @@ def launch(
     Args:
         ptx: the text of a module.
         grid: number of CTAs by axis.
-        threads: of a CTA, a multiple of 32 in all; or by axis.
+        threads: number of threads per CTA, a multiple of 32; or per axis.
         shared: bytes of dynamic shared memory; the kernel's own variables come on top.
         arguments: in the order of the kernel's parameters. Pointers that come after the last are null.
         entry: name of the kernel; may be left out if the module has one.
@@ -147,7 +148,7 @@ def _parameters(kernel: Kernel, arguments: list[Argument], tensors: Tensors) -> 
 
 
 def _bytes(argument: Argument, size: int, tensors: Tensors) -> bytes:
-    """An argument as it lies in the parameter space."""
+    """Bytes of an argument in the parameter space."""
     value, kind = argument.value, argument.type
     if isinstance(value, bytes):
         return tensors.with_device_addresses(value).ljust(size, b"\0")

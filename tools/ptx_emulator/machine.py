@@ -24,10 +24,10 @@ UNINITIALISED = {
     32: np.uint32(0xFFD5BAD1),
     64: np.uint64(0xFFD5BAD1FFD5BAD1),
 }
-"""What a register holds before it is written: a NaN, an address of nothing."""
+"""Value of a register before it is written: a NaN, and an invalid address."""
 
 BLOCK_LIMIT = 2_000_000
-"""Executed blocks after which a machine is taken to run forever."""
+"""Limit of executed blocks, after which a machine counts as an endless loop."""
 
 Extension = TypeVar("Extension")
 
@@ -37,8 +37,8 @@ class Machine:
 
     Attributes that generated code and extensions read:
         lanes: number of threads of all its CTAs; threads, warps: of one CTA.
-        cta: of each lane, its CTA in this machine; cta_number: in the grid.
-        thread, warp: of each lane, in its CTA.
+        cta: per lane, its CTA in this machine; cta_number: its CTA in the grid.
+        thread, warp: per lane, its thread and warp in the CTA.
         epoch: barriers that each lane has passed; warp_epoch: also bar.warp.sync.
         special: special registers (%tid.x, ...) as u32; parameters: bytes of each kernel parameter.
         shared, memory, local: the spaces.
@@ -129,7 +129,7 @@ class Machine:
         self.stamp = stamps(self.thread, self.epoch, self.warp_epoch)
 
     def extension(self, kind: type[Extension]) -> Extension:
-        """The one instance of a class that keeps state for a family of instructions; made at its first use.
+        """Return the single instance of a class with the state of a family of instructions; created on first use.
 
         Its `finish`, if it has one, is called when the machine has run to its end.
         """
@@ -198,7 +198,7 @@ class Machine:
                 extension.finish()
 
     def _one_warp(self, ready: np.ndarray) -> np.ndarray:
-        """Of the ready lanes, those of each CTA's first ready warp (order "serial") or last one ("reverse")."""
+        """Select the ready lanes of each CTA's first ready warp (order "serial") or last ready warp ("reverse")."""
         warps = np.asarray(ready.reshape(self.ctas, self.warps, 32).any(2))
         chosen = warps.argmax(1) if self.order == "serial" else self.warps - 1 - warps[:, ::-1].argmax(1)
         return ready & (self.warp == np.repeat(chosen, self.threads))
@@ -221,7 +221,7 @@ class Machine:
             self.shared.shadow.forget_reads()
 
     def _check_barriers(self, here: np.ndarray, complete: np.ndarray, barrier: np.ndarray) -> None:
-        """Every thread of a CTA is at the barrier, and at the same one. here, barrier: of shape (CTAs, threads)."""
+        """Check that all threads of a CTA are at the same barrier. here, barrier: arrays (CTAs, threads)."""
         for cta in np.flatnonzero(complete):
             numbers = np.unique(barrier[cta][here[cta]])
             index = self.program.blocks[numbers[0]].last

@@ -24,9 +24,9 @@ SHARED_WINDOW = 0x7E00_0000_0000
 LOCAL_WINDOW = 0x7D00_0000_0000
 WINDOW_BITS = np.uint64(40)
 GUARD = 4096
-"""Bytes between two tensors that belong to none."""
+"""Size of the guard gap between two tensors, in bytes."""
 UNDEFINED = 0xFF
-"""What bytes hold that nobody has written: NaN in every float type."""
+"""Value of bytes that were never written: NaN in every float type."""
 
 
 class Tensors:
@@ -72,7 +72,7 @@ class Tensors:
         return GLOBAL_BASE + self._place[storage.data_ptr()] + tensor.data_ptr() - storage.data_ptr()
 
     def with_device_addresses(self, struct: bytes) -> bytes:
-        """The bytes of a struct, in which addresses in these tensors, as the host has them, are those of the device."""
+        """Return the bytes of a struct, with host addresses in these tensors replaced by device addresses."""
         words = np.frombuffer(struct, np.uint64, len(struct) // 8).copy()
         for start, host in self._host:
             offsets = words - np.uint64(host.ctypes.data)  # wraps below the tensor
@@ -85,7 +85,7 @@ class Tensors:
             host[:] = self.data[start : start + host.size]
 
     def describe(self, place: int) -> str:
-        """The nearest region and the place in it, for people."""
+        """Readable text for an address: the nearest tensor and the offset in it."""
         if not self.regions:
             return f"byte {place}, where there is no tensor"
         name, start, size = min(self.regions, key=lambda region: max(region[1] - place, place - region[1] - region[2]))
@@ -93,7 +93,7 @@ class Tensors:
 
 
 def rows(memory: np.ndarray, data: np.ndarray) -> np.ndarray:
-    """Memory as rows like those of data."""
+    """View of the memory as rows of the shape of data."""
     return memory.view(data.dtype if data.itemsize > 1 else memory.dtype).reshape(-1, data.shape[1])
 
 
@@ -103,7 +103,7 @@ def shift(data: np.ndarray) -> int:
 
 
 def _of_lanes(machine: Machine, mask: Array, values: Array) -> tuple[np.ndarray | None, np.ndarray]:
-    """The lanes under a mask (None: all), and their values."""
+    """Select the lanes under a mask (None: all), and their values."""
     values = machine.full(values)
     if mask is None or mask.all():
         return None, values

@@ -39,7 +39,7 @@ COPY = re.compile(r"cp\.async\.c[ag]\.")
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """A launch as it was asked for: what ``launch`` takes, its tensors as they were before it."""
+    """Recorded launch: the arguments of ``launch``, with tensors as they were before the launch."""
 
     ptx: str
     grid: tuple[int, int, int]
@@ -59,10 +59,10 @@ class Mutant:
 
     Args:
         kind: one of KINDS.
-        line: of the PTX text, from 1; 0 for a tensor.
+        line: line of the PTX text, from 1; 0 for a tensor.
         instruction: the faultless one, or the name of the tensor.
-        start, end: its place in the text.
-        becomes: what stands there instead.
+        start, end: position of the instruction in the text.
+        becomes: replacement text.
         argument: number of the tensor that is made shorter.
     """
 
@@ -75,13 +75,13 @@ class Mutant:
     argument: int | None = None
 
     def of(self, ptx: str) -> str:
-        """The text with the fault."""
+        """Return the text with the fault."""
         return ptx[: self.start] + self.becomes + ptx[self.end :]
 
 
 @contextmanager
 def recorded() -> Iterator[list[RecordedLaunch]]:
-    """Inside ``triton_driver.emulated``: the launches that are made, which run as always."""
+    """Record the launches made inside ``triton_driver.emulated``; they still run."""
     launches: list[RecordedLaunch] = []
 
     def launch(
@@ -95,7 +95,7 @@ def recorded() -> Iterator[list[RecordedLaunch]]:
 
 
 def copied(arguments: list[Argument] | tuple[Argument, ...]) -> tuple[Argument, ...]:
-    """The arguments with tensors of their own, which share memory where these do."""
+    """Copy the arguments; tensors that share memory still share memory in the copy."""
     known: dict[int, object] = {}
     return tuple(
         replace(a, value=copy.deepcopy(a.value.detach(), known)) if isinstance(a.value, Tensor) else a
@@ -146,7 +146,7 @@ def end_of(tensor: Tensor) -> int:
 
 
 def shortened(arguments: tuple[Argument, ...], number: int) -> tuple[Argument, ...]:
-    """The arguments with the memory of one tensor an element shorter."""
+    """Copy the arguments, with the memory of one tensor shortened by an element."""
     given = arguments[number].value
     everything = given.new_empty(0).set_(given.untyped_storage())
     value = everything[: end_of(given) - 1].clone()[given.storage_offset() :]

@@ -61,7 +61,7 @@ def parse(ptx: str) -> dict[str, Kernel]:
 
 
 def _locations(ptx: str) -> list[str]:
-    """For every line of the text (from 1), the source line that holds there."""
+    """Source location of each line of the PTX text (from 1), by its .loc directives."""
     here, lines = "", [""]
     for line in ptx.split("\n"):
         if ".loc" in line and line.lstrip().startswith(".loc"):

@@ -31,7 +31,7 @@ def stamps(thread: np.ndarray, epoch: np.ndarray, warp_epoch: np.ndarray) -> np.
 
 
 def _rows(shadow: np.ndarray, places: np.ndarray, total: int, granule: int) -> np.ndarray:
-    """The granules of each access, one row an access. Accesses are aligned to their size."""
+    """Granules of each access, one row per access. Accesses are aligned to their size."""
     return shadow.reshape(-1, max(1, total // granule))[places >> (total.bit_length() - 1)]
 
 
@@ -47,9 +47,9 @@ def _pick(values: np.ndarray, lanes: np.ndarray | None) -> np.ndarray:
 class SharedShadow:
     """Shadow of the shared memory of a machine.
 
-    What is asked of most accesses is answered by summaries of blocks of 16 bytes: nobody wrote or read the block in
-    this epoch, all of it has been written. Only where that does not settle it are the granules looked at. Reads are
-    kept as a list until somebody asks who they were of.
+    For most accesses, summaries per block of 16 bytes decide: no thread wrote or read the block in this epoch, and all
+    of it has been written. Otherwise the granules are checked. Reads are kept as a list until a check needs their
+    threads.
     """
 
     def __init__(self, machine: Machine, size: int, stride: int, granule: int) -> None:
@@ -124,7 +124,7 @@ class SharedShadow:
         self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, what: str,
         changes: Callable[[], np.ndarray] | None = None,
     ) -> None:  # fmt: skip
-        """Before a write, or a copy that will write: nobody else may have accessed these bytes since the barrier.
+        """Check before a write or a copy: no other warp may have accessed these bytes since the barrier.
 
         changes: tells of each access whether it changes what is in memory; None: it may.
         """
@@ -168,7 +168,7 @@ class SharedShadow:
             self.block_complete[block] = True
 
     def overwritten(self, lanes: np.ndarray | None, places: np.ndarray, index: int, lost: np.ndarray) -> None:
-        """After a store. lost: of each access, whether another one of the same instruction has overwritten it."""
+        """Check after a store. lost: True per access that another lane of the same instruction overwrote."""
         if lost.any():
             kind = "shared race: two lanes of one store write different values"
             self._report(kind, lost[:, None], lanes, places, index)
@@ -182,7 +182,7 @@ class SharedShadow:
             self.block_in_flight[block] = value
 
     def forget_reads(self) -> None:
-        """After a barrier of all CTAs: what was read before is no longer asked for."""
+        """Drop recorded reads after a barrier of all CTAs."""
         self._reads.clear()
 
     def _expand_reads(self) -> None:
@@ -216,7 +216,7 @@ class GlobalShadow:
         self.reader = np.zeros(granules, np.int32)  # CTA + 1, or SEVERAL
 
     def reach(self, start: int, size: int) -> int:
-        """Number of these bytes that lie before the end of the last one accessed."""
+        """Number of bytes up to the end of the last accessed byte."""
         granules = slice(start // self.granule, -(-(start + size) // self.granule))
         touched = np.flatnonzero((self.writer[granules] != 0) | (self.reader[granules] != 0))
         return min(size, int(touched[-1] + 1) * self.granule) if touched.size else 0

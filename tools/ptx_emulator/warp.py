@@ -47,7 +47,7 @@ def converged(machine: Machine, mask: Array, index: int, members: Array | None =
 def shuffle(
     machine: Machine, mask: Array, mode: str, value: Array, b: Array, c: Array, members: Array, index: int
 ) -> tuple[Array, Array]:
-    """The value of another lane, and whether that lane is in range (if not, the own value)."""
+    """Return the value of another lane, and True if that lane is in range; else the lane's own value, and False."""
     converged(machine, mask, index, members)
     if np.ndim(b) == 0 and np.ndim(c) == 0:
         key = (mode, int(b), int(c))
@@ -204,7 +204,7 @@ def _of_all_warps(machine: Machine, value: np.ndarray, warps: np.ndarray | None)
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """One shape and type of mma. types: of D, A, B and C."""
+    """One shape and type of mma. types: types of D, A, B and C."""
 
     m: int
     n: int

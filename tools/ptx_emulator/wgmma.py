@@ -41,7 +41,7 @@ class InFlight:
 
     Attributes:
         warps: numbers in the machine of the warps that execute it; all other arrays have an element a warp.
-        pending: whether it still is in flight for the warp.
+        pending: per warp, True while it is in flight.
         group: number of the warp's commit group, 0 before it is committed.
         result: (n, 16, N); None if a later wgmma accumulates to the same registers.
         chunks: numbers of the 16-byte chunks of shared memory that it reads.
@@ -133,7 +133,7 @@ class Warpgroups:
         """wgmma.wait_group: completes all but the last `remaining` groups.
 
         Args:
-            numbers, registers: numbers and bits of all registers that may be accumulators of what is in flight.
+            numbers, registers: numbers and bits of all registers that may be accumulators of wgmma in flight.
 
         Returns:
             The registers with the results of what is complete.
@@ -159,11 +159,11 @@ class Warpgroups:
         return [values[number] for number in numbers]
 
     def fence(self, mask: Array, index: int) -> None:
-        """wgmma.fence. What it orders is followed before the kernel runs: see wgmma_analysis."""
+        """Execute wgmma.fence, which does nothing: wgmma_analysis checks its effect before the kernel runs."""
         self._execute(mask, index)
 
     def check_registers(self, mask: Array, index: int, accessed: frozenset[int], written: frozenset[int]) -> None:
-        """Before an instruction that accesses and writes these registers: none may belong to a wgmma in flight."""
+        """Check before an instruction that no register it accesses belongs to a wgmma in flight."""
         active = self.machine.active(mask).reshape(-1, 32).any(1)
         for issued in self.in_flight:
             here = issued.pending & active[issued.warps]
@@ -177,7 +177,7 @@ class Warpgroups:
                 self.machine.report("first factor of a wgmma in flight is overwritten", index, detail)
 
     def finish(self) -> None:
-        """At the end of the program."""
+        """Report unfinished wgmma instructions at the end of the program."""
         for issued in self.in_flight:
             self.machine.report("wgmma never waited for", issued.mma.index, "")
         differ = np.ptp(self.executed.reshape(-1, WARPS), axis=1) != 0
@@ -230,7 +230,7 @@ class Warpgroups:
         return before if wanted.all() else np.where(wanted[:, None, None], before, np.float32(0))
 
     def _deliver(self, issued: InFlight, ready: np.ndarray, values: dict[int, Array]) -> None:
-        """Puts the results of some of its warps into those registers of `values` that are its accumulator."""
+        """Write the results of a wgmma, for some of its warps, to the accumulator registers in `values`."""
         assert issued.result is not None
         results = accumulator_to_registers(issued.result[ready])
         warps = issued.warps[ready]

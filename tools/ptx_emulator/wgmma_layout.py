@@ -222,8 +222,8 @@ def parse_shape(opcode: str) -> Shape:
 
 
 def factor_values(bits: Array, type: str) -> Array:
-    """float64 values of a factor's elements: of uint16 for f16 and bf16, of uint32 for tf32, whose low 13 bits the
-    hardware does not read."""
+    """Convert the bits of a factor's elements to float64: uint16 for f16 and bf16, uint32 for tf32, whose low 13 bits
+    the hardware does not read."""
     if type == "f16":
         return bits.view(np.float16).astype(np.float64)
     if type == "bf16":

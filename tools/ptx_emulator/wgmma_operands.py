@@ -21,11 +21,11 @@ class Mma:
     """Fields of a wgmma.mma_async, besides its operands.
 
     Args:
-        index: of the instruction.
+        index: index of the instruction.
         shape: its shape and types.
         accumulators: numbers of its accumulator's registers.
         first_factor: numbers of its first factor's registers, none if that lies in shared memory.
-        transposed: whether the first and the second factor are transposed (imm-trans-a, imm-trans-b).
+        transposed: True per factor if the first or second factor is transposed (imm-trans-a, imm-trans-b).
         negate: exactly one of imm-scale-a and imm-scale-b is -1.
         unfenced: names of its registers that were accessed before it without wgmma.fence.
     """
@@ -57,7 +57,7 @@ def operand(
         warps: the warps that execute the wgmma, as numbers in the machine; (n,).
         leaders: for each of g warpgroups, the place of its first warp in `warps`.
         members: for each warp, the place of its warpgroup in `leaders`.
-        descriptors: of every lane.
+        descriptors: matrix descriptors of all lanes.
         rows, transposed: as for `operand_addresses`.
 
     Returns:

@@ -24,9 +24,9 @@ class WgmmaShadow:
     """Additional shadow state for kernels with wgmma, beside a SharedShadow.
 
     Attributes:
-        fenced: of each granule, the epoch of the first proxy fence after its last write, or UNFENCED.
-        chunk_fenced: of each chunk, the last of these.
-        copied: whether the last write to a chunk was a cp.async.
+        fenced: per granule, the epoch of the first proxy fence after its last write, or UNFENCED.
+        chunk_fenced: per chunk, the latest value of ``fenced``.
+        copied: per chunk, True if its last write was a cp.async.
         lane_fenced: epoch of each lane's last proxy fence.
         readers: for each chunk the warps of its CTA, one bit each, that have a wgmma in flight which reads it.
     """
@@ -52,7 +52,7 @@ class WgmmaShadow:
         self.copied[chunk] = by_copy
 
     def check_overwrite(self, lanes: np.ndarray | None, places: np.ndarray, index: int, what: str) -> None:
-        """Before threads write: no wgmma in flight may still read these bytes."""
+        """Check before threads write: no wgmma in flight may still read these bytes."""
         if not self.any_reader:
             return
         wrong = self.readers[places // CHUNK] != 0
@@ -115,7 +115,7 @@ class WgmmaShadow:
                     self._report(kind, wrong, warps, chunks, index, note=note)
 
     def mark_readers(self, warps: np.ndarray, chunks: np.ndarray) -> None:
-        """From now on these warps (n,) have a wgmma in flight that reads these chunks (n, any)."""
+        """Record that these warps (n,) have a wgmma in flight that reads these chunks (n, any)."""
         of_cta = warps % self.machine.warps
         for warp in np.unique(of_cta):
             self.readers[chunks[of_cta == warp]] |= np.uint32(1 << warp)

@@ -49,7 +49,7 @@ COMMANDS = {
     "info": Command("versions, the extension's build, which backend and why", ".info", ("backend",)),
     "plot": Command("draw the positional encoding, and a translation's attention", ".plot", BOTH),
 }
-NEEDED = {"demo": ("translation", "plots")}  # extras of a command that needs more than one
+NEEDED = {"demo": ("translation", "plots")}  # optional dependencies of commands that need several
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,7 +51,7 @@ def demo(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", 
 
     folder: receives the corpus (data/), the run (run/) and the pictures. A run that is already there is used, or
         continued if it was interrupted.
-    device: where to train, translate and verify. changes: training settings other than the recipe's.
+    device: device for all parts. changes: training settings that override the recipe's.
     Raises KeyboardInterrupt if the training was interrupted; the run can be continued.
     """
     folder, device, started = Path(folder), torch.device(device), time.perf_counter()

@@ -41,9 +41,9 @@ KERNELS = {
 class Parity:
     """One line of the table. Errors are absolute: the largest difference to fp64 of one tensor.
 
-    op, case: what ran. tensor: "output", or the gradient that came closest to its gate. backend: the one that ran.
-    error, eager_error: of the kernels and of plain PyTorch. gate: what error may be. note: what went wrong, if the
-    kernels raised instead of computing.
+    op, case: the op and the case. tensor: "output", or the gradient closest to its gate. backend: the backend that ran.
+    error, eager_error: errors of the kernels and of plain PyTorch. gate: the allowed error. note: the message, if the
+        kernels raised an error.
     """
 
     op: str

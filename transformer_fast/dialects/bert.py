@@ -35,7 +35,7 @@ class TokenEmbedding(Embedding):
 
 
 class PositionalEmbedding(SinusoidalTable):
-    """The sinusoidal encoding itself, not added to anything.
+    """Module that returns the sinusoidal positional encoding of its input's length.
 
     :class:`~transformer_fast.layers.embedding.SinusoidalTable` describes the buffer ``pe`` (1, max_len, d_model).
 

@@ -203,7 +203,7 @@ class AttentionMask:
         """ALiBi: ``-slope * |i + offset - j|`` is added to the score of query ``i`` and key ``j``.
 
         Args:
-            slopes: float (H,), or (B, H); a gradient reaches them.
+            slopes: float (H,), or (B, H); they may require a gradient.
             offset: position of the first query among the keys: a cache of n keys decodes with offset n.
 
         Raises:
@@ -226,7 +226,7 @@ class AttentionMask:
         """T5's relative positions: the weight of the bucket of ``j - (i + offset)`` is added to the score.
 
         Args:
-            weight: float (buckets, H); a gradient reaches it, summed in a fixed order.
+            weight: float (buckets, H); it may require a gradient, which is summed in a fixed order.
             max_distance: from here on all distances share the last bucket.
             bidirectional: half of the buckets are for keys after the query, as in an encoder; if False (a decoder),
                 keys after the query count as distance 0.

@@ -172,7 +172,7 @@ class TokenBatches:
         self._plan = self.plan(0)
 
     def plan(self, epoch: int) -> list[list[int]]:
-        """The batches of one epoch, as lists of pair numbers: every pair exactly once."""
+        """Batches of one epoch, as lists of pair indices; each pair occurs once."""
         # A string seed goes through SHA-512, so that neighbouring epochs and seeds are unrelated, on every platform.
         rng = random.Random(f"transformer_fast batches {self.seed} {epoch}")
         order = list(range(len(self.corpus)))

@@ -51,7 +51,7 @@ def multiplies_bf16() -> bool:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; the second one acts as usual."""
+    """Context with an event that the first SIGINT or SIGTERM sets; a second signal has its usual effect."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

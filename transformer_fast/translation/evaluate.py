@@ -83,7 +83,7 @@ def corpus_bleu(
 
     Args:
         lowercase: compare without case.
-        tokenize: how sacreBLEU splits both sides into words; "none" for text that is tokenised already.
+        tokenize: sacreBLEU's tokenizer for both sides; "none" for text that is tokenised already.
     """
     metric = sacrebleu.BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
     score = metric.corpus_score(list(hypotheses), [list(references)]).score

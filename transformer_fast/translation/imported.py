@@ -38,7 +38,8 @@ FILES = {"source": "source.spm", "target": "target.spm", "vocab": "vocab.json", 
 class ModelConfig:
     """The architecture of an imported model; names are those of `transformer_fast.Transformer`.
 
-    layers, heads, d_ff: of the encoder and of the decoder. max_length: source tokens it can be trusted with.
+    layers, heads, d_ff: pairs, for encoder and decoder. max_length: maximum number of source tokens for reliable
+        output.
     """
 
     src_vocab: int

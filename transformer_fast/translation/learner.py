@@ -27,7 +27,7 @@ class Learner:
     Args:
         config: the settings.
         model: freshly initialised, the same in every process; it is moved to `device`, and sharded with `config.shard`.
-        device: of this process. ranks: the processes.
+        device: device of this process. ranks: the training processes.
 
     A method marked "collective" must be called in every process, or those that call it wait forever.
     """

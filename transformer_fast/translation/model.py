@@ -1,4 +1,4 @@
-"""From settings to a model, and from a run folder back to one."""
+"""Build a model from settings, and load a model from a run folder."""
 
 from __future__ import annotations
 
@@ -154,11 +154,11 @@ def load_trained(
     """The model of a run folder; nothing else than the folder is needed.
 
     Args:
-        folder: what `TrainConfig.save` named.
+        folder: the run folder, `TrainConfig.save`.
         which: "best" by validation, a mean of checkpoints that was measured included (the newest checkpoint if there
             was no validation); "last"; or "average", the mean of the last checkpoints.
-        device: where to put the model.
-        build: what the run was trained with, if it was given to `train`.
+        device: device of the model.
+        build: the argument `build` of `train`, if the run was trained with one.
 
     Raises:
         CheckpointError: the folder is not a run, has no such checkpoint, or a file in it is damaged.

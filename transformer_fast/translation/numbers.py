@@ -133,7 +133,7 @@ def make_numbers_corpus(
     """Write the task as line-aligned files, the same ones for the same arguments.
 
     Args:
-        folder: created if missing; receives train.en, train.de, test.en, test.de (UTF-8, one number a line).
+        folder: created if missing; receives train.en, train.de, test.en, test.de (UTF-8, one number per line).
         train_size: training pairs, 1..200,000.
         held_out: test pairs, 1..20,000, none of which is among the training pairs.
         seed: decides the split and the samples.
@@ -159,7 +159,7 @@ def numbers_config(folder: PathLike, save: PathLike, **changes: Any) -> TrainCon
     for one-word sentences.
 
     Args:
-        folder: where `make_numbers_corpus` wrote; save: the folder of the run.
+        folder: folder that `make_numbers_corpus` wrote; save: the folder of the run.
         changes: settings to use instead of the recipe's; the cooldown keeps its share of `max_steps`.
     """
     folder, steps = Path(folder), changes.get("max_steps", 800)

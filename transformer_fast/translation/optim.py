@@ -1,4 +1,4 @@
-"""Adam as the paper sets it, its learning rate, and a moving average of the weights."""
+"""Adam with the paper's settings, the learning-rate schedule, and a moving average of the weights."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class MovingAverage:
     """Keeps `decay * average + (1 - decay) * weight` for every parameter, updated after each update of the weights.
 
     Args:
-        model: whose parameters to follow; the average begins at what they are.
-        decay: 0 <= decay < 1. The first updates use less, min(decay, (1 + n) / (10 + n)) at update n, so that the
-            initial weights are forgotten; a pure function of the step, so that nothing but the average is saved.
+        model: model whose parameters are averaged; the average begins with the current parameters.
+        decay: 0 <= decay < 1. Update n uses min(decay, (1 + n) / (10 + n)), so that the initial weights lose influence
+            quickly. The decay depends on the step only, so a checkpoint saves just the average.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -108,7 +108,7 @@ class PairTokenizer:
         return [self._source_pieces.get(int(i), self.special["unk"]) for i in ids]
 
     def source_spans(self, line: str) -> list[Span]:
-        """The characters of a line that each of its tokens covers."""
+        """Spans of a line, in characters, that its tokens cover."""
         spans: list[Span] = []
         for at, part, whole in self._parts(line):
             if whole:
@@ -118,8 +118,8 @@ class PairTokenizer:
         return spans
 
     def decode_spans(self, ids: Sequence[int]) -> tuple[str, list[Span | None]]:
-        """`decode` of one sequence, not stripped, and the characters of it that each id wrote; None for one that is
-        dropped."""
+        """Decode one sequence, not stripped; also return the span of the text that each id produced, None for dropped
+        ids."""
         body = takewhile(lambda token: token != self.eos, map(int, ids))
         pieces = [self._pieces[token] if token in self._written else None for token in body]
         text, spans = decoded_spans(self._joining, pieces)

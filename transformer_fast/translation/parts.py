@@ -34,8 +34,8 @@ class Part:
 
     Attributes:
         line: the line as it was typed.
-        tag: where the language tag stands in it, or (0, 0).
-        begin, end: where the text of the part stands in it, without the tag.
+        tag: begin and end of the language tag in the line, or (0, 0).
+        begin, end: position of the part's text in the line, without the tag.
         gap: white space between the tag and the text of a line that is one part.
     """
 
@@ -90,8 +90,8 @@ def parts_of(line: str, tokenizer: SourceTokenizer, longest: int, count: int) ->
 
 
 def split_spans(text: str, fits: Callable[[int, int], bool]) -> list[Span]:
-    """Cut a text into spans that fit, near the middle of each that does not: at the end of a sentence if it has one,
-    else between words, else between characters that are seen apart. Nothing but white space at the cuts is lost."""
+    """Cut a text into spans that fit. A span that is too long is cut near its middle: at the end of a sentence, else
+    between words, else between two characters that are not combined. Only white space at the cuts is lost."""
 
     def cut(begin: int, end: int) -> list[Span]:
         if end - begin <= 1 or fits(begin, end):
@@ -111,7 +111,7 @@ def split_spans(text: str, fits: Callable[[int, int], bool]) -> list[Span]:
 
 
 def _seen_apart(text: str, at: int) -> bool:
-    """Return True if a text may be cut before this character: no mark on the one before, and nothing joins the two."""
+    """Return True if a text may be cut before this character: it is no combining mark and no joiner connects it."""
     character = text[at]
     joined = character == JOINER or text[at - 1] == JOINER or "\U0001f3fb" <= character <= "\U0001f3ff"
     return not joined and not unicodedata.category(character).startswith("M")

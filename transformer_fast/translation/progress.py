@@ -21,7 +21,7 @@ class Status:
         fraction: share of the run that is over, 0..1, by `max_steps` or `max_time`, whichever ends it first.
         seconds: training time so far, resumed parts included.
         tokens_per_second: target tokens per second since the last report, padding not counted.
-        loss: mean training loss up to the last report, nats a token, smoothed labels; None before the first.
+        loss: mean training loss up to the last report, nats per token, smoothed labels; None before the first.
     """
 
     step: int
@@ -43,12 +43,12 @@ class TrainResult:
     Attributes:
         folder: the run folder.
         step: updates done.
-        stopped: why it ended: "max_steps", "max_time", "patience" or "interrupted".
+        stopped: reason for the end: "max_steps", "max_time", "patience" or "interrupted".
         seconds: training time on the clock, resumed parts included.
         tokens: target tokens trained on, padding not counted.
-        scores: of the last validation: "valid_loss" (nats a token) and "bleu", as far as measured.
+        scores: scores of the last validation: "valid_loss" (nats per token) and "bleu", as far as measured.
         best_step, best_scores: the best validation, which is the highest BLEU, else the lowest loss.
-        average_scores: of the mean of the last checkpoints, if it was asked for and measured.
+        average_scores: scores of the mean of the last checkpoints, if requested and measured.
     """
 
     folder: str
@@ -85,8 +85,8 @@ class TerminalProgress:
     """A tqdm bar where `stream` is a terminal, else one line every `interval` seconds.
 
     Args:
-        stream: where to write; standard error by default, so that output can be piped.
-        interval: least seconds between two lines, if there is no bar.
+        stream: output stream; standard error by default, so that standard output can be piped.
+        interval: minimum number of seconds between two lines, without a bar.
     """
 
     def __init__(self, stream: TextIO | None = None, interval: float = 10.0):

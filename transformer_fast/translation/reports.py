@@ -22,7 +22,7 @@ class Window:
     """Loss and gradient norm over the updates since the last report, summed on the device without waiting for it.
 
     Args:
-        device: where the updates are. ranks: the processes, each of which sums its own losses.
+        device: device of the updates. ranks: the processes; each process sums its own losses.
 
     Attributes:
         tokens, steps: targets in all processes, and updates.
@@ -34,7 +34,7 @@ class Window:
         self.tokens = self.steps = 0
 
     def add(self, loss: Tensor, norm: Tensor, tokens: int) -> None:
-        """One update: this process's loss, the gradient norm of all."""
+        """Add an update: the loss of this process, and the gradient norm of all processes."""
         self._sums[0] += loss
         self._sums[1] += norm
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
@@ -45,7 +45,7 @@ class Window:
         return self._ranks.sum(loss), norm
 
     def begin(self) -> None:
-        """A new window."""
+        """Begin a new window."""
         self._sums.zero_()
         self.tokens = self.steps = 0
 
@@ -89,7 +89,7 @@ class RunLog:
                 self._writer = self._writer_class(str(self._events), purge_step=step + 1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """One report: numbers by their names; "step" is the update it belongs to."""
+        """Write one report to the log: numbers by name; "step" is the number of the update."""
         with _writing(self.path), open(self.path, "a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
         if self._writer is not None:

@@ -1,4 +1,4 @@
-"""Reading line-aligned text: one sentence a line, plain or gzipped, strictly UTF-8.
+"""Reader of line-aligned text: one sentence per line, plain or gzipped, strictly UTF-8.
 
 Lines end at a line feed and nowhere else. `str.splitlines` would also split at U+2028, U+0085 or a form
 feed inside a sentence, and every later pair of the corpus would then be misaligned without a word.
@@ -46,7 +46,7 @@ def open_text(source: PathLike | IO[bytes], *, name: str = "") -> Iterator[Itera
     Args:
         source: the path of a plain or gzipped file, or an open binary stream. gzip is recognised by its first two
             bytes, not by the name.
-        name: of the stream, for messages.
+        name: name of the stream, for messages.
 
     Raises:
         DataError: missing, a folder, unreadable; from the iterator, damaged or truncated gzip.

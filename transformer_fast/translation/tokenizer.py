@@ -82,7 +82,7 @@ class Tokenizer:
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Ids of each line, without begin and end of sentence."""
         lines = [line.lower() if self.lowercase else line for line in lines]
-        if len(lines) == 1:  # a call for several makes threads, which takes ten times as long as a sentence
+        if len(lines) == 1:  # a call for several lines starts threads, which takes ten times as long as a sentence
             return [self._processor.encode(lines[0], out_type=int)]
         return self._processor.encode(lines, out_type=int)
 
@@ -93,17 +93,17 @@ class Tokenizer:
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Text of each sequence; it ends at the first `eos`, and padding and `bos` are dropped."""
         bodies = (takewhile(lambda token: token != EOS, ids) for ids in sequences)
-        # One by one: a call for several makes threads, which takes a hundred times as long as a sentence.
+        # One by one, because a call for several starts threads, which takes a hundred times as long as a sentence.
         return [self._processor.decode_ids([int(token) for token in ids if token not in (PAD, BOS)]) for ids in bodies]
 
     def source_spans(self, line: str) -> list[Span]:
-        """The characters of a line that each of its tokens covers."""
+        """Spans of a line, in characters, that its tokens cover."""
         if not self.lowercase:
             return encoded_spans(self._processor, line)
         return lowered_spans(line, encoded_spans(self._processor, line.lower()))
 
     def decode_spans(self, ids: Sequence[int]) -> tuple[str, list[Span | None]]:
-        """`decode` of one sequence, and the characters of the text that each id wrote; None for one that is dropped."""
+        """Decode one sequence; also return the span of the text that each id produced, None for dropped ids."""
         body = takewhile(lambda token: token != EOS, map(int, ids))
         text, spans = decoded_spans(self._processor, [None if token in (PAD, BOS) else token for token in body])
         return text, spans + [None] * (len(ids) - len(spans))
@@ -113,7 +113,7 @@ class Tokenizer:
         return "", line
 
     def source_pieces(self, ids: Sequence[int]) -> list[str]:
-        """`pieces` of source ids, which are those of the target language."""
+        """Pieces of source ids; both languages share the vocabulary, so this is `pieces`."""
         return self.pieces(ids)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:

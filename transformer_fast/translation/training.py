@@ -1,8 +1,8 @@
 """The training loop of a run.
 
-A run is a pure function of its settings, its text and its step. Weights, Adam's moments, random number states, the
-place in the data and the sums of the report under way are all in a checkpoint, so a run that was killed, at any
-moment, continues bit for bit as if never stopped (on the same kind of machine with the same number of threads).
+A run is a pure function of its settings, its text and its step. A checkpoint holds the weights, Adam's moments, random
+number states, the position in the data and the sums of the current report. So a killed run continues with the same bits
+as an uninterrupted run, on the same kind of machine with the same number of threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train(
     Args:
         config: the settings. `max_time` counts the seconds spent training, validating and saving, over all parts of
             a resumed run; reading the text and learning the vocabulary are not counted.
-        progress: where reports go; by default a bar on a terminal, else a line every 10 seconds, on standard error.
+        progress: receiver of reports; by default a bar on a terminal, else a line every 10 seconds, on standard error.
         translation: options of `GenerationConfig` by name, kept in the run as the defaults of `translate`; None leaves
             those that it has.
         build: makes the model from the settings and the size of the vocabulary.
@@ -97,7 +97,7 @@ class _Run:
         self.config, self.folder, self.progress, self.clock = config, folder, progress, clock
         self.ranks = ranks = ranks or Ranks()
         self.device = choose_device(config)
-        amp_dtype(config, self.device)  # raises before anything is read if the device cannot do it
+        amp_dtype(config, self.device)  # raises before any text is read if the device does not support amp
         self.log = None if ranks.rank else RunLog(folder, tensorboard=config.tensorboard)
         if ranks.rank:
             ranks.barrier()  # rank 0 makes the folder, the others then find it

@@ -60,7 +60,7 @@ class Translator:
         length_penalty: alpha of `beam_search`.
         config: all options of `generate`, in the place of the two above; `trained.generation` are those of the run.
         batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn).
-        longest: source tokens the model can be trusted with; a longer line is translated in pieces.
+        longest: maximum number of source tokens for reliable output; a longer line is translated in parts.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -92,7 +92,7 @@ class Translator:
         """One translation for every line, in order; a blank line gives an empty one.
 
         Lines are read `chunk_lines` at a time (fewer if they are long), so memory does not grow with the text.
-        workers: how many translate at a time, as in `translations`.
+        workers: number of workers, as in `translations`.
         """
         for found in self.translations(lines, chunk_lines=chunk_lines, workers=workers):
             yield found[0].text
@@ -108,14 +108,14 @@ class Translator:
         """The best translations of every line, best first, in the order of the lines; at least one, perhaps empty.
 
         lines: an exception stands for a line that could not be read.
-        workers: how many threads of Python translate at a time, with a share of PyTorch's threads and of `chunk_lines`
-            each; more than one is for a CPU. Until the last line the models are in evaluation mode.
+        workers: number of Python threads that translate at the same time. Each has a share of PyTorch's threads and of
+            `chunk_lines`. More than one requires a CPU. Until the last line the models are in evaluation mode.
         on_error: called with number (from 1) and reason for a line that could not be read or translated, which then
             gets an empty translation; without it the first such line raises.
 
         Raises:
             ValueError, FloatingPointError, torch.OutOfMemoryError: without `on_error`, for such a line.
-            ConfigError: for a number of workers that cannot be.
+            ConfigError: for an invalid number of workers.
         """
         if workers < 1:
             raise ConfigError(f"workers is {workers}; expected a whole number >= 1")
@@ -169,7 +169,7 @@ class Translator:
                 yield _join_parts(answers_of_parts)
 
     def _parts(self, lines: dict[int, str]) -> tuple[list[tuple[int, Part]], list[list[int]]]:
-        """The parts of all lines by number, each with the number of its line, and the source ids of each part."""
+        """Split lines to parts, by number; return each part with its line number, and the source ids of each part."""
         whole = dict(zip(lines, self.tokenizer.encode_source([line.strip() for line in lines.values()])))
         parts: list[tuple[int, Part]] = []
         sources: list[list[int]] = []
@@ -207,7 +207,7 @@ class Translator:
         return generate(self.models, src, src_lengths=lengths, streams=streams, config=self.config, **marks)
 
     def _decode_or_errors(self, sources: list[list[int]], streams: list[int]) -> list[list[Hypothesis] | Exception]:
-        """A batch that fails is halved until the sentence that fails is alone."""
+        """Decode a batch; halve a failing batch until the failing sentence is alone."""
         try:
             return self._decode(sources, streams)
         except (FloatingPointError, torch.OutOfMemoryError) as error:
@@ -226,7 +226,7 @@ class Translator:
         ]
 
     def _alignment(self, sources: list[int | None], hypothesis: Hypothesis) -> tuple[tuple[int, int], ...] | None:
-        """Pairs of words, of the source's word of each token; a token that wrote nothing is in none."""
+        """Pairs (source word, target word) of an alignment; a token that produced no text is in no pair."""
         if hypothesis.alignment is None:
             return None
         text, spans = self.tokenizer.decode_spans(hypothesis.tokens)
@@ -241,7 +241,7 @@ class Translator:
 
 
 def _streams(lines: Iterable[int]) -> list[int]:
-    """A stream of random numbers for each part, of the number of its line: the same for any chunks and workers."""
+    """Random stream per part, from the line number, so that results do not depend on chunks and workers."""
     found: list[int] = []
     for line in lines:
         found.append(found[-1] + 1 if found and found[-1] >> PART_BITS == line else line << PART_BITS)
@@ -249,7 +249,7 @@ def _streams(lines: Iterable[int]) -> list[int]:
 
 
 def _join_parts(answers_of_parts: list[list[Translation]]) -> list[Translation]:
-    """The translations of a line from those of its parts: the best of all, the second best of all, and so on."""
+    """Join the translations of a line's parts: the best of all parts, then the second best of all parts, and so on."""
     if not answers_of_parts:
         return [Translation("", alignment=())]
     if len(answers_of_parts) == 1:

@@ -25,9 +25,9 @@ class Validation:
         tokenizer: the run's. device: where the models are.
 
     Attributes:
-        scores: of the last validation: "valid_loss" (nats a token) and "bleu", as far as measured.
+        scores: scores of the last validation: "valid_loss" (nats per token) and "bleu", as far as measured.
         best_step, best_scores: the best one, as `is_better` compares.
-        best_sentences: how many sentences its BLEU is of.
+        best_sentences: number of sentences of the best BLEU.
         without_better: validations since then.
     """
 

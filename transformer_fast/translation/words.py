@@ -19,16 +19,16 @@ WORD = re.compile(r"\S+")
 
 
 def encoded_spans(processor: sentencepiece.SentencePieceProcessor, text: str) -> list[Span]:
-    """The characters of a text that each of its pieces covers: begin and end, in the text as it was typed."""
+    """Spans of a text, in characters, that its pieces cover: begin and end in the original text."""
     return _in_characters(text, _pieces(processor.encode(text, out_type="serialized_proto"))[1])
 
 
 def decoded_spans(
     processor: sentencepiece.SentencePieceProcessor, tokens: Sequence[int | str | None]
 ) -> tuple[str, list[Span | None]]:
-    """The text of ids, or of pieces, and the characters of it that each of them wrote.
+    """Decode ids, or pieces, to a text; also return the span of the text that each of them produced.
 
-    tokens: None for one that writes nothing, which has no span.
+    tokens: ids or pieces; None for a token that produces no text and has no span.
     """
     written = [token for token in tokens if token is not None]
     text, spans = _pieces(processor.decode(written, out_type="serialized_proto") if written else b"")
@@ -38,17 +38,17 @@ def decoded_spans(
 
 
 def word_numbers(text: str, spans: Sequence[Span]) -> list[int | None]:
-    """The word of ``text.split()`` that each span belongs to: the one of its first character that is no white space.
+    """Index in ``text.split()`` of the word of each span: the word at the span's first non-space character.
 
-    A span of white space alone, or of nothing, belongs to the word behind it, or to the last one; None where the text
-    has no word.
+    An empty span, or a span of white space, belongs to the next word, or else to the last word; None if the text has no
+    word.
     """
     ends = [match.end() for match in WORD.finditer(text)]
     return [min(bisect_right(ends, begin), len(ends) - 1) if ends else None for begin, _ in spans]
 
 
 def lowered_spans(text: str, spans: Sequence[Span]) -> list[Span]:
-    """Spans of ``text.lower()`` as spans of the text: some letters have a lower case of two characters."""
+    """Convert spans of ``text.lower()`` to spans of the text; some letters have a lower case of two characters."""
     if len(text.lower()) == len(text):
         return list(spans)
     origin = [index for index, letter in enumerate(text) for _ in letter.lower()]
@@ -57,7 +57,7 @@ def lowered_spans(text: str, spans: Sequence[Span]) -> list[Span]:
 
 
 def _in_characters(text: str, spans: Sequence[Span]) -> list[Span]:
-    """Spans of the UTF-8 bytes of a text as spans of its characters."""
+    """Convert spans in UTF-8 bytes to spans in characters."""
     if text.isascii():
         return list(spans)
     numbers = [number for number, character in enumerate(text) for _ in character.encode("utf-8")]

@@ -175,7 +175,7 @@ def dropout_backward(
     Args:
         grad_out: (..., d), any strides.
         y: the forward's output (without a residual); needed when ``relu``.
-        relu, p, seed: those of the forward.
+        relu, p, seed: values of the forward.
         has_bias: True computes the gradient of a bias.
 
     Returns:

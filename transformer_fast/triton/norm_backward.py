@@ -294,7 +294,7 @@ def norm_backward(
         x: (..., d), the rows that were normed: x, or residual + dropout(x).
         weight: (d,) or None.
         mean, rstd: (rows,) fp32, from the forward; the mean is not read for "rms".
-        kind, dropout_p, seed: those of the forward.
+        kind, dropout_p, seed: values of the forward.
         has_bias: True computes the gradient of a bias; "rms" has no bias.
 
     Returns:

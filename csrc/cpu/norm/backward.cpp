@@ -18,12 +18,12 @@
 namespace transformer_fast {
 namespace {
 
-constexpr int kRowsAtOnce = 4;          // whose sums are taken together, where that is faster:
-constexpr int64_t kCached = 1048576;    // where the matrix is at most so many bytes,
-constexpr int64_t kShort = 64;          // or a row at most so many columns,
-constexpr int64_t kLong = 4096;         // or at least so many; else the memory is faster one row after another
-constexpr int64_t kColumns = 512;       // whose weight gradients stay in the first-level cache in a pass by columns
-constexpr int64_t kFewestColumns = 64;  // for a thread in such a pass
+constexpr int kRowsAtOnce = 4;          // rows that are summed together in three cases:
+constexpr int64_t kCached = 1048576;    // the matrix has at most this many bytes,
+constexpr int64_t kShort = 64;          // or a row has at most this many columns,
+constexpr int64_t kLong = 4096;         // or at least this many; else reading row by row is faster
+constexpr int64_t kColumns = 512;       // columns whose weight gradients fit the first-level cache
+constexpr int64_t kFewestColumns = 64;  // minimum number of columns per thread in a pass by columns
 
 // True if the weight gradients are summed by columns, by reading the rows a second time. Sums of small chunks would
 // need much memory compared with the rows, and a matrix that fits the cache is cheap to read again.

@@ -44,10 +44,10 @@ struct ByteProducts : VectorProducts {
   static Int32Vector begin(Int32Vector weight_sums) { return weight_sums * -offset; }
 };
 
-// On any vector unit, by 16-bit products that are summed in pairs: the even inputs of four bytes are one word, the odd
-// ones another. Two weights lie in 16 bits as w = even + 256 odd, so that splitting them takes little; that x_even * w
-// has 256 x_even * odd too much is made up for by the plane of the odd inputs, x_odd - 256 x_even. After each group the
-// sums are those of the bytes' products.
+// On any vector unit, by 16-bit products that are summed in pairs: one word holds the even inputs of four bytes,
+// another word the odd inputs. 16 bits hold two weights as w = even + 256 odd, which is cheap to split. The product
+// x_even * w has the excess 256 x_even * odd. The plane of the odd inputs, x_odd - 256 x_even, removes it. After each
+// group the sums equal those of the bytes' products.
 struct WidenedBytes : ByteProducts<0> {
   static constexpr int kPlanes = 2;
 

@@ -19,7 +19,7 @@ BlockedMask = Tensor | AttentionMask | None
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockedMask, *, need_weights: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """``softmax(q k^T / sqrt(d) + mask * -1e9) v`` and the weights (Vaswani et al., 2017, section 3.2.1).
+    """Compute ``softmax(q k^T / sqrt(d) + mask * -1e9) v`` and the weights (Vaswani et al., 2017, section 3.2.1).
 
     Args:
         q: (..., Lq, d), two to four dimensions.

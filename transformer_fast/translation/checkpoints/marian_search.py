@@ -36,7 +36,7 @@ REFUSED = {
 def from_settings(settings: Mapping[str, Any], *, eos: int, vocabulary: int, where: str) -> GenerationConfig:
     """Convert the settings of a generation_config.json to ours.
 
-    eos, vocabulary: of the model. where: the file, for the errors.
+    eos, vocabulary: end-of-sentence id and vocabulary size of the model. where: name of the file, for errors.
 
     Raises:
         CheckpointError: a setting that would change the results has no equivalent here, or is invalid.

@@ -57,7 +57,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
-    """The flags given, over the recipe's settings, over the defaults.
+    """Build the configuration: given flags override the recipe's settings, which override the defaults.
 
     Raises:
         ConfigError: there is no such recipe, or a setting cannot work.
