@@ -76,7 +76,7 @@ class Code:
         self.lines.append("    " + text)
 
     def constant(self, value: Any) -> str:
-        """A name for a value in generated code."""
+        """Return a name for a value in generated code."""
         key = (type(value), value)
         name = self._constants.get(key)
         if name is None:
@@ -85,7 +85,7 @@ class Code:
         return name
 
     def call(self, function: Callable[..., Any], *arguments: object) -> str:
-        """The expression function(machine, arguments...); an argument that is not text stands for itself."""
+        """Return the expression function(machine, arguments...); arguments that are not text are converted to text."""
         return f"{self.constant(function)}(M, {', '.join(str(argument) for argument in arguments)})"
 
     # ---- operands

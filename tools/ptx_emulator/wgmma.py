@@ -76,7 +76,7 @@ class Warpgroups:
         self, mask: Array, mma: Mma, accumulators: Sequence[Array], first: Sequence[Array] | Array, second: Array,
         accumulate: Array,
     ) -> list[Array]:  # fmt: skip
-        """wgmma.mma_async: starts a product; returns what its accumulator's registers hold from then on.
+        """Execute wgmma.mma_async: start a product; return the placeholder values of its accumulator registers.
 
         Args:
             accumulators: bits of the accumulator's registers.
@@ -119,7 +119,7 @@ class Warpgroups:
         return [np.where(lanes, undefined, register) for register in accumulators]
 
     def commit(self, mask: Array, index: int) -> None:
-        """wgmma.commit_group: everything issued so far is one group."""
+        """Execute wgmma.commit_group: everything issued so far becomes one group."""
         warps = self._execute(mask, index)
         self.groups[warps] += 1
         here = self._chosen(warps)
@@ -130,7 +130,7 @@ class Warpgroups:
     def wait(
         self, mask: Array, index: int, remaining: int, numbers: tuple[int, ...], registers: Sequence[Array]
     ) -> list[Array]:
-        """wgmma.wait_group: completes all but the last `remaining` groups.
+        """Execute wgmma.wait_group: complete all but the last `remaining` groups.
 
         Args:
             numbers, registers: numbers and bits of all registers that may be accumulators of wgmma in flight.

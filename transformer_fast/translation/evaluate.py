@@ -17,8 +17,8 @@ from .tokenizer import PAD
 
 
 def logits(model: nn.Module, batch: Batch) -> Tensor:
-    """`(B, T, vocab)` scores of the next token. The target is right padded, so looking ahead is all that must be
-    masked there: padding stands after every real token, and what it predicts never enters a loss."""
+    """Compute `(B, T, vocab)` scores of the next token. The target needs only a look-ahead mask: padding is on the
+    right, so no real token sees padding, and losses ignore predictions at padding."""
     return model(batch.source, batch.target_in, _source_mask(batch), AttentionMask.causal(0))
 
 

@@ -133,7 +133,7 @@ def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
 
 
 def load_generation(folder: RunFolder, saved: dict) -> GenerationConfig:
-    """The options of a search that a run keeps in its config.json (`saved`), those of its recipe; else a beam of 5.
+    """Search options stored in a run's config.json (`saved`), from its recipe; a beam of 5 if none are stored.
 
     Raises:
         CheckpointError: they are not options of this version.

@@ -123,11 +123,11 @@ class TerminalProgress:
 
 
 class LineProgress:
-    """Number of translated lines: a tqdm bar where `stream` is a terminal, else one line every `interval` seconds.
-    A context, which ends the bar.
+    """Progress of translation by lines: a tqdm bar if `stream` is a terminal, else one line every `interval` seconds.
+    It is a context manager that closes the bar.
 
     Args:
-        count: the number of all lines, or None; asked once, and only for a bar.
+        count: function that returns the total number of lines, or None; called once, and only for a bar.
         hidden: show messages alone.
         stream, interval: as for `TerminalProgress`.
     """

@@ -1,4 +1,5 @@
-"""Several processes that train one model together, as torchrun starts them. Alone, everything here does nothing.
+"""Several processes that train one model together, as torchrun starts them. With a single process these functions do
+nothing.
 
 FSDP and DTensor are imported where they are used: that takes a second, which translating should not wait for.
 """

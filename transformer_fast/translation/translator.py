@@ -137,7 +137,7 @@ class Translator:
     def translate_chunk(
         self, lines: list[str | Exception], first: int, on_error: Callable[[int, str], None] | None
     ) -> Iterator[list[Translation]]:
-        """`translations` of some lines, all of which are in memory; first: the number of the first of them."""
+        """Compute `translations` of lines in memory; first: the number of the first line."""
         reasons = {number: str(line) for number, line in enumerate(lines) if isinstance(line, Exception)}
         if reasons and on_error is None:
             number, reason = next(iter(reasons.items()))

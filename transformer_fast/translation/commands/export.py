@@ -14,15 +14,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     command.description = "Write a run as a folder that Hugging Face transformers or CTranslate2 load."
     command.add_argument(
-        "--model", "--run", dest="model", required=True, metavar="DIR", help="what `train` or `import --save` wrote"
+        "--model", "--run", dest="model", required=True, metavar="DIR", help="run folder of `train` or `import`"
     )
-    command.add_argument("--to", choices=("hf", "ctranslate2"), required=True, help="for which program")
+    command.add_argument("--to", choices=("hf", "ctranslate2"), required=True, help="target program")
     command.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not be there yet")
     command.add_argument(
         "--which", choices=("best", "last", "average"), default="best", help="checkpoint (default: %(default)s)"
     )
     command.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="of the weights, with ctranslate2 (default: none, fp32)"
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="of the weights, for ctranslate2 (default: none, fp32)",
     )
 
 

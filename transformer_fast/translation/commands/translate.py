@@ -79,17 +79,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--quantize", choices=("int8",), default=argparse.SUPPRESS, help="multiply with int8 weights, on a CPU"
     )
-    drawing = command.add_argument_group("drawing translations, in the place of searching for the best")
+    drawing = command.add_argument_group("drawing random translations, instead of searching for the best")
     drawing.add_argument("--sample", **flag, help="draw --n-best translations of every line")
     drawing.add_argument("--temperature", **real, help="below 1 bolder, above 1 wilder (default: 1)")
     drawing.add_argument("--top-k", **number, help="from the N most likely tokens (default: all)")
     drawing.add_argument("--top-p", **real, help="from the fewest tokens that make up X (default: 1)")
-    drawing.add_argument("--seed", **number, help="of the draws")
+    drawing.add_argument("--seed", **number, help="seed of the random draws")
     telling = command.add_argument_group(
-        "output", "columns, with tabs between them: the line's number (--n-best), score, text, alignment"
+        "output", "tab-separated columns: the line's number (--n-best), score, text, alignment"
     )
     telling.add_argument(
-        "--n-best", type=int, metavar="N", default=1, help="so many translations of every line, the best first"
+        "--n-best", type=int, metavar="N", default=1, help="number of translations per line, best first"
     )
     telling.add_argument("--scores", action="store_true", help="the score before each translation")
     telling.add_argument(

@@ -121,7 +121,8 @@ def recall_keep_tile(
 
 @triton.jit
 def _words_of_draws(w0, w1, w2, w3, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Draws of a tile (QUERIES, KEYS // 8), four words of two -> (QUERIES // 16, 8, KEYS // 64, 4) of 32 bits."""
+    """Convert the draws of a tile, (QUERIES, KEYS // 8) of four words, to words of 32 bits (QUERIES // 16, 8, KEYS //
+    64, 4)."""
     threshold = tl.cast(threshold, tl.uint32)
     bits = _two_bits(w0, threshold, 0)
     bits |= _two_bits(w1, threshold, 2)
