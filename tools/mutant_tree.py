@@ -2,68 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import cache_from_source
 from pathlib import Path
 
+from mutant_build import Libraries
 from mutant_rows.fault import ROOT, Row, Unfit
-from pythons import ignored, setup_names
+from mutant_switches import number_of
+from pythons import ignored
 
 INTERPRETED = "tests/interpreter"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 WRONG_CALL, NOTHING_RUN = 4, 5  # pytest's exit codes
-BUILD_SECONDS = 7200
+IMPORTED = ("hypothesis", "torch", "transformers.models.bert.modeling_bert", "triton", "xdist.plugin")
+"""What a fork need not import again. Nothing of the tree may be among it."""
 
 Ignore = Callable[[str, list[str]], set[str]]
 Run = tuple[list[str], dict[str, str]]  # arguments of pytest, and what its environment has besides
 
 
 class Tree:
-    """A copy of the sources in which faults are planted, and its build without faults."""
+    """A copy of the sources in which faults are planted, and its libraries as they are without them."""
 
     def __init__(self, folder: Path, workers: str) -> None:
-        self.path, self.kept, self.log, self.workers = folder / "tree", folder / "kept", folder / "build.log", workers
+        self.path, self.workers, self.servers = folder / "tree", workers, {}
+        self.libraries = Libraries(self.path, folder / "build")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        others = ("TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE")
+        variables = {name: value for name, value in os.environ.items() if name not in others}
         self.environment = {**variables, "PATH": path, "PYTHONPATH": str(self.path), "OMP_NUM_THREADS": "1"}
-        self.best = setup_names(ROOT)["instruction_sets"]("host")[-1]
 
-    def prepare(self) -> None:
-        """Update the sources, and rebuild outdated objects."""
-        self._restore_build()
+    def prepare(self, rows: Iterable[Row]) -> None:
+        """Bring the sources up to date, and compile what is older than they are."""
         mirror(ROOT, self.path, lambda folder, names: ignored(str(ROOT / folder), names))
-        for library in (self.path / "transformer_fast").glob("libtransformer_fast_cpu_*.so"):
-            if not library.stem.endswith(f"_cpu_{self.best}"):
-                library.unlink()
-        self.build()
-        for source, target, ignore in self._built():
-            mirror(source, target, ignore)
-
-    def build(self) -> None:
-        """Build the module and the kernels for this machine's best instruction set.
-
-        Most optimisations are off, which halves the compile time and does not change results.
-
-        Raises:
-            Unfit: the compiler refuses it.
-        """
-        build = {
-            "TRANSFORMER_FAST_CPU_SETS": self.best,
-            "TRANSFORMER_FAST_CUDA": "0",
-            "TRANSFORMER_FAST_CXX_FLAGS": "-O1",
-        }
-        environment = {"MAX_JOBS": str(max(int(self.workers), 1)), **self.environment, **build}
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        code, output = run_group(command, self.path, environment, BUILD_SECONDS)
-        self.log.write_text(output)
-        if code != 0:
-            raise Unfit(f"it does not build; see {self.log}")
+        self.libraries.prepare(rows)
 
     @contextmanager
     def planted(self, row: Row) -> Iterator[None]:
@@ -72,34 +54,41 @@ class Tree:
         Raises:
             Unfit: it cannot be planted, or not built.
         """
+        if row in self.libraries.switched:
+            self.environment["PLANTED"] = str(number_of(row))
+            try:
+                yield
+            finally:
+                del self.environment["PLANTED"]
+            return
         before: dict[Path, tuple[bytes, os.stat_result]] = {}
-        compiled = False
+        compiled: set[str] = set()
         try:
             for name, content in row.changes(self.path).items():
                 file = self.path / name
                 before[file] = file.read_bytes(), file.stat()
                 file.write_bytes(content)
-                compiled = compiled or name.startswith("csrc/")
+                compiled |= {name} if name.startswith("csrc/") else set()
             if compiled:
-                self.build()
+                self.libraries.plant(compiled)
             yield
         finally:
             for file, (content, times) in before.items():
                 file.write_bytes(content)
                 os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+                Path(cache_from_source(str(file))).unlink(missing_ok=True)  # a cache is told by whole seconds and size
             if compiled:
-                self._restore_build()
+                self.libraries.take_out()
 
     def pytest(self, runs: Iterable[Run], seconds: float) -> str:
-        """Run tests; return the first failing test, or another failure as text; "" if all pass.
+        """The first test that fails, or what happened instead; "" where all pass.
 
         Raises:
             Unfit: pytest cannot run them, or there are none.
         """
         codes = []
         for arguments, variables in runs:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", self.workers, "-p", "no:cacheprovider"]
-            code, output = run_group([*command, *arguments], self.path, {**self.environment, **variables}, seconds)
+            code, output = self._run_pytest(["-x", *arguments], variables, seconds)
             if code == WRONG_CALL:
                 raise Unfit(f"pytest {' '.join(arguments)}: {output.strip()[-300:]}")
             if code not in (0, NOTHING_RUN):
@@ -114,26 +103,49 @@ class Tree:
         """Run some tests in the tree as it is, and return those that fail."""
         found: set[str] = set()
         for names, variables in split(sorted(tests)):
-            command = [sys.executable, "-m", "pytest", "-q", "-n", self.workers, "-p", "no:cacheprovider", *names]
-            _, output = run_group(command, self.path, {**self.environment, **variables}, seconds)
+            _, output = self._run_pytest(names, variables, seconds)
             found.update(match.strip() for match in FAILED.findall(output))
         return found
 
-    def _restore_build(self) -> None:
-        """Restore objects and their times, so that removing a fault compiles nothing."""
-        for source, target, ignore in self._built():
-            if target.exists():
-                mirror(target, source, ignore)
-
-    def _built(self) -> list[tuple[Path, Path, Ignore]]:
-        return [
-            (self.path / "build", self.kept / "build", lambda folder, names: set()),
-            (self.path / "transformer_fast", self.kept / "libraries", _all_but_libraries),
-        ]
+    def _run_pytest(self, arguments: list[str], variables: dict[str, str], seconds: float) -> tuple[int | None, str]:
+        """The exit code, which is None where it took longer, and the output. Folders run in as many processes as there
+        are workers."""
+        folders = any((self.path / name).is_dir() for name in arguments)
+        workers = self.workers if folders and self.workers != "1" else "0"
+        server = self.servers.setdefault(str(variables), Server(self.path))
+        command = ["-q", "-n", workers, "-p", "no:cacheprovider", *arguments]
+        return server.run(command, {**self.environment, **variables}, seconds)
 
 
-def _all_but_libraries(folder: str, names: list[str]) -> set[str]:
-    return {name for name in names if not name.endswith(".so")}
+class Server:
+    """A process that runs pytest in forks of itself (mutant_server.py): each has everything imported but the tree."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.process = folder, None
+
+    def run(self, arguments: list[str], environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
+        """The exit code and the output of pytest; None for one that took longer, and was ended with all it started."""
+        if self.process is None:
+            command = [sys.executable, "tools/mutant_server.py", *IMPORTED]
+            kept = {"cwd": self.folder, "env": environment, "start_new_session": True}
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **kept)
+        with tempfile.NamedTemporaryFile() as output:
+            try:
+                print(json.dumps([arguments, environment, output.name]), file=self.process.stdin, flush=True)
+                ended = select.select([self.process.stdout], [], [], seconds)[0]
+                code = int(self.process.stdout.readline()) if ended else None
+            except BaseException:
+                self.end()
+                raise
+            if code is None:
+                self.end()
+            return code, output.read().decode(errors="replace")
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process = None
 
 
 def mirror(source: Path, target: Path, ignore: Ignore) -> None:
@@ -161,25 +173,8 @@ def _size_and_time(file: Path) -> tuple[int, int]:
     return (found := file.stat()).st_size, found.st_mtime_ns
 
 
-def run_group(command: list[str], cwd: Path, environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """Run a command; return exit code and output, or None after a timeout, which ends the command and its children."""
-    with subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=seconds)
-            return process.returncode, output.decode(errors="replace")
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return None, process.communicate()[0].decode(errors="replace")
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-
-
 def split(tests: Iterable[str]) -> list[Run]:
-    """Split tests into those in Triton's interpreter and all others."""
+    """The tests in Triton's interpreter by themselves."""
     others = [test for test in tests if not test.startswith(INTERPRETED)]
     interpreted = [test for test in tests if test.startswith(INTERPRETED)]
     return [run for run in ((others, {}), (interpreted, {"TRITON_INTERPRET": "1"})) if run[0]]

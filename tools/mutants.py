@@ -4,10 +4,10 @@
     python tools/mutants.py --check | --list
 
 A row (tools/mutant_rows) is a fault: one text of one file is replaced, or a commit that repaired something is taken
-back. It is planted in a copy of the sources, which is built where C++ is concerned. Then tests run until one fails:
-those that the row names, the rest of the short list (`make test`), and all cases. At the end, the tests that failed run
-once more without any fault, and must pass. Tests of the project itself (docs, packaging, tools) need a checkout and are
-left out.
+back. It is planted in a copy of the sources. Faults of C++ are compiled at once, each behind a switch; the few that no
+switch can turn on, one by one. Then tests run until one fails: those that the row names, of which the cases of the
+short list run; the rest of the short list (`make test`); and all cases. At the end, the tests that failed run once more
+without any fault, and must pass. Tests of the project itself (docs, packaging, tools) need a checkout and are left out.
 
 A full run takes hours. build/mutants/seen.jsonl keeps the results; with ``--continue``, rows with a result are not run
 again. It fails if a row no longer applies, if the short list sees fewer than 95 % of what all cases see, and if those
@@ -61,7 +61,7 @@ class Seen:
 def runs_of(row: Row, stage: str) -> list[Run]:
     if stage == "first":
         return split(row.tests)
-    more = ["--all"] if stage == "whole suite" else [f"--ignore={test}" for test in row.tests if "::" not in test]
+    more = ["--all"] if stage == "whole suite" else [f"--ignore={test}" for test in row.tests]
     elsewhere = [f"--ignore={name}" for name in (*LEFT_OUT, INTERPRETED)]
     return [(["tests", *elsewhere, *more], {}), ([INTERPRETED, *more], {"TRITON_INTERPRET": "1"})]
 
@@ -92,25 +92,27 @@ def keep(file: Path, seen: Seen) -> None:
 def summary(found: list[Seen]) -> tuple[list[str], bool]:
     """The shares that the short list and all cases see, in words, and whether they are enough."""
     real = [seen for seen in found if not seen.alone]
-    whole = sum(seen.by is not None for seen in real)
-    short = sum(seen.by in STAGES[:2] for seen in real)
+    by = {stage: sum(seen.by == stage for seen in real) for stage in STAGES}
+    whole, short = sum(by.values()), by[STAGES[0]] + by[STAGES[1]]
     of_all, of_whole = whole / max(len(real), 1), short / max(whole, 1)
     words = [
         f"All cases see {whole} of {len(real)} faults: {of_all:.1%}; expected at least {WHOLE_OF_ALL:.0%}.",
         f"The short list sees {short} of those: {of_whole:.1%}; expected at least {SHORT_OF_WHOLE:.0%}.",
+        f"{by[STAGES[0]]} were seen by the first tests that ran: the short list's cases of the files that a row names.",
     ]
     return words, of_all >= WHOLE_OF_ALL and of_whole >= SHORT_OF_WHOLE
 
 
 def write_table(file: Path, found: list[Seen]) -> None:
+    why = {digest(row): row.why for row in ROWS}
     lines = ["# Planted faults, and which tests see them", "", "Written by `make mutants`.", "", *summary(found)[0], ""]
-    lines += ["| fault | file | seen by the short list | seen by all cases |", "| --- | --- | --- | --- |"]
+    lines += ["| fault | file | seen by |", "| --- | --- | --- |"]
     for seen in found:
-        test = f"`{seen.test}`".replace("|", "\\|") if seen.by else "no"
-        short = test if seen.by in STAGES[:2] else "no" if seen.stage in STAGES[1:] else "not by its own tests"
-        whole = "yes" if seen.by in STAGES[:2] else test if seen.stage == STAGES[2] else "not run"
+        ran = seen.stage.replace("first", "first tests")
+        test = f"`{seen.test}`".replace("|", "\\|") if seen.by else why[seen.digest] or f"not seen by the {ran}"
+        only = " with `--all` alone" if seen.by == STAGES[2] else ""
         path = seen.path.replace("transformer_fast/", "")
-        lines.append(f"| {seen.name} | {path} | {short} | {whole} |".replace("\n", " "))
+        lines.append(f"| {seen.name} | {path} | {test}{only} |".replace("\n", " "))
     file.write_text("\n".join(lines) + "\n")
 
 
@@ -144,7 +146,7 @@ def main() -> int:
         return int(bool(unfit) or not chosen)
     options.folder.mkdir(parents=True, exist_ok=True)
     tree, record = Tree(options.folder.resolve(), options.workers), options.folder / "seen.jsonl"
-    tree.prepare()
+    tree.prepare(ROWS)
     stages, before = STAGES[:1] if options.first_only else STAGES, known(record) if options.going_on else {}
     found = []
     for number, row in enumerate((row for row in chosen if row not in unfit), start=1):
@@ -168,8 +170,8 @@ def unfit_rows(rows: list[Row]) -> list[Row]:
     for row in rows:
         try:
             row.changes(ROOT)
-            if missing := [test for test in row.tests if not (ROOT / test.partition("::")[0]).exists()]:
-                raise Unfit(f"there is no {', '.join(missing)}")
+            if missing := [test for test in row.tests if not (ROOT / test).exists()]:
+                raise Unfit(f"there is no file or folder {', '.join(missing)}")
         except Unfit as reason:
             say(f"{row.path}: {row.name}: {reason}")
             unfit.append(row)
@@ -189,7 +191,7 @@ def verdict(tree: Tree, record: Path, options: argparse.Namespace, found: list[S
     words, enough = summary(found)
     print(*words, sep="\n")
     print(*(f"not seen: {seen.path}: {seen.name}" for seen in found if seen.by is None), sep="\n")
-    complete = not options.first_only and len(found) + len(unfit) == len(ROWS)
+    complete = len(found) + len(unfit) == len(ROWS)
     if complete:
         write_table(options.table, found)
         say(f"wrote {options.table}")

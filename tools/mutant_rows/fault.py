@@ -27,7 +27,8 @@ class Fault:
         name: what is wrong, in plain words.
         path: the file.
         old, new: the text, which must be in the file exactly once, and what takes its place.
-        tests: files, folders or tests that run first, from the root.
+        tests: files or folders that run first, from the root.
+        why: no test can see it, if none can.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Fault:
     old: str
     new: str
     tests: tuple[str, ...]
+    why: str = ""
 
     def changes(self, tree: Path) -> dict[str, bytes]:
         """The files that the fault changes, by path.
@@ -56,7 +58,7 @@ class Reverted:
     Attributes:
         commit: its hash.
         subject: of the commit, to read here.
-        tests: as of a fault.
+        tests, why: as of a fault.
         only: the files to take back, where others have changed since; all by default.
     """
 
@@ -64,6 +66,7 @@ class Reverted:
     subject: str
     tests: tuple[str, ...]
     only: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def name(self) -> str:
@@ -104,7 +107,8 @@ Row = Fault | Reverted
 
 def digest(row: Row) -> str:
     """Digest of a row: another one for each row, and for the same row once it is edited."""
-    return hashlib.sha256(json.dumps(dataclasses.asdict(row), sort_keys=True).encode()).hexdigest()[:16]
+    fields = {name: value for name, value in dataclasses.asdict(row).items() if name != "why"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _merged(file: Path, base: bytes, before: bytes) -> bytes:
