@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from attention_kernels import assert_same_bits, oracle, starts, wide
-from test_attention_kernels import PARTS, mask_of, part_of
+from test_attention_kernels import PARTS, documents, mask_of, part_of
 
 import transformer_fast as tfast
 from transformer_fast import extension
@@ -25,7 +25,7 @@ BOUNDS = [(2040, 1900), (1030, 3), (None, 2000), (700, 640), (-100, -130), (5, 1
 
 @pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
 @pytest.mark.parametrize(("causal", "window"), BOUNDS)
-@pytest.mark.parametrize("mask", ["alone", "keep", "lengths", "bias", "large bias"])
+@pytest.mark.parametrize("mask", ["alone", "keep", "lengths", "bias", "large bias", "documents", "softcap"])
 @pytest.mark.parametrize(("Lq", "H", "Hkv"), [(1, 4, 4), (2, 6, 2), (1, 1, 1)])
 def test_few_queries_and_many_keys(Lq, H, Hkv, mask, causal, window, zero_empty_rows, dtype, kernels):
     parts = {
@@ -34,6 +34,8 @@ def test_few_queries_and_many_keys(Lq, H, Hkv, mask, causal, window, zero_empty_
         "lengths": {"lengths": torch.randint(0, 2051, (2,), dtype=torch.int32)},
         "bias": {"bias": torch.randn(1, H, Lq, 2050).to(wide(dtype))},
         "large bias": {"bias": torch.randn(1, H, Lq, 1).to(wide(dtype)) * 4096},
+        "documents": documents("in order", 2, Lq, 2050),
+        "softcap": {"softcap": 2.0},
     }[mask]
     if mask == "large bias" and dtype == torch.float64:
         parts = {}  # beside it the oracle's scores are rounded as far as those of the kernel, so it is no truth
@@ -121,15 +123,22 @@ def test_gradients_by_autograd(mask, part, kernels):
     kernels.check(tensors, kernels.call(20, parts, dropout_p=0.2), way=kernels.recorded)
 
 
+@pytest.mark.parametrize("Lk", [60, 140])  # one tile of keys, several
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_blocked_key_may_hold_nan_beside_kept_weights(dtype, kernels):
-    q, k, v, grad_out = kernels.inputs(2, 2, 2, 33, 140, 20, dtype)
-    bias = a_bias(2, 1, 33, 140, dtype=dtype)
+def test_a_blocked_key_may_hold_nan_beside_kept_weights(dtype, Lk, kernels):
+    q, k, v, grad_out = kernels.inputs(2, 2, 2, 33, Lk, 20, dtype)
+    bias = a_bias(2, 1, 33, Lk, dtype=dtype)
     bias[1, ..., 5] = -math.inf
-    call = kernels.call(20, bias=bias, lengths=torch.tensor([130, 140], dtype=torch.int32))
-    k[0, :, 130:], v[0, :, 130:], k[1, :, 5], v[1, :, 5] = math.nan, math.nan, math.nan, math.inf
+    call = kernels.call(20, bias=bias, lengths=torch.tensor([Lk - 10, Lk], dtype=torch.int32))
+    k[0, :, Lk - 10 :], v[0, :, Lk - 10 :], k[1, :, 5], v[1, :, 5] = math.nan, math.nan, math.nan, math.inf
     way = functools.partial(recorded, kernels)
     kernels.check((q, k, v, grad_out), call, received=False, way=way, grad_bias=16.0)
+
+
+def test_a_bias_beside_a_softcap(kernels):
+    """Its gradient is not that of the capped scores, and no weights are kept for it."""
+    call = kernels.call(16, bias=torch.randn(1, 2, 40, 70), softcap=2.0)
+    kernels.check(kernels.inputs(2, 2, 2, 40, 70, 16), call, way=kernels.recorded)
 
 
 def test_a_row_pushed_down_as_a_whole_keeps_its_weights(kernels):

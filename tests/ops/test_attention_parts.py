@@ -41,8 +41,9 @@ def plain(q, k, v, allowed=None, bias=None, softcap=None, sinks=None):
 
 
 def held(actual, dtype=torch.float32, **parts):
-    """Our result against that of the plain computation."""
+    """Our result, of the first queries or of all, against that of the plain computation."""
     q, k, v = inputs(dtype=dtype)
+    q = q[:, :, : actual.shape[2]]
     wide = {
         name: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for name, t in parts.items()
     }
@@ -122,9 +123,17 @@ def test_uniform_rows_beside_capped_scores_of_other_documents():
     assert all(grad.isfinite().all() for grad in grads)
 
 
-def test_sinks_are_one_more_key():
+@pytest.mark.parametrize("queries", [1, L])  # few queries take other kernels
+def test_sinks_are_one_more_key(queries):
+    q, k, v = inputs()
     sinks = torch.randn(H)
-    held(tfast.attention(*inputs(), sinks=sinks), sinks=sinks)
+    held(tfast.attention(q[:, :, :queries], k, v, sinks=sinks), sinks=sinks)
+
+
+def test_a_sink_takes_its_share_of_the_returned_weights():
+    q, k, v = inputs()
+    out, weights = tfast.attention(q, k, v, sinks=torch.randn(H), return_weights=True)
+    torch.testing.assert_close(weights @ v, out)
 
 
 def test_a_row_without_keys_leaves_all_to_its_sink():
@@ -134,8 +143,20 @@ def test_a_row_without_keys_leaves_all_to_its_sink():
     assert torch.equal(out[:, :, 0], torch.zeros(B, H, D)) and torch.equal(logsumexp[:, :, 0], torch.full((B, H), 2.0))
 
 
-def test_learned_parts_have_the_gradients_of_the_plain_computation():
+def test_sinks_get_the_gradient_of_the_logsumexp():
     q, k, v = inputs(dtype=torch.float64)
+    sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
+    ours = tfast.attention(q, k, v, sinks=sinks, return_logsumexp=True)[1]
+    scores = q @ k.mT / math.sqrt(D)
+    theirs = torch.cat([scores, sinks.view(H, 1, 1).expand(B, H, L, 1)], -1).logsumexp(-1)
+    grad = torch.randn_like(ours)
+    assert torch.allclose(*(torch.autograd.grad(t, sinks, grad)[0] for t in (ours, theirs)), rtol=1e-9)
+
+
+@pytest.mark.parametrize("queries", [2, L])
+def test_learned_parts_have_the_gradients_of_the_plain_computation(queries):
+    q, k, v = inputs(dtype=torch.float64)
+    q = q[:, :, :queries]
     leaves = {
         "slopes": torch.rand(H, dtype=torch.float64), "weight": torch.randn(32, H, dtype=torch.float64),
         "sinks": torch.randn(H, dtype=torch.float64),
@@ -144,7 +165,7 @@ def test_learned_parts_have_the_gradients_of_the_plain_computation():
         t.requires_grad_()
     mask = AttentionMask.alibi(leaves["slopes"]) & AttentionMask.relative(leaves["weight"])
     ours = tfast.attention(q, k, v, mask, softcap=3.0, sinks=leaves["sinks"])
-    distances = torch.arange(L) - torch.arange(L).unsqueeze(1)
+    distances = torch.arange(L) - torch.arange(queries).unsqueeze(1)
     bias = -leaves["slopes"][:, None, None] * distances.abs()
     bias = bias + leaves["weight"][relative_buckets(distances, 32, 128, True)].permute(2, 0, 1)
     theirs = plain(q, k, v, bias=bias, softcap=3.0, sinks=leaves["sinks"])

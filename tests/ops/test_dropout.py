@@ -34,6 +34,13 @@ def test_exactly_the_mask_of_the_contract(dtype, shape, p, device):
         assert torch.equal(found, expected)
 
 
+def test_the_rate_is_rounded_to_the_nearest(device):
+    x, p = torch.ones(512, 1024, device=device), 0.7 / 65536
+    keep = keep_mask(p, x.shape).to(device)
+    (found,) = dropped(x, p).outputs()
+    assert torch.equal(found != 0, keep) and not keep.all()
+
+
 def test_the_mask_in_double():
     (y,) = dropped(torch.ones(9, 77, dtype=torch.float64), 0.3).outputs()
     assert torch.equal(y != 0, keep_mask(0.3, y.shape))

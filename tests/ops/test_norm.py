@@ -194,6 +194,13 @@ def test_rms_is_at_least_as_exact_as_models_write_it(dtype, written, device):
     assert (ours - theirs).abs().float().div(theirs.abs()).max() <= 2 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("d", [8, 24, 200])
+def test_a_residual_may_have_gaps_between_its_rows(d, device):
+    x, residual = torch.randn(9, d, device=device), torch.randn(9, 2 * d, device=device)[:, :d]
+    found, expected = (tfast.layer_norm(x, None, None, residual=r) for r in (residual, residual.contiguous()))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_a_narrower_x_is_added_in_the_dtype_of_the_residual(device):
     x, residual = torch.randn(5, 16, device=device).bfloat16(), torch.randn(5, 16, device=device)
     out, summed = tfast.layer_norm(x, None, None, residual=residual)
