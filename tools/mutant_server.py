@@ -24,6 +24,7 @@ def main() -> None:
     for line in sys.stdin:
         arguments, environment, output = json.loads(line)
         if (child := os.fork()) == 0:
+            os.environ.clear()
             os.environ.update(environment)
             for descriptor, name, flags in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY | os.O_CREAT)):
                 os.dup2(os.open(name, flags), descriptor)

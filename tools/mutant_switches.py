@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
-from mutant_rows.fault import Fault, Row, digest
+from mutant_rows.fault import Fault
 
 HEADER = """\
 #pragma once
@@ -16,9 +17,9 @@ OPEN, CLOSED = "([{", ")]}"
 Piece = tuple[int, int, str]  # where the text begins and ends, and what takes its place
 
 
-def number_of(row: Row) -> int:
-    """The value of ``PLANTED`` for a row."""
-    return int(digest(row)[:7], 16) + 1
+def number_of(fault: Fault) -> int:
+    """The value of ``PLANTED`` for a fault: the same while its text is, so that nothing is compiled for other tests."""
+    return zlib.crc32(repr((fault.path, fault.old, fault.new)).encode())
 
 
 def switched(text: str, faults: Iterable[Fault]) -> tuple[str, list[Fault]]:
@@ -56,14 +57,14 @@ def switch(text: str, fault: Fault) -> Piece | None:
         return None
     sign = f"planted_fault == {number_of(fault)}"
     if old.rstrip().endswith(";"):
-        return start, end, f" if ({sign}) {{ {new} }} else {{ {old} }}"
+        return start, end, f"if ({sign}) {{ {new} }} else {{ {old} }}"
     if text[end] == ";" and ahead[-1] in ";{}" and _opening(text, start) == "{":
-        return start, end + 1, f" if ({sign}) {{ {new}; }} else {{ {old}; }}"
+        return start, end + 1, f"if ({sign}) {{ {new}; }} else {{ {old}; }}"
     if ";" in old or any("," in _outside(code) or code.strip()[:1] in "{" for code in (old, new)):
         return None
     if new.strip() in ("false", "true"):
         old = f"!!({old})"  # of a pointer, say
-    return start, end, f" ({sign} ? ({new}) : ({old}))"
+    return start, end, f"({sign} ? ({new}) : ({old}))"
 
 
 def _start(text: str, first: int, last: int) -> int:

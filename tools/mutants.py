@@ -9,9 +9,9 @@ switch can turn on, one by one. Then tests run until one fails: those that the r
 short list run; the rest of the short list (`make test`); and all cases. At the end, the tests that failed run once more
 without any fault, and must pass. Tests of the project itself (docs, packaging, tools) need a checkout and are left out.
 
-A full run takes hours. build/mutants/seen.jsonl keeps the results; with ``--continue``, rows with a result are not run
-again. It fails if a row no longer applies, if the short list sees fewer than 95 % of what all cases see, and if those
-see fewer than 97 % of all.
+A full run takes hours. build/mutants/seen.jsonl keeps the results. With ``--continue``, rows that a test saw are not run
+again, nor rows that all cases missed. It fails if a row no longer applies, if the short list sees fewer than 95 % of
+what all cases see, and if those see fewer than 97 % of all.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def main() -> int:
     found = []
     for number, row in enumerate((row for row in chosen if row not in unfit), start=1):
         seen = before.get(digest(row))
-        if seen is None or (seen.by is None and seen.stage != stages[-1] != STAGES[0]):
+        if seen is None or (seen.by is None and seen.stage != STAGES[-1]):
             try:
                 seen = look(tree, row, stages)
             except Unfit as reason:

@@ -2,6 +2,7 @@
 
 import pytest
 import test_attention_outputs
+import torch
 from test_attention_outputs import *  # noqa: F403
 
 import transformer_fast as tfast
@@ -27,3 +28,14 @@ def _on_triton(monkeypatch, device):
 @pytest.mark.slow("six seconds; the C++ kernels have the same graph, of the same ops")
 def test_a_bias_gradient_compiles_without_a_graph_break(device):
     test_attention_outputs.test_a_bias_gradient_compiles_without_a_graph_break(device)
+
+
+def test_a_sink_is_one_more_key_without_a_value(device):
+    q, k, v = (torch.randn(1, 2, length, 16, device=device) for length in (40, 70, 70))
+    sinks = torch.tensor([0.5, 3.0], device=device)
+    _, logsumexp = tfast.attention(q, k, v, sinks=sinks, return_logsumexp=True)
+    out, weights = tfast.attention(q, k, v, sinks=sinks, return_weights=True)
+    scores = torch.cat([q @ k.mT / 4, sinks.view(1, 2, 1, 1).expand(1, 2, 40, 1)], -1)
+    torch.testing.assert_close(logsumexp, scores.logsumexp(-1))
+    torch.testing.assert_close(weights, scores.softmax(-1)[..., :-1])
+    torch.testing.assert_close(out, weights @ v)

@@ -10,18 +10,18 @@ from mutant_switches import number_of, switched
 @pytest.mark.parametrize(
     ("text", "old", "new", "expected"),
     [
-        ("{\n  return a + 1;\n}", "a + 1", "a - 1", "{\n  return  (on ? (a - 1) : (a + 1));\n}"),
-        ("{\n  x = f(a, b * 2);\n}", "b * 2", "b", "{\n  x = f(a, (on ? ( b) : ( b * 2)));\n}"),
-        ("for (i = 0; i < n; ++i) f(i);", "i < n", "i <= n", "for (i = 0; (on ? ( i <= n) : ( i < n)); ++i) f(i);"),
-        ("{\n  x = a ? b : c;\n}", "a ? b : c", "b", "{\n  x = (on ? ( b) : ( a ? b : c));\n}"),
+        ("{\n  return a + 1;\n}", "a + 1", "a - 1", "{\n  return (on ? (a - 1) : (a + 1));\n}"),
+        ("{\n  x = f(a, b * 2);\n}", "b * 2", "b", "{\n  x = f(a,(on ? ( b) : ( b * 2)));\n}"),
+        ("for (i = 0; i < n; ++i) f(i);", "i < n", "i <= n", "for (i = 0;(on ? ( i <= n) : ( i < n)); ++i) f(i);"),
+        ("{\n  x = a ? b : c;\n}", "a ? b : c", "b", "{\n  x =(on ? ( b) : ( a ? b : c));\n}"),
         (
             "{\n  x = 1 / (f(a) + b);\n}",
             "(f(a) + b)",
             "f(a + b)",
-            "{\n  x = (on ? ( 1 / f(a + b)) : ( 1 / (f(a) + b)));\n}",
+            "{\n  x =(on ? ( 1 / f(a + b)) : ( 1 / (f(a) + b)));\n}",
         ),
-        ("{\n  x -= b;\n  g();\n}", "x -= b", "x += b", "{ if (on) { \n  x += b; } else { \n  x -= b; }\n  g();\n}"),
-        ("{\n  if (a) f();\n  g();\n}", "if (a) f();", "", "{ if (on) { \n   } else { \n  if (a) f(); }\n  g();\n}"),
+        ("{\n  x -= b;\n  g();\n}", "x -= b", "x += b", "{if (on) { \n  x += b; } else { \n  x -= b; }\n  g();\n}"),
+        ("{\n  if (a) f();\n  g();\n}", "if (a) f();", "", "{if (on) { \n   } else { \n  if (a) f(); }\n  g();\n}"),
     ],
 )
 def test_a_switch_holds_the_expression_or_the_statement(text: str, old: str, new: str, expected: str) -> None:

@@ -30,14 +30,14 @@ ROWS = (
         path=ATTENTION + "mask.h",
         old="key_ids.first != query_ids_.last || query_ids_.first != key_ids.last;",
         new="key_ids.first != query_ids_.last;",
-        tests=PARTS,
+        tests=KERNELS,
     ),
     Fault(
         name="a tile is skipped whose first document is the last of the queries'",
         path=ATTENTION + "mask.h",
         old="query_ids_.last < key_ids.first;",
         new="query_ids_.last <= key_ids.first;",
-        tests=PARTS,
+        tests=KERNELS,
     ),
     Fault(
         name="the bias by distance is read along the other diagonal",
@@ -65,7 +65,7 @@ ROWS = (
         path=ATTENTION + "mask.h",
         old="for (int64_t i = 0; i < count; ++i) bytes[i] = p[i * stride];",
         new="for (int64_t i = 0; i < count; ++i) bytes[i] = p[i];",
-        tests=NATIVE,
+        tests=KERNELS,
     ),
     Fault(
         name="the weight of a sink is missing in the sum",
@@ -114,7 +114,7 @@ ROWS = (
         path=ATTENTION + "backward.cpp",
         old="if (params_.softcap > 0) gradients_.apply_slopes(keys);",
         new="if (params_.softcap < 0) gradients_.apply_slopes(keys);",
-        tests=PARTS,
+        tests=KERNELS,
     ),
     Fault(
         name="the first range of keys gives the queries no gradient",
@@ -170,7 +170,7 @@ ROWS = (
         path=ATTENTION + "gradients.h",
         old="const Vector<A> grad = blocked ? Vector<A>{} : where_kept<A>(kept, load(grads) * rescale);",
         new="const Vector<A> grad = where_kept<A>(kept, load(grads) * rescale);",
-        tests=("tests/ops/test_attention_native.py", "tests/ops/test_attention.py"),
+        tests=KERNELS,
     ),
     Fault(
         name="the gradients by distance are summed along the other diagonal",
@@ -205,21 +205,21 @@ ROWS = (
         path=ATTENTION + "few_queries_backward.h",
         old="lane_sum<A>(products) - number(row, kGradLogsumexp)",
         new="lane_sum<A>(products)",
-        tests=OUTPUTS,
+        tests=KERNELS,
     ),
     Fault(
         name="few queries ignore the slope of the softcap",
         path=ATTENTION + "few_queries_backward.h",
         old="for (int64_t j = 0; p.softcap > 0 && j < keys; j += kW)",
         new="for (int64_t j = 0; p.softcap < 0 && j < keys; j += kW)",
-        tests=PARTS,
+        tests=NATIVE,
     ),
     Fault(
         name="few queries ignore documents",
         path=ATTENTION + "few_queries.h",
         old="if (ids[j] != own) scores[j] = kBlocked<A>;",
         new="if (ids[j] > own) scores[j] = kBlocked<A>;",
-        tests=PARTS,
+        tests=NATIVE,
     ),
     Fault(
         name="a key of a page is taken from the next one at its edge",

@@ -1,17 +1,10 @@
 """Faults in the ops of C++: what stands between tensors and kernels."""
 
 from .fault import Fault
+from .places import DROPOUT, LOSS, NATIVE, NORM, PARTS
 
-PARTS = ("tests/ops/test_attention_parts.py",)
 PACKED = ("tests/ops/test_attention_kernels_packed.py",)
-LOSS = ("tests/ops/test_cross_entropy.py", "tests/ops/test_every_op.py")
-NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")
-DROPOUT = ("tests/ops/test_dropout.py", "tests/ops/test_every_op.py")
-LAUNCHING = (
-    "tests/ops/test_launching.py",
-    "tests/ops/test_launching.py",
-    "tests/ops/test_launching_attention.py",
-)
+LAUNCHING = ("tests/ops/test_launching.py", "tests/ops/test_launching_attention.py")
 SEARCH = ("tests/generation/test_search_steps.py", "tests/generation/test_fused.py")
 
 ROWS = (
@@ -27,14 +20,14 @@ ROWS = (
         path="csrc/ops/attention_cpu.cpp",
         old="params.distance_bias || params.softcap ||",
         new="params.distance_bias ||",
-        tests=PARTS,
+        tests=NATIVE,
     ),
     Fault(
         name="the gradient of a bias beside a softcap goes through the cap",
         path="csrc/ops/attention_cpu.cpp",
         old="scores <= kMaxSavedScores &&\n        !params.softcap)",
         new="scores <= kMaxSavedScores)",
-        tests=PARTS,
+        tests=NATIVE,
     ),
     Fault(
         name="distances of a packed batch are counted from the end of each sequence",
@@ -69,7 +62,7 @@ ROWS = (
         path="csrc/ops/attention_decode.cpp",
         old="distance_view<const A>(params.distance_bias, params.capacity() - 1)",
         new="distance_view<const A>(params.distance_bias, p.Lk - 1)",
-        tests=("tests/ops/test_attention_decode.py", "tests/ops/test_attention_parts.py"),
+        tests=("tests/ops/test_attention_kernels_decode.py",),
     ),
     Fault(
         name="a launch of decoding is replayed with another softcap",

@@ -55,10 +55,7 @@ ROWS = (
     Reverted(
         commit="7c28c31",
         subject="Products of at most one vector of columns are two sums, not one",
-        tests=(
-            "tests/fuzz",
-            "tests/ops/test_attention_native.py",
-        ),
+        tests=("tests/ops/test_attention_kernels.py", "tests/ops/test_attention_native.py"),
     ),
     Reverted(
         commit="6f152eb",

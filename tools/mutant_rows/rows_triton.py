@@ -7,16 +7,13 @@ MASK = TRITON + "attention/mask.py"
 STEPS = TRITON + "attention/steps.py"
 FOLDER = "tests/interpreter/"
 ATTENTION = (FOLDER + "test_attention_kernels.py",)
-PARTS = (FOLDER + "test_attention_kernels.py",)
+OUTPUTS = (FOLDER + "test_attention_outputs.py",)
 TILE_MAP = (FOLDER + "test_attention_tile_map.py",)
 PACKED = (FOLDER + "test_attention_kernels_packed.py",)
 DECODE = (FOLDER + "test_attention_kernels_decode.py",)
 NORM = (FOLDER + "test_norm.py",)
 DROPOUT = (FOLDER + "test_dropout.py",)
 LOSS = (FOLDER + "test_cross_entropy.py",)
-WEIGHTS = (FOLDER + "test_attention_kernels.py",)
-BIAS = (FOLDER + "test_attention_kernels.py",)
-DISTANCE = (FOLDER + "test_attention_kernels.py",)
 
 ROWS = (
     Fault(
@@ -66,28 +63,28 @@ ROWS = (
         path=MASK,
         old="inside = inside & (key >= (rows + bounds.window)[:, None])",
         new="inside = inside & (key > (rows + bounds.window)[:, None])",
-        tests=PARTS,
+        tests=ATTENTION,
     ),
     Fault(
         name="documents are ignored beside a dense mask",
         path=MASK,
         old="            allowed = allowed & same_document(rows, start_key, mask.bounds, KEYS)\n        return allowed",
         new="            allowed = allowed\n        return allowed",
-        tests=PARTS,
+        tests=ATTENTION,
     ),
     Fault(
         name="the window is ignored beside a dense mask",
         path=MASK,
         old="bits &= (-1 << (before // 2)) << (before - before // 2)",
         new="bits &= -1",
-        tests=PARTS,
+        tests=ATTENTION,
     ),
     Fault(
         name="the slope of the softcap is that of its half",
         path=MASK,
         old="slope = tl.where(allowed, 1.0 - capped * capped, 0.0)",
         new="slope = tl.where(allowed, 1.0 - capped, 0.0)",
-        tests=PARTS,
+        tests=ATTENTION,
     ),
     Fault(
         name="-inf in a bias does not block",
@@ -101,14 +98,14 @@ ROWS = (
         path=MASK,
         old="(mask.distance_zero - rows)[:, None]",
         new="(mask.distance_zero + rows)[:, None]",
-        tests=PARTS,
+        tests=ATTENTION,
     ),
     Fault(
         name="tiles at the front edge of a window are taken for full",
         path=STEPS,
         old="full = tl.cdiv(first_visible(last_row, bounds), BLOCK_KEYS)",
         new="full = first_visible(last_row, bounds) // BLOCK_KEYS",
-        tests=PARTS,
+        tests=ATTENTION,
     ),
     Fault(
         name="the tile at the end of the lengths is taken for full",
@@ -129,7 +126,7 @@ ROWS = (
         path=TRITON + "attention/forward.py",
         old="        row_sum += 1.0\n    acc",
         new="        row_sum += 0.0\n    acc",
-        tests=PARTS,
+        tests=OUTPUTS,
     ),
     Fault(
         name="kept weights are not scaled up",
@@ -164,7 +161,7 @@ ROWS = (
         path=TRITON + "attention/backward_kv.py",
         old="                grad_scores *= slope\n",
         new="                grad_scores *= 1.0\n",
-        tests=PARTS,
+        tests=ATTENTION,
     ),
     Fault(
         name="heads of a group after the first give keys no gradient",
@@ -178,14 +175,14 @@ ROWS = (
         path=TRITON + "attention/grad_scores.py",
         old="row_delta -= tl.load(grad_logsumexp + first_row + rows)",
         new="row_delta += tl.load(grad_logsumexp + first_row + rows)",
-        tests=BIAS,
+        tests=ATTENTION,
     ),
     Fault(
         name="the gradient of a bias forgets to scale what dropout kept",
         path=TRITON + "attention/grad_scores.py",
         old="grad_weights = tl.where(kept, grad_weights * rescale, 0.0)",
         new="grad_weights = tl.where(kept, grad_weights, 0.0)",
-        tests=(*BIAS, *DISTANCE),
+        tests=ATTENTION,
     ),
     Fault(
         name="a negative scale leaves its sign out of the gradient of q",
@@ -220,7 +217,7 @@ ROWS = (
         path=TRITON + "attention/weights.py",
         old="weight_sum = tl.where(end > first_key, tl.math.exp2((mask.sink - shift) * LOG2E), 0.0)",
         new="weight_sum = tl.where(end > first_key, 0.0, 0.0)",
-        tests=(*WEIGHTS, *PARTS),
+        tests=OUTPUTS,
     ),
     Fault(
         name="eps of the std stands under the root",
