@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mutant_rows.fault import Fault, Row, Unfit
+from mutant_rows.fault import ROOT, Fault, Row, Unfit
 from mutant_switches import HEADER, switched
 from pythons import setup_names
 
@@ -38,6 +38,9 @@ class Libraries:
     def prepare(self, rows: Iterable[Row]) -> None:
         """Compile what is older than its sources, and put the libraries into the tree."""
         self._write_sources([row for row in rows if isinstance(row, Fault)])
+        # Once: the kernels of a faulty build must fit the module, which is told by a digest of their sources.
+        setup = setup_names(self.sources)
+        setup["write_records"](self.folder, setup["torch"].__version__)
         for extension in _extensions(self.sources):
             stale = [source for source in extension.sources if self._is_stale(extension, source)]
             self._compile(self.sources, extension, stale, self.objects)
@@ -90,9 +93,6 @@ class Libraries:
         return {Path(os.path.normpath(self.sources / name)) for name in names}
 
     def _compile(self, root: Path, extension: Any, sources: list[str], folder: Path) -> None:
-        setup = setup_names(root)
-        record = {"torch": setup["torch"].__version__, "cuda": None, "arch_list": None}
-        setup["write_build_config"](self.folder, {**record, "compiler": setup["compiler_name"](self.compiler)})
         folders = [*extension.include_dirs, self.folder, sysconfig.get_paths()["include"]]
         names = ["-DTORCH_API_INCLUDE_EXTENSION_H", f"-DTORCH_EXTENSION_NAME={extension.name.rpartition('.')[2]}"]
         options = [*extension.extra_compile_args["cxx"], *FLAGS, *names, *(f"-I{folder}" for folder in folders)]
@@ -135,7 +135,13 @@ def _object(folder: Path, extension: Any, source: str) -> Path:
 
 
 def _library(extension: Any) -> str:
-    return extension.name.replace(".", "/") + sysconfig.get_config_var("EXT_SUFFIX")
+    """The file of a library in a tree."""
+    setup = setup_names(ROOT)
+    package, _, name = extension.name.rpartition(".")
+    if name != "_C":
+        return f"{package}/{setup['kernels_file'](name)}"
+    minor = ".".join(setup["torch"].__version__.split(".")[:2])
+    return f"{package}/_C.torch{minor}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def _write(file: Path, text: str) -> None:

@@ -9,9 +9,9 @@ switch can turn on, one by one. Then tests run until one fails: those that the r
 short list run; the rest of the short list (`make test`); and all cases. At the end, the tests that failed run once more
 without any fault, and must pass. Tests of the project itself (docs, packaging, tools) need a checkout and are left out.
 
-A full run takes hours. build/mutants/seen.jsonl keeps the results. With ``--continue``, rows that a test saw are not run
-again, nor rows that all cases missed. It fails if a row no longer applies, if the short list sees fewer than 95 % of
-what all cases see, and if those see fewer than 97 % of all.
+A full run takes hours. build/mutants/seen.jsonl keeps the results. With ``--continue``, rows that a test saw are not
+run again, nor rows that all cases missed. It fails if a row no longer applies, if the short list sees fewer than 95 %
+of what all cases see, and if those see fewer than 97 % of all.
 """
 
 from __future__ import annotations
