@@ -180,13 +180,16 @@ def make_wheel(prebuilt: Path, folder: Path) -> Path:
     """The wheel of what was compiled, with the tag that auditwheel grants where it is installed."""
     with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
         variables = {**os.environ, "TRANSFORMER_FAST_PREBUILT": str(prebuilt)}
-        run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index",
-             "--wheel-dir", temporary, str(ROOT)], env=variables)  # fmt: skip
-        (wheel,) = Path(temporary).iterdir()
+        # In a folder of its own: build/lib may have files of older builds.
+        build = ["setup.py", "-q", "build", "--build-base", f"{temporary}/build"]
+        run([sys.executable, *build, "bdist_wheel", "--dist-dir", temporary], cwd=ROOT, env=variables)
+        (wheel,) = Path(temporary).glob("*.whl")
         folder.mkdir(exist_ok=True)
-        if importlib.util.find_spec("auditwheel") and shutil.which("patchelf"):
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        if importlib.util.find_spec("auditwheel") and shutil.which("patchelf", path=path):
             excluded = [f"--exclude={name}" for name in NOT_IN_THE_WHEEL]
-            run([sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", temporary, str(wheel)])
+            repair = [sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", temporary, str(wheel)]
+            run(repair, env={**os.environ, "PATH": path})
             wheel.unlink()
             (wheel,) = Path(temporary).glob("*.whl")
         else:
