@@ -77,10 +77,14 @@ def build_info() -> dict[str, Any]:
 
 
 def config() -> dict[str, Any]:
-    """The extension and the kernels that run here, what they were built with, and :func:`status`.
+    """Return the extension and the kernels that run here, with the versions of their build.
 
     Returns:
-        the keys of :func:`build_info`, None where the extension is not loaded, and ``status``.
+        The keys of :func:`build_info`, None if the extension is not loaded; and ``status``, the text of :func:`status`.
+
+    Example:
+        >>> sorted(tfast.__config__())
+        ['arch_list', 'compiler', 'cuda', 'file', 'instruction_set', 'status', 'torch']
     """
     keys = ("file", "instruction_set", "torch", "cuda", "arch_list", "compiler")
     return {**dict.fromkeys(keys), **build_info(), "status": status()}
@@ -168,7 +172,7 @@ def _module_file() -> Path | None:
 
 
 def _missing() -> str:
-    """The missing thing: the extension, or the one of several that would fit."""
+    """Say what is missing: every extension, or the extension for this torch and this Python."""
     names = (re.match(r"_C\.torch([\d.]+)\.cpython-(\d)(\d+)-", path.name) for path in _PACKAGE.glob("_C.torch*"))
     pythons: dict[str, list[str]] = {}
     for version, other in sorted((name[1], f"{name[2]}.{name[3]}") for name in names if name):
