@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import transformer_fast as tfast
 from transformer_fast import reference
@@ -9,6 +11,7 @@ from transformer_fast.layers import FeedForward, feed_forward
 from transformer_fast.testing import assert_as_exact_as_eager
 from transformer_fast.triton.configs import DROPOUT, DropoutConfig
 from transformer_fast.triton.dropout import dropout_backward, dropout_forward
+from transformer_fast.triton.philox import elementwise_keep_tile, load_seed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -28,6 +31,20 @@ def test_exactly_the_mask_of_the_contract(dtype, shape, p):
     grad_x, _ = dropout_backward(ones, None, False, p, SEED, False)
     expected = torch.where(expected_mask(ones.shape, p), reference.dropout.rescale(p), 0.0).to(dtype)
     assert torch.equal(y, expected) and torch.equal(grad_x, expected)
+
+
+@triton.jit
+def _keep_kernel(keep, seed, first_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    key_low, key_high = load_seed(seed)
+    tile = elementwise_keep_tile(key_low, key_high, 32768, first_row + tl.arange(0, ROWS), 0, ROWS, COLUMNS)
+    tl.store(keep + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile)
+
+
+def test_rows_beyond_32_bits_have_bits_of_their_own():
+    first, far = (torch.empty(4, 16, dtype=torch.bool, device=DEVICE) for _ in range(2))
+    _keep_kernel[(1,)](first, SEED, 3, 4, 16)
+    _keep_kernel[(1,)](far, SEED, 2**32 + 3, 4, 16)
+    assert torch.equal(first, expected_mask(torch.Size([7, 16]), 0.5)[3:]) and not torch.equal(far, first)
 
 
 @pytest.mark.parametrize("relu", [False, True])

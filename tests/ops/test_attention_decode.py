@@ -89,10 +89,13 @@ def test_nothing_to_read(device):
     assert tfast.attention_decode(q[:0], empty[:0], empty[:0], none[:0]).shape == (0, H, 1, D)
 
 
-def test_there_is_no_gradient_and_it_says_so(device):
-    q, k = torch.randn(1, 2, 1, 8, device=device, requires_grad=True), torch.randn(1, 2, 4, 8, device=device)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("place", range(3))
+def test_there_is_no_gradient_and_it_says_so(place, backend, device):
+    tensors = [torch.randn(1, 2, length, 8, device=device) for length in (1, 4, 4)]
+    tensors[place].requires_grad_()
     lengths = torch.tensor([4], device=device)
-    with pytest.raises(RuntimeError, match=r"no gradient.*torch.no_grad\(\)"):
-        tfast.attention_decode(q, k, k, lengths)
+    with pytest.raises(RuntimeError, match=r"no gradient.*torch.no_grad\(\)"), tfast.backend(backend):
+        tfast.attention_decode(*tensors, lengths)
     with torch.no_grad():
-        assert not tfast.attention_decode(q, k, k, lengths).requires_grad
+        assert not tfast.attention_decode(*tensors, lengths).requires_grad

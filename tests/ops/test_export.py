@@ -55,7 +55,6 @@ def exported(model: nn.Module, args: list[Inputs]) -> torch.export.ExportedProgr
         return torch.export.export(model, args[0], dynamic_shapes=by_name)
 
 
-@pytest.mark.cover(12)
 @pytest.mark.parametrize("name", CASES)
 def test_traced(name: str) -> None:
     model, args, expected = made(CASES[name])

@@ -212,7 +212,7 @@ ROWS = (
         path=PACKAGE + "ops/attention_decode.py",
         old="used = [row[: -(-n // page_size)]",
         new="used = [row[: n // page_size]",
-        tests=("tests/ops/test_pages.py", "tests/ops/test_attention_decode.py"),
+        tests=("tests/ops/test_attention_wrong_inputs.py",),
     ),
     Fault(
         name="a cache that requires a gradient is taken",
