@@ -153,6 +153,17 @@ def test_a_second_time_and_undo(name: str) -> None:
     assert len(tfast.accelerate(m).swapped) == len(first.swapped)
 
 
+def test_undo_leaves_a_class_that_was_changed_since() -> None:
+    class Mine(nn.LayerNorm):
+        pass
+
+    m = nn.Sequential(nn.LayerNorm(D), nn.LayerNorm(D))
+    report = tfast.accelerate(m)
+    m[0].__class__ = Mine
+    report.undo()
+    assert kinds(m) == kinds(nn.Sequential(Mine(D), nn.LayerNorm(D)))
+
+
 def test_a_second_time_swaps_what_came_since() -> None:
     m = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D))
     tfast.accelerate(m)

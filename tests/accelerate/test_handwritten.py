@@ -14,6 +14,7 @@ from handwritten_forms import FORMS, B, D, L, S, called_once, fresh, ids, keep, 
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast.dialects.common import LAST_WEIGHTS
 from transformer_fast.reference import layers as reference
 from transformer_fast.reference.dialects import bert, d2l, tensorflow
 from transformer_fast.testing import fixed_dropout_seed
@@ -69,6 +70,7 @@ def test_a_model_that_was_called_before_is_swapped_and_gets_its_attributes_back(
     assert all(getattr(m, key) is not left[key] for key in left)
     report.undo()
     assert {key: m.__dict__[key] for key in left} == left
+    assert not any(LAST_WEIGHTS in vars(part) for part in m.modules())
 
 
 def test_weights_of_a_whole_stack_are_computed_when_looked_at() -> None:

@@ -310,3 +310,12 @@ def test_a_bias_that_something_else_reads_is_dense() -> None:
     assert torch.equal(lazy[:, :, -1:], expected[:, :, -1:])
     (grad,) = torch.autograd.grad((lazy * 2).sum(), weight)
     assert torch.equal(grad, torch.autograd.grad((expected * 2).sum(), weight)[0])
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+def test_without_a_mask_the_call_or_the_layer_says_whether_it_looks_ahead(is_causal: bool | None) -> None:
+    layer, (q, k, v) = torch.nn.Module(), torch.randn(3, 1, 2, 5, 8)
+    layer.is_causal = True
+    out = tfast.integrations.transformers.attention_forward(layer, q, k, v, None, is_causal=is_causal)[0]
+    expected = tfast.attention(q, k, v, None if is_causal is False else AttentionMask.causal())
+    assert torch.equal(out, expected.transpose(1, 2))

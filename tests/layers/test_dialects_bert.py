@@ -33,7 +33,7 @@ def test_inputs_with_fewer_axes():
     attend, theirs = bert.Attention(), oracle.Attention()
     for axes in (2, 3, 4):
         q, k, v = (t[(0,) * (4 - axes)] for t in (Q, K, V))
-        mask = torch.rand((1,) * (axes - 2) + (6, 5)) > 0.3
+        mask = torch.rand((*q.shape[: axes - 2], 6, 5)) > 0.3
         for mine, expected in zip(attend(q, k, v, mask), theirs(q, k, v, mask), strict=True):
             assert mine.shape == expected.shape and torch.allclose(mine, expected, atol=1e-6)
     lengths = torch.tensor([5, 1, 3])

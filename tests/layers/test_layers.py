@@ -11,6 +11,7 @@ from torch import nn
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, layers
+from transformer_fast.layers.embedding import is_lookup
 
 D = 16
 
@@ -164,3 +165,8 @@ def test_norms_of_several_dimensions_are_refused():
         layers.RMSNorm((3, D))
     with pytest.raises(ValueError, match=r"norms the last dimension alone.*\(3, 16\)"):
         layers.LayerNorm((3, D), elementwise_affine=False)(torch.randn(2, 3, D))
+
+
+@pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
+def test_an_embedding_that_does_more_than_look_up_is_called(option):
+    assert is_lookup(nn.Embedding(5, 4)) and not is_lookup(nn.Embedding(5, 4, **{option: True}))

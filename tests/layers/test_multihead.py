@@ -14,6 +14,7 @@ from torch_attention import MASKS, E, H, L, N, S, look_ahead, padding, typed
 
 import transformer_fast as tfast
 from transformer_fast.layers import torch_modules
+from transformer_fast.layers.torch_masks import is_look_ahead
 from transformer_fast.ops import multihead as _multihead
 from transformer_fast.testing import assert_as_exact_as_eager
 
@@ -105,3 +106,8 @@ def test_what_is_not_served(served: list[bool]) -> None:
     with torch.inference_mode():
         m(x, x, x)
     assert served[-3:] == [True] * 3 and sum(served) == 3
+
+
+def test_a_learned_mask_is_no_constant_look_ahead():
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    assert is_look_ahead(mask, None) and not is_look_ahead(mask.requires_grad_(), None)

@@ -10,6 +10,7 @@ from torch import nn
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, layers
+from transformer_fast.layers.attention import _padded_attention, packed_attention
 from transformer_fast.masks.packing import packing_of
 from transformer_fast.models import packed as packed_module
 
@@ -186,3 +187,13 @@ def test_packed_layers_print_no_weights():
     tokens = torch.randn(mask.queries.total, D)
     with pytest.raises(ValueError, match="verbose"):
         layers.MultiHeadAttention(4, D)(tokens, tokens, tokens, mask, verbose=True)
+
+
+def test_a_dropout_that_must_see_the_weights_keeps_the_window():
+    packing = packing_of(SRC_LENGTHS, B, L_SRC)
+    mask = packed_module.PackedMask(packing, packing, causal=True, window=AttentionMask.window(1))
+    q, k, v = torch.randn(3, packing.total, 2, 8)
+    seen = nn.Dropout(0.0)
+    seen.register_forward_hook(lambda *_: None)
+    found = _padded_attention(q, k, v, mask, seen, 0.5)
+    torch.testing.assert_close(found, packed_attention(q, k, v, mask, scale=0.5))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_calls import SEED, Call, hold
+from torch.overrides import TorchFunctionMode
 
 from transformer_fast import reference
 from transformer_fast.ops import dropout
@@ -104,3 +105,16 @@ def test_everything_dropped_compiles(device):
     x = torch.randn(6, 32, device=device)
     compiled = torch.compile(lambda x: dropout(x, 1.0, residual=x), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), x)
+
+
+def test_a_mode_sees_the_draw_of_a_seed():
+    seen = []
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Seeing():
+        dropout(torch.ones(8), 0.5)
+    assert torch.randint in seen

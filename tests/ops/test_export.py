@@ -21,6 +21,7 @@ from torch.ao.quantization import quantize_dynamic
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
+from transformer_fast.ops._plain import implementation
 
 BATCHES = (3, 7), (2, 11)
 """Batch size and length: of the graph, and another."""
@@ -254,3 +255,11 @@ def test_a_quantised_model_translates() -> None:
     cached, uncached = (tfast.beam_search(quantised, source, cache=cache, **options) for cache in (True, False))
     for a, b in zip(cached, uncached, strict=True):
         assert a[0].tokens == b[0].tokens and a[0].log_prob == pytest.approx(b[0].log_prob, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["layer", "std", "rms"])
+def test_a_decomposed_norm_returns_the_statistics_of_the_op(kind: str) -> None:
+    options = None, None, None, 1e-5, kind, 0.0, None
+    x = torch.randn(5, 24)
+    ours = torch.ops.transformer_fast.layer_norm(x, *options, "native")
+    torch.testing.assert_close(implementation("layer_norm", "plain")(x, *options, "plain"), ours)
