@@ -99,9 +99,9 @@ def test_keyword_arguments_by_the_module_s_own_names() -> None:
     q, k, mask = x(), x(S), keep(B, 1, S)
     for found in (m(value=k, query=q, key=k, mask=mask), m(q, k, mask=mask, value=k)):
         torch.testing.assert_close(found, plain(q, k, k, mask))
-    for wrong in ({}, {"valu": k}):
+    for args, wrong in (((q, k), {}), ((q, k), {"valu": k}), ((q, k, k), {"valu": k})):
         with pytest.raises(TypeError):
-            m(q, k, **wrong)
+            m(*args, **wrong)
 
 
 def test_weights_left_behind_are_computed_when_looked_at() -> None:
@@ -155,6 +155,29 @@ def test_an_argument_that_the_text_s_module_does_not_have() -> None:
     assert report.rows[0].now
     torch.testing.assert_close(m(q, q, q), plain(q, q, q))
     assert m(q, q, q, cache=cached) is cached and m(q, q, q, None, cached) is cached
+
+
+@pytest.mark.parametrize("own", [lambda: nn.Linear(1, 1), lambda: nn.Parameter(torch.ones(1))])
+def test_a_module_with_something_of_its_own_is_left(own: Callable[[], Any]) -> None:
+    m = hw.AnnotatedAttention(2, D)
+    m.own = own()
+    assert tfast.accelerate(m).rows[0].now is None
+
+
+def test_a_part_of_another_class_is_called() -> None:
+    plain, m, report = pair(d2l.PositionWiseFFN(12, D, num_inputs=D))
+    assert report.rows[0].now
+    for model in (plain, m):
+        model.relu = nn.GELU()
+    torch.testing.assert_close(m(xs := x()), plain(xs))
+
+
+def test_padding_of_embeddings_gets_no_gradient() -> None:
+    m = hw.Embeddings(D, 11)
+    m.lut.padding_idx = 3
+    assert tfast.accelerate(m).rows[0].now
+    m(torch.arange(11)).sum().backward()
+    assert m.lut.weight.grad[3].eq(0).all() and m.lut.weight.grad[4].ne(0).all()
 
 
 def test_an_attribute_of_a_module_is_not_hidden() -> None:

@@ -69,6 +69,15 @@ def test_a_loss_without_logits(use: Callable[[Tensor, Tensor], Tensor], bias: bo
     assert two or not logits.node.is_read()  # the gradients of two are added up
 
 
+def test_the_loss_of_logits_that_were_read_is_not_fused(fused: list[Any]) -> None:
+    def with_z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        flat = logits.view(-1, V)
+        return 0.1 * flat.logsumexp(-1).square().mean() + F.cross_entropy(flat, targets.view(-1))
+
+    both(with_z_loss)
+    assert not fused
+
+
 class Doubled(torch.autograd.Function):
     """Somebody's own function."""
 

@@ -68,6 +68,13 @@ def test_every_option(lengths, Hkv, causal, window, softcap, alibi, backend):
         assert_alike(*(torch.autograd.grad(t, leaves, grad) for t in (out, expected)))
 
 
+@pytest.mark.parametrize("window", [(1, 1), (2, -1), (2, 0)])
+def test_one_query_each_sees_its_window(window, backend):
+    leaves, packing, *lengths = batch("one query each")
+    expected = plain(*leaves, *lengths, window=window)[0]
+    assert_alike((flash_attn_varlen_func(*leaves, *packing, window_size=window),), (expected,))
+
+
 @pytest.mark.parametrize(
     ("lengths", "options", "packed"),
     [

@@ -151,8 +151,10 @@ class Property(Base):
 
 
 class KeywordDefault(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, call: Any = scaled_dot_product_attention) -> Tensor:
-        return call(q, k, v, is_causal=True)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, call: Any = scaled_dot_product_attention, causal: bool = True
+    ) -> Tensor:
+        return call(q, k, v, is_causal=causal)
 
 
 class OfAModule(Base):

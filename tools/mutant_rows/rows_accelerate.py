@@ -39,7 +39,7 @@ ROWS = (
         path=PACKAGE + "engine.py",
         old="            walk.report.undo()\n            raise",
         new="            raise",
-        tests=ACCELERATE,
+        tests=("tests/accelerate/test_beside_others.py",),
     ),
     Fault(
         name="a LayerNorm over several dimensions is swapped",
@@ -53,7 +53,7 @@ ROWS = (
         path=PACKAGE + "engine.py",
         old='have" if module.add_zero_attn else ""',
         new='have" if False else ""',
-        tests=("tests/accelerate/test_torch.py", "tests/accelerate/test_huggingface_attention.py"),
+        tests=("tests/accelerate/test_accelerate.py",),
     ),
     Fault(
         name="a dropout in place is swapped",
@@ -102,7 +102,7 @@ ROWS = (
         path=PACKAGE + "patterns/base.py",
         old=" and all(map(is_plain, fused))",
         new="",
-        tests=("tests/accelerate/test_accelerate.py", "tests/accelerate/test_beside_others.py"),
+        tests=("tests/layers/test_children.py",),
     ),
     Fault(
         name="a swapped module runs fused though an inlined child is of another class",
@@ -116,7 +116,7 @@ ROWS = (
         path=PACKAGE + "patterns/base.py",
         old="compute = pattern.fused_forward if served else pattern.unfused_forward",
         new="compute = pattern.fused_forward",
-        tests=("tests/accelerate/test_handwritten.py", "tests/accelerate/test_accelerate.py"),
+        tests=("tests/ops/test_tensor_kinds.py",),
     ),
     Fault(
         name="a keyword that does not fit is dropped",
@@ -158,7 +158,7 @@ ROWS = (
         path=PACKAGE + "patterns/sublayer.py",
         old="return apply_dropout(m.dropout, super().run(m, x, *args))",
         new="return super().run(m, x, *args)",
-        tests=("tests/accelerate/test_handwritten.py", "tests/accelerate/test_dropout.py"),
+        tests=("tests/layers/test_children.py",),
     ),
     Fault(
         name="an RMSNorm whose gain has another dtype is fused",

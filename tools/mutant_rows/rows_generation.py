@@ -154,14 +154,14 @@ ROWS = (
         path=PACKAGE + "decoding.py",
         old="    if not bool((found < torch.inf).all()):\n",
         new="    if False:\n",
-        tests=BEAM,
+        tests=("tests/generation/test_requests.py",),
     ),
     Fault(
         name="modules stay in evaluation mode after decoding",
         path=PACKAGE + "decoding.py",
         old="            module.training = True\n",
         new="            module.training = False\n",
-        tests=BEAM,
+        tests=("tests/generation/test_requests.py",),
     ),
     Fault(
         name="a part of a batch is encoded as wide as its first sentence",
@@ -175,7 +175,7 @@ ROWS = (
         path=PACKAGE + "decoding.py",
         old="if config.keep_weights and _is_trained(models):",
         new="if False:",
-        tests=("tests/generation/test_quantized.py",),
+        tests=("tests/generation/test_kept_weights.py",),
     ),
     Fault(
         name="kept weights do not look at what they were made of",
