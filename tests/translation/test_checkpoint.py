@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_training import checkpointed_config, files_of, outcome
 
-from transformer_fast.translation import CheckpointError, RunFolder, load_trained, train
+from transformer_fast.translation import CheckpointError, RunFolder, checkpoint, load_trained, train
 from transformer_fast.translation.progress import Silent
 
 # The parts of the state, one at a time
@@ -52,6 +52,15 @@ def test_left_overs_of_a_killed_writer_are_swept_up(corpus: dict[str, str], run_
     (run_copy / ".tmp-config.json").write_bytes(b"half")
     train(checkpointed_config(corpus, run_copy, max_steps=7), Silent())
     assert not list(run_copy.glob(".tmp*"))
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    rename = os.rename
+    monkeypatch.setattr(checkpoint, "flush_folder", lambda folder: done.append(f"flush {folder.name}"))
+    monkeypatch.setattr(os, "rename", lambda old, new: (done.append("rename"), rename(old, new)))
+    RunFolder(tmp_path).save(3, {"model": {"w": torch.ones(2)}}, {})
+    assert done == ["flush .tmp-step-00000003", "rename", f"flush {tmp_path.name}"]
 
 
 def test_no_pickle_anywhere(finished: Path) -> None:

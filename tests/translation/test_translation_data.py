@@ -234,6 +234,14 @@ def test_batch_layout(corpus: Corpus, tokenizer: Tokenizer, numbers: ParallelTex
     assert batch.tokens == int((batch.target_out != PAD).sum())
 
 
+def test_the_longest_length_counts_the_end_and_is_kept(tokenizer: Tokenizer) -> None:
+    text = ParallelText(["one two"], ["eins zwei"], "")
+    longest = max(len(tokenizer.encode(side)[0]) for side in (text.source, text.target)) + 1
+    assert len(Corpus(text, tokenizer, max_length=longest)) == 1
+    with pytest.raises(DataError, match="1 are longer"):
+        Corpus(text, tokenizer, max_length=longest - 1)
+
+
 def test_empty_and_long_pairs_are_left_out_and_counted(tokenizer: Tokenizer) -> None:
     text = ParallelText(["one", "", "two", "six" * 9], ["eins", "zwei", "", "dreihundert"], "")
     corpus = Corpus(text, tokenizer, max_length=8)

@@ -31,7 +31,7 @@ ROWS = (
         path=PACKAGE + "training.py",
         old="        self.window.restore(state)\n",
         new="",
-        tests=TRAINING,
+        tests=("tests/translation/test_killed.py",),
     ),
     Fault(
         name="a resumed run has its whole time again",
@@ -87,7 +87,7 @@ ROWS = (
         path=PACKAGE + "optim.py",
         old="share = 1 - min(self.decay, (1 + step) / (10 + step))",
         new="share = min(self.decay, (1 + step) / (10 + step))",
-        tests=LEARNER,
+        tests=("tests/translation/test_averaging.py",),
     ),
     Fault(
         name="parts of an update weigh alike, whatever their tokens",
@@ -108,7 +108,7 @@ ROWS = (
         path=PACKAGE + "learner.py",
         old="            tensors |= self.ema.tensors()\n        return self.model if",
         new="            tensors |= {}\n        return self.model if",
-        tests=LEARNER,
+        tests=("tests/translation/test_averaging.py",),
     ),
     Fault(
         name="a damaged checkpoint is read",
