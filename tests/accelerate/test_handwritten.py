@@ -157,6 +157,16 @@ def test_an_argument_that_the_text_s_module_does_not_have() -> None:
     assert m(q, q, q, cache=cached) is cached and m(q, q, q, None, cached) is cached
 
 
+def test_a_norm_of_two_arguments_keeps_its_code() -> None:
+    class Shifted(hw.AnnotatedNorm):
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+            return super().forward(x) if shift is None else super().forward(x) + shift
+
+    plain, m, _ = pair(Shifted(D))
+    args = x(), x()
+    torch.testing.assert_close(m(*args), plain(*args))
+
+
 @pytest.mark.parametrize("own", [lambda: nn.Linear(1, 1), lambda: nn.Parameter(torch.ones(1))])
 def test_a_module_with_something_of_its_own_is_left(own: Callable[[], Any]) -> None:
     m = hw.AnnotatedAttention(2, D)

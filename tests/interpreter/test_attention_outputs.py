@@ -40,3 +40,14 @@ def test_a_sink_is_one_more_key_without_a_value(magnitude, device):
     torch.testing.assert_close(logsumexp, scores.logsumexp(-1))
     torch.testing.assert_close(weights, scores.softmax(-1)[..., :-1], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(out, weights @ v, rtol=1e-4, atol=1e-5)
+
+
+def test_a_logsumexp_between_8_and_16_costs_no_digits(device):
+    """Ten equal scores of 13, whose logsumexp float32 rounds by half a unit: weights from it sum to 1 - 5e-7."""
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 10, 16), torch.zeros(1, 1, 10, 16)
+    signs = torch.tensor([1.0, -1.0]).repeat(5)
+    q[..., 0], k[..., 0], k[..., 1], v[..., 0] = 13.0, 1.0, signs, signs
+    q, k, v = q.to(device).requires_grad_(), k.to(device), v.to(device)
+    out = tfast.attention(q, k, v, scale=1.0)
+    (grad,) = torch.autograd.grad(out[..., 0].sum(), q)
+    assert abs(grad[0, 0, 0, 1].item() - 1) < 2.5e-7

@@ -111,3 +111,10 @@ def test_what_is_not_served(served: list[bool]) -> None:
 def test_a_learned_mask_is_no_constant_look_ahead():
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     assert is_look_ahead(mask, None) and not is_look_ahead(mask.requires_grad_(), None)
+
+
+def test_a_mask_under_vmap_is_no_constant_look_ahead():
+    seen = []
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    torch.vmap(lambda m: seen.append(is_look_ahead(m, None)) or m)(mask.expand(2, 5, 5))
+    assert seen == [False]

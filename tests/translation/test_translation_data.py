@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -216,6 +217,12 @@ def test_seek_continues_the_stream(corpus: Corpus) -> None:
         following = resumed.next_batch()[0]
         assert torch.equal(following.source, batches[at + 1].source)
         assert torch.equal(following.target_out, batches[at + 1].target_out)
+
+
+@pytest.mark.parametrize("place", [(0, -1), (0, 10_000), (0.5, 0)])
+def test_there_are_no_batches_at_wrong_places(corpus: Corpus, place: tuple[Any, int]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        TokenBatches(corpus, 400, seed=1).seek(*place)
 
 
 def test_batch_layout(corpus: Corpus, tokenizer: Tokenizer, numbers: ParallelText) -> None:
