@@ -7,12 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mutant_rows.fault import ROOT, Fault, Row, Unfit
+from mutant_rows.fault import ROOT, Fault, Unfit
 from mutant_switches import HEADER, switched
 from pythons import setup_names
 
@@ -32,12 +32,12 @@ class Libraries:
         self.tree, self.folder, self.sources = tree, folder, folder / "sources"
         self.objects, self.faulty, self.kept = folder / "objects", folder / "faulty", folder / "libraries"
         self.compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-        self.switched: list[Row] = []
+        self.switched: list[Fault] = []
         os.environ["TRANSFORMER_FAST_CUDA"] = "0"
 
-    def prepare(self, rows: Iterable[Row]) -> None:
+    def prepare(self, rows: Sequence[Fault]) -> None:
         """Compile what is older than its sources, and put the libraries into the tree."""
-        self._write_sources([row for row in rows if isinstance(row, Fault)])
+        self._write_sources(rows)
         # Once: the kernels of a faulty build must fit the module, which is told by a digest of their sources.
         setup = setup_names(self.sources)
         setup["write_records"](self.folder, setup["torch"].__version__)
@@ -48,15 +48,16 @@ class Libraries:
                 self._link(extension, self.kept / _library(extension))
         self.take_out()
 
-    def plant(self, names: set[str]) -> None:
-        """Compile what some files of the tree are part of, and put the libraries into the tree.
+    def plant(self, name: str) -> None:
+        """Compile what a file of the tree is part of, and put the libraries into the tree.
 
         Raises:
             Unfit: the compiler refuses it.
         """
-        files = {self.sources / name for name in names}
         for extension in _extensions(self.tree):
-            concerned = [source for source in extension.sources if files & self._parts(extension, source)]
+            concerned = [
+                source for source in extension.sources if self.sources / name in self._parts(extension, source)
+            ]
             self._compile(self.tree, extension, concerned, self.faulty)
             if concerned:
                 self._link(extension, self.tree / _library(extension))
@@ -67,7 +68,7 @@ class Libraries:
         for extension in _extensions(self.sources):
             shutil.copy2(self.kept / _library(extension), self.tree / _library(extension))
 
-    def _write_sources(self, faults: list[Fault]) -> None:
+    def _write_sources(self, faults: Sequence[Fault]) -> None:
         """Write what has changed of the sources with switches."""
         files = [self.tree / "setup.py", *(file for file in (self.tree / "csrc").rglob("*") if file.is_file())]
         names = [str(file.relative_to(self.tree)) for file in files]

@@ -17,7 +17,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from mutant_build import Libraries
-from mutant_rows.fault import ROOT, Row, Unfit
+from mutant_rows.fault import ROOT, Fault, Unfit
 from mutant_switches import number_of
 from pythons import ignored
 
@@ -42,13 +42,13 @@ class Tree:
         variables = {name: value for name, value in os.environ.items() if name not in others}
         self.environment = {**variables, "PATH": path, "PYTHONPATH": str(self.path), "OMP_NUM_THREADS": "1"}
 
-    def prepare(self, rows: Iterable[Row]) -> None:
+    def prepare(self, rows: Iterable[Fault]) -> None:
         """Bring the sources up to date, and compile what is older than they are."""
         mirror(ROOT, self.path, lambda folder, names: ignored(str(ROOT / folder), names))
         self.libraries.prepare(rows)
 
     @contextmanager
-    def planted(self, row: Row) -> Iterator[None]:
+    def planted(self, row: Fault) -> Iterator[None]:
         """Plant a fault, and take it out.
 
         Raises:
@@ -61,23 +61,18 @@ class Tree:
             finally:
                 del self.environment["PLANTED"]
             return
-        before: dict[Path, tuple[bytes, os.stat_result]] = {}
-        compiled: set[str] = set()
+        file, is_compiled = self.path / row.path, row.path.startswith("csrc/")
+        faulty, content, times = row.planted(self.path), file.read_text(encoding="utf-8"), file.stat()
         try:
-            for name, content in row.changes(self.path).items():
-                file = self.path / name
-                before[file] = file.read_bytes(), file.stat()
-                file.write_bytes(content)
-                compiled |= {name} if name.startswith("csrc/") else set()
-            if compiled:
-                self.libraries.plant(compiled)
+            file.write_text(faulty, encoding="utf-8")
+            if is_compiled:
+                self.libraries.plant(row.path)
             yield
         finally:
-            for file, (content, times) in before.items():
-                file.write_bytes(content)
-                os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-                Path(cache_from_source(str(file))).unlink(missing_ok=True)  # a cache is told by whole seconds and size
-            if compiled:
+            file.write_text(content, encoding="utf-8")
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+            Path(cache_from_source(str(file))).unlink(missing_ok=True)  # a cache is told by whole seconds and size
+            if is_compiled:
                 self.libraries.take_out()
 
     def pytest(self, runs: Iterable[Run], seconds: float) -> str:

@@ -3,11 +3,11 @@
     python tools/mutants.py [--only PATTERN ...] [--continue] [--first-only] [--workers N] [--table FILE]
     python tools/mutants.py --check | --list
 
-A row (tools/mutant_rows) is a fault: one text of one file is replaced, or a commit that repaired something is taken
-back. It is planted in a copy of the sources. Faults of C++ are compiled at once, each behind a switch; the few that no
-switch can turn on, one by one. Then tests run until one fails: those that the row names, of which the cases of the
-short list run; the rest of the short list (`make test`); and all cases. At the end, the tests that failed run once more
-without any fault, and must pass. Tests of the project itself (docs, packaging, tools) need a checkout and are left out.
+A row (tools/mutant_rows) is a fault: one text of one file is replaced. It is planted in a copy of the sources. Faults
+of C++ are compiled at once, each behind a switch; those that no switch can turn on, one by one. Tests run until one
+fails: those that the row names, of which the cases of the short list run; the rest of the short list (`make test`); and
+all cases. At the end, the tests that failed run once more without any fault, and must pass. Tests of the project itself
+(docs, packaging, tools) need a checkout and are left out.
 
 A full run takes hours. build/mutants/seen.jsonl keeps the results. With ``--continue``, rows that a test saw are not
 run again, nor rows that all cases missed. It fails if a row no longer applies, if the short list sees fewer than 95 %
@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mutant_rows import ROWS
-from mutant_rows.fault import ROOT, Row, Unfit, digest
+from mutant_rows.fault import ROOT, Fault, Unfit, digest
 from mutant_tree import INTERPRETED, Run, Tree, split
 
 SHORT_OF_WHOLE, WHOLE_OF_ALL = 0.95, 0.97
@@ -58,7 +58,7 @@ class Seen:
     alone: bool | None = None
 
 
-def runs_of(row: Row, stage: str) -> list[Run]:
+def runs_of(row: Fault, stage: str) -> list[Run]:
     if stage == "first":
         return split(row.tests)
     more = ["--all"] if stage == "whole suite" else [f"--ignore={test}" for test in row.tests]
@@ -66,7 +66,7 @@ def runs_of(row: Row, stage: str) -> list[Run]:
     return [(["tests", *elsewhere, *more], {}), ([INTERPRETED, *more], {"TRITON_INTERPRET": "1"})]
 
 
-def look(tree: Tree, row: Row, stages: Iterable[str]) -> Seen:
+def look(tree: Tree, row: Fault, stages: Iterable[str]) -> Seen:
     """Plant a fault and run tests, stage after stage, until one of them sees it."""
     seen, start = Seen(digest(row), row.name, row.path), time.monotonic()
     with tree.planted(row):
@@ -164,12 +164,12 @@ def main() -> int:
     return verdict(tree, record, options, found, unfit)
 
 
-def unfit_rows(rows: list[Row]) -> list[Row]:
+def unfit_rows(rows: list[Fault]) -> list[Fault]:
     """Return the rows that no longer apply to the sources, or name tests that are not there, and say why."""
     unfit = []
     for row in rows:
         try:
-            row.changes(ROOT)
+            row.planted(ROOT)
             if missing := [test for test in row.tests if not (ROOT / test).exists()]:
                 raise Unfit(f"there is no file or folder {', '.join(missing)}")
         except Unfit as reason:
@@ -178,7 +178,7 @@ def unfit_rows(rows: list[Row]) -> list[Row]:
     return unfit
 
 
-def verdict(tree: Tree, record: Path, options: argparse.Namespace, found: list[Seen], unfit: list[Row]) -> int:
+def verdict(tree: Tree, record: Path, options: argparse.Namespace, found: list[Seen], unfit: list[Fault]) -> int:
     """Check that the failed tests pass without faults, write the table, and return 1 for any problem."""
     asked = [seen for seen in found if seen.alone is None and seen.test.startswith("tests/")]
     failing = tree.failing({seen.test for seen in asked}, SECONDS["short list"])

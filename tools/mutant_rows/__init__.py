@@ -1,6 +1,6 @@
 """The rows of ``make mutants``."""
 
-from .fault import Row
+from .fault import Fault
 from .rows_accelerate import ROWS as ACCELERATE
 from .rows_compat import ROWS as COMPAT
 from .rows_cpp import ROWS as CPP
@@ -10,11 +10,11 @@ from .rows_generation import ROWS as GENERATION
 from .rows_layers import ROWS as LAYERS
 from .rows_packed import ROWS as PACKED
 from .rows_python import ROWS as PYTHON
-from .rows_reverted import ROWS as REVERTED
+from .rows_repairs import ROWS as REPAIRS
 from .rows_translation import ROWS as TRANSLATION
 from .rows_triton import ROWS as TRITON
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[Fault, ...] = (
     *CPP,
     *CPP_ROWS,
     *CPP_OPS,
@@ -26,5 +26,5 @@ ROWS: tuple[Row, ...] = (
     *PACKED,
     *GENERATION,
     *TRANSLATION,
-    *REVERTED,
+    *REPAIRS,
 )
