@@ -16,6 +16,7 @@ from transformer_fast.cli import info
 from transformer_fast.translation import load_trained
 from transformer_fast.translation.numbers import is_held_out, numbers_config
 from transformer_fast.translation.parts import split_spans
+from transformer_fast.translation.progress import LineProgress
 from transformer_fast.translation.translator import Translator
 
 LINES = [
@@ -117,11 +118,28 @@ def test_train_from_the_command_line(numbers, command, tmp_path):
     flags = flags_of(TINY | {"max_steps": 3})
     data, save = numbers / "data", tmp_path / "run"
     given = ["train", "--source", data / "train.en", "--target", data / "train.de", "--save", save, *flags]
-    code, out, _ = command(*given)
+    code, out, err = command(*given)
     assert code == 0 and "3 updates" in out[0] and "max_steps" in out[0]
+    assert "parameters" in err
     assert load_trained(save).step == 3
     code, _, err = command(*given, "--d-model=32")
     assert code == 2 and "d_model is 32, the run has 16" in err
+
+
+def test_quiet_shows_no_progress(numbers, monkeypatch, command, tmp_path):
+    data, flags = numbers / "data", flags_of(TINY | {"max_steps": 1})
+    files = "--source", data / "train.en", "--target", data / "train.de", "--save", tmp_path / "run"
+    code, out, err = command("train", *files, *flags, "--quiet")
+    assert (code, err) == (0, "") and "1 updates" in out[0]
+    monkeypatch.setattr(
+        LineProgress.__init__, "__kwdefaults__", {**LineProgress.__init__.__kwdefaults__, "interval": 0}
+    )
+    (tmp_path / "in").write_bytes(TEXT)
+    for quiet in ([], ["--quiet"]):
+        code, out, err = command(
+            "translate", "--model", numbers / "one", "--input", tmp_path / "in", "--beam=1", *quiet
+        )
+        assert code == 0 and len(out) == len(LINES) and ("lines/s" in err) == (not quiet)
 
 
 def test_score_is_sacrebleus(command, tmp_path):

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from .. import ConfigError, TrainConfig, load_recipe, parse_duration, train
+from ..progress import Silent
 from ..recipes import format_recipes
 
 # The first setting of each part of --help.
@@ -32,6 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--recipe", metavar="NAME", help="start from these settings, a name or a .toml file; flags beside it win"
     )
+    command.add_argument("--quiet", action="store_true", help="no progress, only errors and warnings")
     command.add_argument("--list-recipes", action=_ListRecipes, nargs=0, help="show the named recipes and exit")
     group: Any = command
     for setting in dataclasses.fields(TrainConfig):
@@ -77,7 +79,7 @@ def duration(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 130 if it was interrupted."""
     translation = load_recipe(args.recipe).translation if args.recipe else None
-    result = train(config_from_args(args), translation=translation)
+    result = train(config_from_args(args), progress=Silent() if args.quiet else None, translation=translation)
     code = 130 if result.stopped == "interrupted" else 0
     if os.environ.get("RANK", "0") != "0":  # under torchrun only the first process reports
         return code

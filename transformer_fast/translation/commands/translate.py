@@ -46,6 +46,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=1,
         help="how many batches are translated at a time, each with its share of the processors (default: 1)",
     )
+    command.add_argument("--quiet", action="store_true", help="no progress, only errors")
     number = {"type": int, "metavar": "N", "default": argparse.SUPPRESS}
     real = {"type": float, "metavar": "X", "default": argparse.SUPPRESS}
     flag = {"action": "store_true", "default": argparse.SUPPRESS}
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         source = _Input(stack.enter_context(open_text(args.input or sys.stdin.buffer, name=name)))
         translator = _translator(args)
         target = stack.enter_context(open(args.output, "wb")) if args.output else sys.stdout.buffer
-        progress = stack.enter_context(LineProgress(lambda: _count(args.input), hidden=typed))
+        progress = stack.enter_context(LineProgress(lambda: _count(args.input), hidden=typed or args.quiet))
 
         def report(number: int, reason: str) -> None:
             nonlocal failed
