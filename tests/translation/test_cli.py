@@ -1,5 +1,6 @@
 """The command line, on a model trained for a moment: what comes out, in which order, and how it fails."""
 
+import dataclasses
 import gzip
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from small_training import TINY, flags_of
 from transformer_fast import cli
 from transformer_fast.cli import demo as demo_module
 from transformer_fast.cli import info
-from transformer_fast.translation import load_trained
+from transformer_fast.translation import TrainConfig, TrainResult, load_trained
+from transformer_fast.translation.commands import train as train_command
 from transformer_fast.translation.numbers import is_held_out, numbers_config
 from transformer_fast.translation.parts import split_spans
 from transformer_fast.translation.progress import LineProgress
@@ -124,6 +126,22 @@ def test_train_from_the_command_line(numbers, command, tmp_path):
     assert load_trained(save).step == 3
     code, _, err = command(*given, "--d-model=32")
     assert code == 2 and "d_model is 32, the run has 16" in err
+
+
+def test_every_setting_of_a_run_is_a_flag(monkeypatch, command, tmp_path):
+    """Of the whole command line, which has flags of its own beside those of a command."""
+    config = TrainConfig(source="a", target="b", save=str(tmp_path))
+    words = {True: "", False: "no-"}
+    flags = [
+        f"--{words[value]}{name}" if isinstance(value, bool) else f"--{name}={value}"
+        for name, value in ((name.replace("_", "-"), value) for name, value in dataclasses.asdict(config).items())
+        if value is not None
+    ]
+    given = []
+    result = TrainResult("", 0, "max_steps", 0.0, 0, {}, None, {}, {})
+    monkeypatch.setattr(train_command, "train", lambda config, **_: given.append(config) or result)
+    code, _, err = command("train", *flags)
+    assert (code, given) == (0, [config]), err
 
 
 def test_quiet_shows_no_progress(numbers, monkeypatch, command, tmp_path):

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(argv[0] if argv else "").parse_args(argv)
-        if hasattr(args, "device"):
+        if "device" in COMMANDS[argv[0]].options:  # of `train`, it is a setting of the run
             args.device = _device(args.device)
         with backends.backend(getattr(args, "backend", None) or backends.current()):
             return args.run(args)
