@@ -162,19 +162,36 @@ def test_gradients_of_unused_keys_are_zero_in_every_call(on_a_gpu):
             assert not gradient[5:8].any() and not gradient[17:].any()
 
 
-def test_another_window_is_another_call(on_a_gpu):
-    """Each launches with its own bounds, however often they alternate."""
-    q = floats(2, 4, 24, 32)
+OTHERS = {
+    "distances, softcap": [{"scale": 0.25}, {"softcap": 6.0}, {"dropout_p": 0.2}],
+    "window": [{"mask": tfast.AttentionMask.window(*bounds)} for bounds in ((5, 2), (4, 1))],
+    "packed window": [{"scale": 0.25}, {"dropout_p": 0.2}, {"mask": tfast.AttentionMask.window(5)}],
+    "decoding": [{"scale": 0.25}, {"softcap": 6.0}],
+}
 
-    def arguments(left, right):
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_value_of_an_option_is_another_launch(on_a_gpu, kind):
+    """Each value has its own scalars, forward and backward, however often the values alternate."""
+    q = floats(2, 4, 24, 32).requires_grad_()
+    given = {"scale": 0.5, **({"softcap": 5.0} if kind == "decoding" else KINDS[kind] | {"dropout_p": 0.1})}
+
+    def launches(cu_seqlens=None, **options):
         on_a_gpu.clear()
-        tfast.attention(q, q, q, tfast.AttentionMask.window(left, right))
-        return [a for a in seen(on_a_gpu[-1])[-1] if isinstance(a, int) and abs(a) < 2**31]
+        torch.manual_seed(8)
+        if kind == "decoding":
+            tfast.attention_decode(q.detach()[:, :, :1], *[q.detach()] * 2, torch.tensor([24, 9]).int(), **options)
+        elif cu_seqlens is None:
+            torch.autograd.grad(tfast.attention(q, q, q, **options).sum(), q)
+        else:
+            rows = q[0].transpose(0, 1)
+            torch.autograd.grad(tfast.attention_packed(rows, rows, rows, cu_seqlens, cu_seqlens, **options).sum(), q)
+        return [[a for a in seen(call)[-1] if isinstance(a, int | float) and abs(a) < 2**31] for call in on_a_gpu]
 
-    bounds = [(4, 0), (5, 0), (4, 1)]
-    first = [arguments(*given) for given in bounds]
-    assert [arguments(*given) for given in bounds] == first
-    assert len(set(map(tuple, first))) == 3
+    calls = [given, *(given | other for other in OTHERS[kind])]
+    first = [launches(**options) for options in calls]
+    assert [launches(**options) for options in calls] == first
+    assert all(found != first[0] for found in first[1:])
 
 
 @pytest.mark.parametrize("kind", ["one part", "in parts", "pages"])
