@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.engine import _TORCH
+from transformer_fast.accelerate.torch_swaps import SWAPS
 from transformer_fast.tensors import is_served
 
 
@@ -126,7 +126,7 @@ def called(module: nn.Module, convert: Callable[[Tensor], Tensor], args: list[Te
 
 
 def test_every_class_is_here() -> None:
-    assert {*_TORCH} <= {*KINDS.values()}
+    assert {*SWAPS} <= {*KINDS.values()}
     for kind in KINDS.values():
         made = type(swapped(make(kind)))
         names, ours = (list(inspect.signature(k.forward).parameters) for k in (kind, made))
@@ -267,7 +267,7 @@ def test_modes_see_a_call_and_change_nothing(kind: type[nn.Module], mode: Callab
 
 
 @pytest.mark.parametrize("how", ["fake", "meta"])
-@pytest.mark.parametrize("kind", _TORCH, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", SWAPS, ids=lambda kind: kind.__name__)
 def test_tensors_without_numbers_reach_our_ops(kind: type[nn.Module], how: str) -> None:
     module, args = swapped(make(kind)), inputs(kind)
     if how == "meta":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.engine import _TORCH
+from transformer_fast.accelerate.torch_swaps import SWAPS
 from transformer_fast.layers.linear import Linear
 
 N, L, E, HEADS, VOCABULARY = 3, 5, 8, 2, 11
@@ -24,7 +24,7 @@ SIZES = {
 }  # fmt: skip
 """What is passed to a constructor, by the name of the argument."""
 
-KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (*_TORCH, nn.Linear)}
+KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (*SWAPS, nn.Linear)}
 """The classes of torch.nn that have a swapped class, by name."""
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 

@@ -43,21 +43,21 @@ ROWS = (
     ),
     Fault(
         name="a LayerNorm over several dimensions is swapped",
-        path=PACKAGE + "engine.py",
+        path=PACKAGE + "torch_swaps.py",
         old='return "" if dimensions == 1 else f"it normalises',
         new='return "" if dimensions else f"it normalises',
         tests=("tests/accelerate/test_torch.py", "tests/accelerate/test_accelerate.py"),
     ),
     Fault(
         name="an attention with add_zero_attn is swapped",
-        path=PACKAGE + "engine.py",
+        path=PACKAGE + "torch_swaps.py",
         old='have" if module.add_zero_attn else ""',
         new='have" if False else ""',
         tests=("tests/accelerate/test_accelerate.py",),
     ),
     Fault(
         name="a dropout in place is swapped",
-        path=PACKAGE + "engine.py",
+        path=PACKAGE + "torch_swaps.py",
         old='which the kernel does not" if module.inplace else ""',
         new='which the kernel does not" if False else ""',
         tests=("tests/accelerate/test_dropout.py",),
@@ -72,7 +72,7 @@ ROWS = (
     Fault(
         name="parametrized modules are not told from others",
         path=PACKAGE + "engine.py",
-        old="elif isinstance(module, tuple(_TORCH)) and parametrize.is_parametrized(module):",
+        old="elif isinstance(module, tuple(SWAPS)) and parametrize.is_parametrized(module):",
         new="elif False:",
         tests=("tests/accelerate/test_accelerate.py", "tests/accelerate/test_beside_others.py"),
     ),

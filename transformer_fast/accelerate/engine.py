@@ -1,10 +1,8 @@
-"""``accelerate``: walk over a model, swap its modules, and the table of swaps."""
+"""``accelerate``: walk over a model, and swap its modules."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +11,6 @@ from torch.nn.utils import parametrize
 
 from .. import backends
 from ..dialects.common import LastWeights
-from ..layers import torch_modules as fast
-from ..layers import torch_stacks
-from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..ops.linear import is_faster
 from .calls import CallsOurs, calling_ours, calls_of
@@ -29,67 +24,7 @@ from .patterns.base import Accelerated, Pattern, accelerated_class
 from .probe import probe, signature
 from .rebinding import Obstacle
 from .report import ALREADY, LOCK, Report, Row
-
-
-def _norm_obstacle(module: nn.LayerNorm | nn.RMSNorm) -> str:
-    dimensions = len(module.normalized_shape)
-    return "" if dimensions == 1 else f"it normalises {dimensions} dimensions, the kernel the last one"
-
-
-def _embedding_obstacle(module: nn.Embedding) -> str:
-    used = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
-    return f"it uses {', '.join(used)}, which the kernel does not have" if used else ""
-
-
-def _attention_obstacle(module: nn.MultiheadAttention) -> str:
-    if module.bias_k is not None:
-        return "it uses add_bias_kv, which the kernel does not have"
-    return "it uses add_zero_attn, which the kernel does not have" if module.add_zero_attn else ""
-
-
-def _dropout_obstacle(module: nn.Dropout) -> str:
-    return "it works in place, which the kernel does not" if module.inplace else ""
-
-
-def _no_obstacle(module: nn.Module) -> str:
-    return ""
-
-
-def _stack_obstacle(module: nn.Module) -> str:
-    if not isinstance(module.layers, nn.ModuleList) or len(module.layers) == 0:
-        return "it has no list of layers"
-    heads = {getattr(getattr(layer, "self_attn", None), "num_heads", None) for layer in module.layers}
-    return "its layers differ in their heads" if len(heads - {None}) > 1 else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Swap:
-    """Rule that swaps a class of ``torch.nn``.
-
-    Attributes:
-        made: class after the swap.
-        op: op whose kernels compute the module.
-        obstacle: function that returns the reason to leave a module, or "".
-        on_gpu: True to swap on a GPU too.
-    """
-
-    made: type[nn.Module]
-    op: str
-    obstacle: Callable[[Any], str]
-    on_gpu: bool = True
-
-
-_TORCH: dict[type[nn.Module], _Swap] = {
-    nn.LayerNorm: _Swap(fast.LayerNorm, "norm", _norm_obstacle),
-    nn.RMSNorm: _Swap(fast.RMSNorm, "norm", _norm_obstacle),
-    nn.Embedding: _Swap(fast.Embedding, "embedding", _embedding_obstacle),
-    nn.Dropout: _Swap(Dropout, "dropout", _dropout_obstacle, on_gpu=False),
-    nn.MultiheadAttention: _Swap(fast.MultiheadAttention, "attention", _attention_obstacle),
-    nn.TransformerEncoderLayer: _Swap(fast.TransformerEncoderLayer, "attention", _no_obstacle),
-    nn.TransformerDecoderLayer: _Swap(fast.TransformerDecoderLayer, "attention", _no_obstacle),
-    nn.TransformerEncoder: _Swap(torch_stacks.TransformerEncoder, "attention", _stack_obstacle),
-    nn.TransformerDecoder: _Swap(torch_stacks.TransformerDecoder, "attention", _stack_obstacle),
-}
+from .torch_swaps import SWAPS
 
 
 def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = False) -> Report:
@@ -166,7 +101,7 @@ class _Walk:
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
         self.output_layers = output_layers(model) if fused_loss else set()
-        ours = (m for m in model.modules() if _is_ours(type(m)) or type(m) in _TORCH)
+        ours = (m for m in model.modules() if _is_ours(type(m)) or type(m) in SWAPS)
         self.applied = {id(child) for m in ours for child in m.children()}  # computed without a call
         self.fused: set[int] = set()  # modules that run on the fused ops, swapped by this call or earlier
         self.probed: dict[Any, str | None] = {}
@@ -199,9 +134,9 @@ class _Walk:
             self.fused.add(id(module))
         elif was is nn.Linear:
             self._linear(path, module)
-        elif was in _TORCH:
+        elif was in SWAPS:
             self._torch(path, module)
-        elif isinstance(module, tuple(_TORCH)) and parametrize.is_parametrized(module):
+        elif isinstance(module, tuple(SWAPS)) and parametrize.is_parametrized(module):
             self._leave(path, module, "its parameters are computed by parametrizations")
         elif was.__module__.startswith(("torch.nn.modules", "torch.nn.utils")):
             self.report.plain[was.__name__] += 1
@@ -224,14 +159,14 @@ class _Walk:
             self.report.plain["Linear"] += 1
 
     def _torch(self, path: str, module: nn.Module) -> None:
-        swap = _TORCH[type(module)]
+        swap = SWAPS[type(module)]
         if reason := swap.obstacle(module) or self._obstacle(module, swap.op, on_gpu=swap.on_gpu):
             self._leave(path, module, reason)
         else:
             self._swap(path, module, swap.made, f"layers.{swap.made.__name__}")
 
     def _other(self, path: str, module: nn.Module) -> None:
-        family = next((base for base in _TORCH if isinstance(module, base)), None)
+        family = next((base for base in SWAPS if isinstance(module, base)), None)
         reason = f"a subclass of nn.{family.__name__} may compute something else" if family else "unknown structure"
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))

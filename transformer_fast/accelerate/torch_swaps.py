@@ -1,0 +1,77 @@
+"""The table of swaps of ``torch.nn``: the class that each module gets, and the reason to leave it.
+
+Hand-written modules are recognised by their structure: see patterns/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..layers import torch_modules as fast
+from ..layers import torch_stacks
+from ..layers.dropout import Dropout
+
+
+def _norm_obstacle(module: nn.LayerNorm | nn.RMSNorm) -> str:
+    dimensions = len(module.normalized_shape)
+    return "" if dimensions == 1 else f"it normalises {dimensions} dimensions, the kernel the last one"
+
+
+def _embedding_obstacle(module: nn.Embedding) -> str:
+    used = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
+    return f"it uses {', '.join(used)}, which the kernel does not have" if used else ""
+
+
+def _attention_obstacle(module: nn.MultiheadAttention) -> str:
+    if module.bias_k is not None:
+        return "it uses add_bias_kv, which the kernel does not have"
+    return "it uses add_zero_attn, which the kernel does not have" if module.add_zero_attn else ""
+
+
+def _dropout_obstacle(module: nn.Dropout) -> str:
+    return "it works in place, which the kernel does not" if module.inplace else ""
+
+
+def _no_obstacle(module: nn.Module) -> str:
+    return ""
+
+
+def _stack_obstacle(module: nn.Module) -> str:
+    if not isinstance(module.layers, nn.ModuleList) or len(module.layers) == 0:
+        return "it has no list of layers"
+    heads = {getattr(getattr(layer, "self_attn", None), "num_heads", None) for layer in module.layers}
+    return "its layers differ in their heads" if len(heads - {None}) > 1 else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """Rule that swaps a class of ``torch.nn``.
+
+    Attributes:
+        made: class after the swap.
+        op: op whose kernels compute the module.
+        obstacle: function that returns the reason to leave a module, or "".
+        on_gpu: True to swap on a GPU too.
+    """
+
+    made: type[nn.Module]
+    op: str
+    obstacle: Callable[[Any], str]
+    on_gpu: bool = True
+
+
+SWAPS: dict[type[nn.Module], Swap] = {
+    nn.LayerNorm: Swap(fast.LayerNorm, "norm", _norm_obstacle),
+    nn.RMSNorm: Swap(fast.RMSNorm, "norm", _norm_obstacle),
+    nn.Embedding: Swap(fast.Embedding, "embedding", _embedding_obstacle),
+    nn.Dropout: Swap(Dropout, "dropout", _dropout_obstacle, on_gpu=False),
+    nn.MultiheadAttention: Swap(fast.MultiheadAttention, "attention", _attention_obstacle),
+    nn.TransformerEncoderLayer: Swap(fast.TransformerEncoderLayer, "attention", _no_obstacle),
+    nn.TransformerDecoderLayer: Swap(fast.TransformerDecoderLayer, "attention", _no_obstacle),
+    nn.TransformerEncoder: Swap(torch_stacks.TransformerEncoder, "attention", _stack_obstacle),
+    nn.TransformerDecoder: Swap(torch_stacks.TransformerDecoder, "attention", _stack_obstacle),
+}
