@@ -32,7 +32,7 @@ class GenerationConfig:
             for each time an earlier one has chosen the same token (Vijayakumar et al. 2018, "Diverse Beam Search").
             It must divide the beam. The scores of the hypotheses do not contain what they paid.
         sample: draw tokens instead of searching; `beam` must be 1.
-        temperature: of the distribution drawn from, logits / temperature.
+        temperature: of the distribution drawn from, logits / temperature. It needs `sample`, as `top_k` and `top_p` do.
         top_k: draw from the k most likely tokens only; 0 is all.
         top_p: draw from the fewest tokens that together have this probability (Holtzman et al. 2020), in (0, 1].
         seed: of the draws; None takes torch's own random state. With a seed, what is drawn for a sentence depends on
@@ -133,6 +133,9 @@ class GenerationConfig:
                     raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
         if self.sample and self.beam != 1:
             raise ValueError(f"sample draws n_best answers one by one, without a beam; beam must be 1, got {self.beam}")
+        for name in () if self.sample else ("temperature", "top_k", "top_p"):
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ValueError(f"{name} is {value}, which acts only where tokens are drawn; set sample, too")
         if not self.sample and self.n_best > self.beam:
             raise ValueError(f"n_best is {self.n_best}, but a beam of {self.beam} holds only {self.beam} hypotheses")
         if self.early_stop == "now" and self.slots != "keep":
