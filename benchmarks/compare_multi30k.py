@@ -204,7 +204,8 @@ def print_table(rows: list[dict]) -> None:
     for name in columns:
         values = [row[name] for row in rows]
         shown = "".join(f"{value:>18,.2f}" if isinstance(value, float) else f"{value:>18,}" for value in values)
-        print(f"{name:<24}{shown}{values[0] / values[1]:>9.2f}")
+        ratio = f"{values[0] / values[1]:.2f}" if values[1] else ""
+        print(f"{name:<24}{shown}{ratio:>9}")
     print(rows[0]["bleu_signature"], f"beam {rows[0]['beam']}")
 
 

@@ -248,7 +248,7 @@ ROWS = (
         path="transformer_fast/translation/commands/translate.py",
         old="    return 1 if failed else 0\n",
         new="    return 0\n",
-        tests=CLI,
+        tests=("tests/translation/test_translate.py",),
     ),
     Fault(
         name="an interrupted training leaves the exit code 0",
