@@ -75,6 +75,7 @@ def test_where_bf16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
         assert environment.multiplies_bf16() == ("avx512_bf16" in words or "amx_tile" in words)
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # a torch without oneDNN has no such op
     assert environment.multiplies_bf16() is False
 
 
