@@ -25,7 +25,9 @@ BOUNDS = [(2040, 1900), (1030, 3), (None, 2000), (700, 640), (-100, -130), (5, 1
 
 @pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
 @pytest.mark.parametrize(("causal", "window"), BOUNDS)
-@pytest.mark.parametrize("mask", ["alone", "keep", "lengths", "bias", "large bias", "documents", "softcap"])
+@pytest.mark.parametrize(
+    "mask", ["alone", "keep", "lengths", "bias", "bias of 40", "large bias", "documents", "softcap"]
+)
 @pytest.mark.parametrize(("Lq", "H", "Hkv"), [(1, 4, 4), (2, 6, 2), (1, 1, 1)])
 def test_few_queries_and_many_keys(Lq, H, Hkv, mask, causal, window, zero_empty_rows, dtype, kernels):
     parts = {
@@ -33,6 +35,7 @@ def test_few_queries_and_many_keys(Lq, H, Hkv, mask, causal, window, zero_empty_
         "keep": {"keep": torch.rand(2, 1, Lq, 2050) > 0.3},
         "lengths": {"lengths": torch.randint(0, 2051, (2,), dtype=torch.int32)},
         "bias": {"bias": torch.randn(1, H, Lq, 2050).to(wide(dtype))},
+        "bias of 40": {"bias": torch.full((1, H, Lq, 1), 40.0, dtype=wide(dtype))},
         "large bias": {"bias": torch.randn(1, H, Lq, 1).to(wide(dtype)) * 4096},
         "documents": documents("in order", 2, Lq, 2050),
         "softcap": {"softcap": 2.0},
