@@ -138,10 +138,11 @@ def test_every_setting_of_a_run_is_a_flag(monkeypatch, command, tmp_path):
         if value is not None
     ]
     given = []
-    result = TrainResult("", 0, "max_steps", 0.0, 0, {}, None, {}, {})
-    monkeypatch.setattr(train_command, "train", lambda config, **_: given.append(config) or result)
-    code, _, err = command("train", *flags)
-    assert (code, given) == (0, [config]), err
+    for stopped, expected in {"max_steps": 0, "interrupted": 130}.items():
+        result = TrainResult("", 0, stopped, 0.0, 0, {}, None, {}, {})
+        monkeypatch.setattr(train_command, "train", lambda config, result=result, **_: given.append(config) or result)
+        code, _, err = command("train", *flags)
+        assert (code, given.pop()) == (expected, config), err
 
 
 def test_quiet_shows_no_progress(numbers, monkeypatch, command, tmp_path):

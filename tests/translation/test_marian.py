@@ -18,6 +18,7 @@ from transformer_fast.generation import Hypothesis, generate
 from transformer_fast.generation.session import Session
 from transformer_fast.translation import Trained, load_trained
 from transformer_fast.translation.checkpoints import import_marian
+from transformer_fast.translation.checkpoints.marian_search import READ, from_settings
 from transformer_fast.translation.translator import Translator
 
 PAD, FORCED, VARIED = 103, {"forced_eos_token_id": 0}, {"no_repeat_ngram_size": 2}
@@ -255,3 +256,14 @@ def test_without_a_generation_config(tmp_path: Path) -> None:
     trained = run_of(folder, tmp_path / "run")
     assert (trained.generation.beam, trained.generation.force_eos, trained.generation.suppress) == (3, True, (PAD,))
     assert [one.tokens for one in search(trained, TEXT)] == answers(folder, TEXT)[0]
+
+
+def test_null_is_a_default(tmp_path: Path) -> None:
+    """Files that transformers wrote have null for settings that nobody gave."""
+    assert from_settings(dict.fromkeys(READ), eos=0, vocabulary=9, where="") == from_settings(
+        {}, eos=0, vocabulary=9, where=""
+    )
+    folder = write_marian(tmp_path / "hf")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": {"lstrip": False}, "pad_token": None}))
+    assert run_of(folder, tmp_path / "run").tokenizer.pad == PAD

@@ -19,6 +19,7 @@ from transformer_fast.reference import layers as reference
 from transformer_fast.translation import RunFolder, read_parallel
 from transformer_fast.translation.batching import Corpus, TokenBatches
 from transformer_fast.translation.numbers import make_numbers_corpus
+from transformer_fast.translation.ranks import Ranks, seed_rank
 from transformer_fast.translation.tokenizer import PAD, Tokenizer
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "ranks_training.py")
@@ -126,6 +127,17 @@ def test_the_parts_of_a_batch_are_the_batch(corpus: dict[str, object]) -> None:
             parts += [row[row != PAD].tolist() for row in part.target_out if part.tokens]
         assert sorted(parts) == sorted(row[row != PAD].tolist() for row in batch.target_out)
     assert empty, "no batch had fewer rows than there are processes"
+
+
+def test_each_process_draws_its_own_dropout() -> None:
+    ranks, drawn = Ranks(), []
+    for rank in range(3):
+        torch.manual_seed(1)
+        ranks.rank = rank
+        seed_rank(ranks, seed=0, step=0)
+        drawn.append(torch.rand(4).tolist())
+    torch.manual_seed(1)
+    assert drawn[0] == torch.rand(4).tolist() and len(set(map(tuple, drawn))) == 3
 
 
 def test_activation_checkpointing_draws_the_same_dropout() -> None:

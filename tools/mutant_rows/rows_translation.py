@@ -269,7 +269,7 @@ ROWS = (
         path=PACKAGE + "training.py",
         old="        self.validation.restore(state)\n",
         new="",
-        tests=TRAINING,
+        tests=("tests/translation/test_pieces.py",),
     ),
     Fault(
         name="processes draw the same dropout",
