@@ -120,7 +120,7 @@ ROWS = (
         path="transformer_fast/backends.py",
         old="            return extension.obstacle()\n        if device.type",
         new="            return extension.status()\n        if device.type",
-        tests=("tests/ops/test_extension.py", "tests/ops/test_backends.py"),
+        tests=("tests/ops/test_backends.py",),
     ),
     Fault(
         name='backend "triton" refuses embedding',
