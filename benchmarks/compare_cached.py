@@ -177,7 +177,7 @@ def make_batches(sources: list[list[int]], size: int, **marks: int) -> list[tupl
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the folder that `train --save` wrote")
-    parser.add_argument("--source", required=True, help="sentences, one a line")
+    parser.add_argument("--source", required=True, help="sentences, one per line")
     parser.add_argument("--sentences", type=int, default=1000, help="how many of them (default: %(default)s)")
     parser.add_argument("--beams", type=int, nargs="+", default=[1, 5], help="1 is greedy (default: 1 5)")
     parser.add_argument("--batch", type=int, default=50, help="sentences in a batch (default: %(default)s)")

@@ -54,7 +54,7 @@ def compare(trained: Trained, source: list[str], target: list[str], beam: int) -
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the folder that `train --save` wrote")
-    parser.add_argument("--source", required=True, help="sentences, one a line, plain or .gz")
+    parser.add_argument("--source", required=True, help="sentences, one per line, plain or .gz")
     parser.add_argument("--target", required=True, help="their translations, line by line")
     parser.add_argument("--beams", type=int, nargs="+", default=[1, 5], help="1 is greedy (default: 1 5)")
     parser.add_argument("--loss", type=float, default=0.2, help="BLEU that may be lost (default: %(default)s)")

@@ -88,7 +88,7 @@ def compare(config: TrainConfig, corpus: Corpus, vocabulary: int, updates: int) 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", required=True, help="sentences, one a line, plain or .gz")
+    parser.add_argument("--source", required=True, help="sentences, one per line, plain or .gz")
     parser.add_argument("--target", required=True, help="their translations, line by line")
     parser.add_argument("--recipe", default="multi30k-tiny", help="default: %(default)s")
     parser.add_argument("--batch-tokens", type=int, nargs="+", default=[2048, 8192], help="default: %(default)s")

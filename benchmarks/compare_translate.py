@@ -154,7 +154,7 @@ def summary(results: list[Result], lines: int) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the folder that `train --save` wrote")
-    parser.add_argument("--source", required=True, help="sentences, one a line, plain or .gz")
+    parser.add_argument("--source", required=True, help="sentences, one per line, plain or .gz")
     parser.add_argument("--target", required=True, help="their translations, line by line")
     parser.add_argument("--lines", type=int, default=20_000, help="default: %(default)s")
     parser.add_argument("--search", nargs="+", choices=SEARCHES, default=list(SEARCHES))

@@ -51,7 +51,7 @@ class Torch:
     Attributes:
         version: of the torch that they came with, "2.12.1".
         includes: their folders.
-        symbols: a file with the names that its libraries export, one a line.
+        symbols: a file with the names that its libraries export, one per line.
     """
 
     version: str

@@ -152,7 +152,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]
 @_constant_when_compiled
 def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     if device.type == "meta":
-        return "native", "nothing is computed on the meta device, shapes and dtypes alone"
+        return "native", "the meta device computes shapes and dtypes, no values"
     if asked == "reference":
         return "reference", "asked for"
     if asked == "auto":

@@ -58,9 +58,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         f"mask: {_describe_mask(mask, options.get('causal', False))}",
     ]
     if options.get("softcap") is not None:
-        lines.append(f"softcap: {options['softcap']}, before anything is added to the scores")
+        lines.append(f"softcap: {options['softcap']}, applied to the scores before any bias")
     if options.get("sinks") is not None:
-        lines.append(f"sinks: {tuple(options['sinks'].shape)}, one more key without a value for each head")
+        lines.append(f"sinks: {tuple(options['sinks'].shape)}, one extra key without a value per head")
     p = options.get("dropout_p", 0.0)
     stored = 0
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
@@ -68,7 +68,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         lines.append(_describe_tiles(q, k, params, backend))
         stored = _bytes_for_backward(q, k, params) if backend == "triton" else 0
     if p > 0.0:
-        kept = f"training keeps a bit a weight, {stored / 2**20:,.1f} MiB" if stored else "no mask is stored"
+        kept = f"training stores one bit per weight, {stored / 2**20:,.1f} MiB" if stored else "no mask is stored"
         lines.append(f"dropout: {p} on the weights, drawn from one seed (Philox 4x32-10); {kept}")
     return "\n".join(lines)
 
@@ -91,8 +91,8 @@ def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str)
     bounds = {name: getattr(params, name) for name in ("keep", "key_keep", "query_ids", "key_ids", "causal", "window")}
     found = work_share(B, Lq, Lk, tile, lengths=lengths, **bounds)
     return (
-        f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys hold any "
-        f"({found.full} full, {found.partial} at an edge of the mask)"
+        f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys are computed "
+        f"({found.full} full, {found.partial} partly masked)"
     )
 
 

@@ -79,6 +79,6 @@ def refuse_dropout(op: str, p: float) -> None:
     """Raise for dropout in a graph of plain operators, because such a graph is not for training."""
     if p > 0.0:
         raise RuntimeError(
-            f"{op}: torch.jit.trace, ONNX and decompositions() write no dropout into a graph, and here it is {p}: call "
-            "model.eval() before, or set the probability to 0"
+            f"{op}: torch.jit.trace, ONNX and decompositions() cannot write dropout into a graph, but its probability "
+            f"is {p}; call model.eval() first, or set the probability to 0"
         )

@@ -72,7 +72,7 @@ def test_a_module_that_draws_by_itself_is_left() -> None:
     """Its pattern is refused; the function that it calls is ours all the same."""
     model = OwnDropout()
     pattern = next(pattern for pattern in engine.PATTERNS if engine._matches(pattern, model))
-    assert "it draws random numbers by dropout" in (probe.probe(model, pattern) or "")
+    assert "it draws random numbers with dropout" in (probe.probe(model, pattern) or "")
     assert [row.now for row in tfast.accelerate(model).swapped if not row.path] == ["tfast.dropout in forward"]
 
 

@@ -177,8 +177,8 @@ LEFT = {
     PackageImportedInside: "PackageImportedInside.attend imports torch inside itself",
     CallerImportedInside: "CallerImportedInside.attend imports sdpa_models.causal_helper inside itself",
     InAFunctionThatImports: "importing imports torch.nn.functional inside itself",
-    TwoThings: "scaled_dot_product_attention stands for two things in TwoThings.attend",
-    BySuper: "BySuper.attend calls super(), whose Attribute.attend calls it",
+    TwoThings: "TwoThings.attend uses the name scaled_dot_product_attention for another value too",
+    BySuper: "BySuper.attend calls it through super(), in Attribute.attend",
     Replaced: "its forward was replaced",
 }
 
@@ -222,7 +222,7 @@ def test_a_function_of_one_name_stays_where_another_is_redirected() -> None:
     model, fast, report = pair(Mixed)
     (row,) = (row for row in report.rows if row.path == "")
     assert row.now == f"{NAME} in attend"
-    assert row.why == f"its F.dropout stays: dropout stands for two things in {Mixed.attend.__qualname__}"
+    assert row.why == f"its F.dropout stays: {Mixed.attend.__qualname__} uses the name dropout for another value too"
     torch.testing.assert_close(fast(torch.ones(2, 5, 16)), model(torch.ones(2, 5, 16)))
 
 

@@ -245,7 +245,9 @@ OTHER_FORMULAS = [
 def test_known_names_with_another_formula_are_left(m: nn.Module) -> None:
     before, state = type(m), torch.get_rng_state()
     report = tfast.accelerate(m)
-    assert type(m) is before and report.rows[0].why == "its names are known, but it computes something else", report
+    assert (
+        type(m) is before and report.rows[0].why == "it has the names of a known module, but computes something else"
+    ), report
     assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers were used up"
 
 

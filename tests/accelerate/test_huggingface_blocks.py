@@ -292,7 +292,7 @@ def test_a_decoder_with_and_without_an_encoder(name: str) -> None:
             torch.testing.assert_close(second, theirs[:, 4:], rtol=1e-4, atol=1e-4)
 
 
-OTHER = "its names are known, but it computes something else"
+OTHER = "it has the names of a known module, but computes something else"
 ENCODER, DECODER = "model.encoder.layers.0", "model.decoder.layers.0"
 DROPPED = "hidden_states = nn.functional.dropout(hidden_states, p=self.dropout, training=self.training)\n"
 

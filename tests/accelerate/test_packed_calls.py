@@ -47,19 +47,19 @@ def labels_at_padding(call: packed.Batch) -> dict[str, Any]:
 
 
 KEPT: dict[str, tuple[str, Callable[[packed.Batch], dict[str, Any]], str]] = {
-    "weights": (BERT, lambda call: {"output_attentions": True}, "attention weights are asked for (output_attentions)"),
-    "a cache": (GPT2, lambda call: {"use_cache": True}, "keys and values are kept (use_cache, past_key_values)"),
+    "weights": (BERT, lambda call: {"output_attentions": True}, "attention weights are requested (output_attentions)"),
+    "a cache": (GPT2, lambda call: {"use_cache": True}, "keys and values are cached (use_cache, past_key_values)"),
     "a mask of four dimensions": (BERT, four_dimensions, "its mask is a tensor, not padding, look-ahead or a window"),
     "labels at padding": (
-        BERT, labels_at_padding, "the loss reads padding: there are labels other than -100 at it, or after it",
+        BERT, labels_at_padding, "the loss reads padding: labels at padding, or after it, are not all -100",
     ),
     "labels after padding": (
-        GPT2, labels_at_padding, "the loss reads padding: there are labels other than -100 at it, or after it",
+        GPT2, labels_at_padding, "the loss reads padding: labels at padding, or after it, are not all -100",
     ),
     "an answer in a text": (
         "BertForQuestionAnswering",
         lambda call: {"start_positions": torch.tensor([1, 0, 2]), "end_positions": torch.tensor([2, 1, 3])},
-        "the loss of BertForQuestionAnswering compares all positions of a row, those of padding too",
+        "the loss of BertForQuestionAnswering reads all positions, padding included",
     ),
 }  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_a_head_of_another_kind_keeps_padding() -> None:
     expected = model(**call)
     report = tfast.accelerate(model, packed=True)
     torch.testing.assert_close(model(**call), expected)
-    assert list(report.padded_calls.reasons) == ["what BertForMeans computes of the hidden states is not known"]
+    assert list(report.padded_calls.reasons) == ["the head of BertForMeans is unknown; it may read padding"]
 
 
 def test_a_model_inside_of_another_module_is_packed() -> None:
@@ -188,7 +188,7 @@ def test_gradient_checkpoints_with_a_bias_between_positions() -> None:
         model.gradient_checkpointing_enable()
     call = packed.batch(T5, "right")
     close(packed.step(without.train(), call), packed.step(padded.train(), call))
-    assert list(report.padded_calls.reasons) == ["a bias between positions goes through its gradient checkpoints"]
+    assert list(report.padded_calls.reasons) == ["its gradient checkpointing passes on a position bias"]
 
 
 def test_autocast() -> None:
@@ -374,7 +374,7 @@ def test_a_layer_that_mixes_tokens_keeps_padding() -> None:
     plain.bert.encoder.layer[1].output.dense = Mixing(plain.bert.encoder.layer[1].output.dense)
     sides = packed.Sides(plain)
     (row,) = (row for row in sides.report.rows if row.path == "bert.encoder.layer")
-    assert row.now is None and row.why == "BertLayer: it does not compute its tokens one by one"
+    assert row.now is None and row.why == "BertLayer: its output for a token depends on padding"
     sides.hold(packed.batch(BERT, "right"), training=True)
 
 

@@ -17,10 +17,10 @@ def test_explain_counts_positions_and_tokens() -> None:
     _, _, report = both(BERT)
     text = report.explain(call.given)
     assert text.splitlines()[2].split() == ["bert.encoder.layer", "(2)", "27", "17", "17"]
-    assert text.endswith("37% of the positions that these layers would compute with the padding are left out")
+    assert text.endswith("these layers skip 37% of their positions, which are padding")
     kept = report.explain(call.given | {"output_attentions": True})
     assert kept.splitlines()[2].split()[:4] == ["bert.encoder.layer", "(2)", "27", "27"]
-    assert kept.splitlines()[2].endswith("attention weights are asked for (output_attentions)")
+    assert kept.splitlines()[2].endswith("attention weights are requested (output_attentions)")
     _, _, report = both(BART)
     rows = [line.split() for line in report.explain(seq2seq.given).splitlines()[2:-1]]
     assert rows == [
@@ -35,7 +35,7 @@ def test_explain_says_what_would_be_left_out() -> None:
     report = tfast.accelerate(model)
     kinds = [type(m) for m in model.modules()]
     text = report.explain(packed.batch(BERT, "right").given)
-    assert text.startswith("with packed=True:\n") and "37% of the positions" in text
+    assert text.startswith("with packed=True:\n") and "37% of their positions" in text
     assert [type(m) for m in model.modules()] == kinds
 
 
@@ -45,7 +45,7 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             without(**packed.batch(BERT, "right").given, output_attentions=True)
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["a batch runs with its padding: attention weights are asked for (output_attentions)"]
+    assert said == ["a batch runs with its padding: attention weights are requested (output_attentions)"]
 
 
 def test_an_inference_mode() -> None:

@@ -326,7 +326,7 @@ def test_a_hook_inside_a_layer_sees_padded_rows() -> None:
     model.layers[1].linear1.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
     model(torch.randn(4, SOURCE, D), src_key_padding_mask=~keep)
     assert shapes == [(4, SOURCE, 32)]
-    assert list(report.padded_calls.reasons) == ["a layer has a hook, or a part of another kind"]
+    assert list(report.padded_calls.reasons) == ["a layer has a hook, or an unknown submodule"]
 
 
 @pytest.mark.parametrize("name", ["annotated", "classic", "tensorflow", "d2l"])
@@ -373,4 +373,4 @@ def test_a_batch_without_padding_is_computed_as_before() -> None:
 
 def test_a_model_without_a_stack_says_so() -> None:
     report = tfast.accelerate(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), packed=True)
-    assert any("it has no stack of layers that can leave padding out" in row.why for row in report.left)
+    assert any("no stack of layers in it can skip padding" in row.why for row in report.left)

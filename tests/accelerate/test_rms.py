@@ -45,8 +45,8 @@ def test_torch_s_rms_norm(options: dict[str, object], dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(("make", "why"), [
-    (lambda: nn.RMSNorm((3, D)), "it normalises 2 dimensions, the kernel the last one"),
-    *[(lambda like=like, eps=eps: like(D, eps), "its names are known, but it computes something else")
+    (lambda: nn.RMSNorm((3, D)), "it normalises 2 dimensions, the kernel only the last one"),
+    *[(lambda like=like, eps=eps: like(D, eps), "it has the names of a known module, but computes something else")
       for like in (rms.RMSNormEpsOutside, rms.RMSNormOnePlus) for eps in (1e-8, 1e-5)],
 ])  # fmt: skip
 def test_what_is_left(make: Callable[[], nn.Module], why: str) -> None:

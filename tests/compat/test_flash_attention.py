@@ -119,7 +119,7 @@ Q = torch.randn(2, 3, 4, 8)
         (lambda: flash_attn_func(Q, Q, Q, window_size=(-2, 0)), ValueError, "at least 0, or -1 for none"),
         (lambda: flash_attn_func(Q, Q, Q, window_size=3), ValueError, r"must be \(left, right\), got 3"),
         (lambda: flash_attn_func(Q, Q, Q, window_size=(1.0, 0)), TypeError, "two ints"),
-        (lambda: flash_attn_func(Q, Q, Q, alibi_slopes=torch.rand(3)), ValueError, "alibi of shape"),
+        (lambda: flash_attn_func(Q, Q, Q, alibi_slopes=torch.rand(3)), ValueError, r"alibi must be \(H,\) or \(B, H\)"),
         (lambda: flash_attn_func(Q, Q, Q, dropout_p=2.0), ValueError, "dropout_p must lie in"),
         (lambda: flash_attn_qkvpacked_func(Q), ValueError, r"qkv must be \(B, L, 3, H, D\)"),
         (lambda: flash_attn_kvpacked_func(Q, torch.randn(2, 3, 3, 4, 8)), ValueError, r"kv must be \(B, Lk, 2, Hkv, D"),

@@ -297,7 +297,7 @@ def test_a_hook_on_a_layer_sees_what_it_sees_without_a_cache() -> None:
     model.decoder.layers[0].register_forward_pre_hook(lambda layer, inputs: widths.append(inputs[0].shape[1]))
     generate(model, SRC, src_lengths=LENGTHS, **MARKS, config=GenerationConfig(max_length=3, min_length=3))
     assert widths == [1, 2, 3]
-    with pytest.raises(ValueError, match=r"for this model: decoder.layers.0 is no plain DecoderLayer"):
+    with pytest.raises(ValueError, match=r"for this model: decoder.layers.0 is not a plain DecoderLayer"):
         generate(model, SRC, **MARKS, config=GenerationConfig(quantize="int8"))
 
 
@@ -333,7 +333,7 @@ def test_the_output_of_several_linear_layers_says_nothing_of_the_vocabulary() ->
     for mode in ("greedy", "beam"):
         assert_slow_ones(model, mode, mode)
     generate(model, SRC, **MARKS, config=GenerationConfig(quantize="int8"))
-    with pytest.raises(ValueError, match="no layers whose attention could be read"):
+    with pytest.raises(ValueError, match="no layers whose attention weights can be read"):
         model = copied(made("ours"))
         model.decoder.layers[0].attn_2 = Adapter(model.decoder.layers[0].attn_2)
         generate(model, SRC, **MARKS, config=GenerationConfig(alignments=True))

@@ -85,7 +85,7 @@ def test_what_cannot_be() -> None:
         assert refused(tiny(), quantize=wrong) == f'quantize must be None or "int8", got {wrong!r}'
     assert "expected cache True, got False" in refused(tiny(), quantize="int8", cache=False)
     for dtype in (torch.bfloat16, torch.float64):
-        reason = f"fp32 weights on a CPU, and these are {dtype} on cpu"
+        reason = f"fp32 weights on a CPU, got {dtype} on cpu"
         assert reason in refused(tiny(dtype=dtype), quantize="int8")
     uncached = ReferenceTransformer(VOCAB, VOCAB, 32, 1, 4, 0.0, d_ff=48).eval()
     assert "no cached decoder for this model" in refused(uncached, quantize="int8")
@@ -95,7 +95,7 @@ def test_what_cannot_be() -> None:
 
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "obstacle", lambda: "no kernels here; run `make setup`")
-    with pytest.raises(ValueError, match="quantize='int8' cannot be: no kernels here; run `make setup`"):
+    with pytest.raises(ValueError, match="quantize='int8' is not possible: no kernels here; run `make setup`"):
         answers(tiny(), batch(), quantize="int8")
 
 

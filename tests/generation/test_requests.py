@@ -79,7 +79,7 @@ WRONG_CONFIGS = {
     "max_length": ({"max_length": 0}, "max_length must be an int >= 1"),
     "span": ({"min_length": (1.0,)}, "min_length must be an int >= 0"),
     "suppress": ({"suppress": ("<unk>",)}, "suppress must be target ids"),
-    "sample with a beam": ({"sample": True, "beam": 4}, "beam must be 1, got 4"),
+    "sample with a beam": ({"sample": True, "beam": 4}, "expected beam 1, got 4"),
     "temperature without sample": ({"temperature": 0.5}, "temperature is 0.5, which acts only .* set sample"),
     "top_k without sample": ({"top_k": 5, "beam": 4}, "top_k is 5, which acts only"),
     "top_p without sample": ({"top_p": 0.9}, "top_p is 0.9, which acts only"),
@@ -88,7 +88,7 @@ WRONG_CONFIGS = {
     "now without slots": ({"early_stop": "now"}, 'early_stop "now" needs slots "keep", got slots \'close\''),
     "slots and patience": (
         {"beam": 2, "slots": "keep", "patience": 2.0},
-        'slots "keep" has neither groups nor patience',
+        'slots "keep" supports neither groups nor patience',
     ),
     "flag": ({"alignments": 1}, "alignments must be True or False, got 1"),
 }
@@ -141,7 +141,7 @@ WRONG_OPTIONS = {
     "lengths that cross": ({}, {"min_length": 9, "max_length": 4}, "min_length is 9, more than max_length 4"),
     "no model": ({"model": []}, {}, "model is an empty list"),
     "two vocabularies": ({"model": [Oracle(5), Oracle(6)]}, {}, "target vocabularies of different sizes"),
-    "no attention to read": ({}, {"alignments": True}, "has no layers whose attention could be read"),
+    "no attention to read": ({}, {"alignments": True}, "has no layers whose attention weights can be read"),
 }
 
 

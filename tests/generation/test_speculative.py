@@ -201,9 +201,9 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         ("alignments", False, True),
     ):  # fmt: skip
         assert refused(tiny(), **{name: given}) == f"draft_tokens needs {name} {needed}, got {given!r}"
-    assert refused([tiny(), tiny(1)]) == "draft_tokens=2 cannot be: there are 2 models; expected one"
-    assert "fp32 weights on a CPU, and these are torch.bfloat16" in refused(tiny(dtype=torch.bfloat16))
+    assert refused([tiny(), tiny(1)]) == "draft_tokens=2 is not possible: expected one model, got 2"
+    assert "fp32 weights on a CPU, got torch.bfloat16" in refused(tiny(dtype=torch.bfloat16))
     uncached = ReferenceTransformer(VOCAB, VOCAB, 32, 1, 4, 0.0, d_ff=48).eval()
-    assert refused(uncached) == "draft_tokens=2 cannot be: there is no cached decoder for this model"
+    assert refused(uncached) == "draft_tokens=2 is not possible: there is no cached decoder for this model"
     monkeypatch.setattr(extension, "obstacle", lambda: "no kernels here; run `make setup`")
-    assert refused(tiny()) == "draft_tokens=2 cannot be: no kernels here; run `make setup`"
+    assert refused(tiny()) == "draft_tokens=2 is not possible: no kernels here; run `make setup`"

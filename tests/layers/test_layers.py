@@ -161,9 +161,9 @@ def test_a_norm_without_weights_refuses_another_width(kind):
 
 
 def test_norms_of_several_dimensions_are_refused():
-    with pytest.raises(ValueError, match=r"norms the last dimension alone, got normalized_shape=\(3, 16\)"):
+    with pytest.raises(ValueError, match=r"normalized_shape must be the last dimension only, \(d,\), got \(3, 16\)"):
         layers.RMSNorm((3, D))
-    with pytest.raises(ValueError, match=r"norms the last dimension alone.*\(3, 16\)"):
+    with pytest.raises(ValueError, match=r"normalises the last dimension only.*\(3, 16\)"):
         layers.LayerNorm((3, D), elementwise_affine=False)(torch.randn(2, 3, D))
 
 

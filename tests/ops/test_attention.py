@@ -64,12 +64,12 @@ def test_explain_counts_the_tiles_that_hold_work():
     q, k = torch.zeros(2, 1, 256, 8), torch.zeros(2, 1, 256, 8)
     with tfast.backend("native"):
         text = tfast.explain(q, k, k, AttentionMask.lengths(torch.tensor([130, 10])))
-    assert "work: 75.0% of 16 tiles of 64 queries x 128 keys hold any (4 full, 8 at an edge of the mask)" in text
+    assert "work: 75.0% of 16 tiles of 64 queries x 128 keys are computed (4 full, 8 partly masked)" in text
     with tfast.backend("native"):
         text = tfast.explain(q, k, k, AttentionMask.window(40, right=None))
     assert "window with offset -40" in text
     # Of two batches each: the last 64 queries see no key below 152, and the first 128 all from 128 on.
-    assert "work: 87.5% of 16 tiles of 64 queries x 128 keys hold any (4 full, 10 at an edge of the mask)" in text
+    assert "work: 87.5% of 16 tiles of 64 queries x 128 keys are computed (4 full, 10 partly masked)" in text
 
 
 def test_explain_and_the_call_refuse_alike():

@@ -82,22 +82,24 @@ PACKED = {
     ),
     "a mask with padding": (
         (TQ, TK, TK, CU_Q, CU_K), {"mask": AttentionMask.lengths(torch.tensor([1]))}, ValueError,
-        "window, causal, documents, alibi and relative alone, and keep of keys alone, got key_lengths",
+        "only contain window, causal, documents, alibi and relative, and a keep mask of keys, got key_lengths",
     ),
     "a keep mask of a padded batch": (
         (TQ, TK, TK, CU_Q, CU_K), {"mask": AttentionMask.keep(torch.ones(2, 1, 1, 7) > 0)}, ValueError,
         r"keys alone, \(Tk,\) = \(7,\), got shape \(2, 1, 1, 7\)",
     ),
-    "a bias for one sequence": ((TQ, TK, TK, CU_Q, CU_K), {"bias": [TQ[:2]]}, ValueError, "each of 2 sequences, got 1"),
+    "a bias for one sequence": (
+        (TQ, TK, TK, CU_Q, CU_K), {"bias": [TQ[:2]]}, ValueError, "per sequence, 2 in all, got 1",
+    ),
     "a bias of another length": (
         (TQ, TK, TK, CU_Q, CU_K), {"bias": [torch.ones(1, 2, 3), torch.ones(1, 4, 3)]}, ValueError,
         r"bias\[1\] must be .* with H = 4, Lq = 3 and Lk = 4, got shape \(1, 4, 3\)",
     ),
     "a bias of some heads": (
-        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(2, 18)}, ValueError, r"H = 4.*18 in all, got shape \(2, 18\)",
+        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(2, 18)}, ValueError, r"H = 4 and pairs = 18, .* shape \(2, 18\)",
     ),
     "a bias of too few pairs": (
-        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 17)}, ValueError, r"18 in all, got shape \(4, 17\)",
+        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 17)}, ValueError, r"pairs = 18, .* got shape \(4, 17\)",
     ),
     "a bias of integers": ((TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 18).int()}, TypeError, "float tensor"),
     "seqused_k is int64": (
@@ -153,10 +155,12 @@ PARTS = {
     "float ids": (lambda: AttentionMask.documents(IDS.float()), TypeError, "got torch.float32"),
     "ids without a batch": (lambda: AttentionMask.documents(IDS[0]), ValueError, "(B, L), got shape (70,)"),
     "ids of another length": (
-        lambda: attention(AttentionMask.documents(IDS[:, 1:])), ValueError, "query_ids of shape (2, 69)",
+        lambda: attention(AttentionMask.documents(IDS[:, 1:])), ValueError,
+        "query_ids must be (B, L) = (2, 70), or (1, 70) for all sequences, got shape (2, 69)",
     ),
     "key ids of another length": (
-        lambda: attention(AttentionMask.documents(IDS, IDS[:, 1:])), ValueError, "key_ids of shape (2, 69)",
+        lambda: attention(AttentionMask.documents(IDS, IDS[:, 1:])), ValueError,
+        "key_ids must be (B, L) = (2, 70), or (1, 70) for all sequences, got shape (2, 69)",
     ),
     "ids of another batch": (
         lambda: attention(AttentionMask.documents(IDS.repeat(2, 1))), ValueError, "(B, L) = (2, 70)",
@@ -165,28 +169,34 @@ PARTS = {
         lambda: packed(mask=AttentionMask.documents(IDS)), ValueError, "(B, L) = (1, 70)",
     ),
     "ids of the queries for a cache": (
-        lambda: decode(mask=AttentionMask.documents(IDS[:, :1])), ValueError, "key_ids of shape (2, 1)",
+        lambda: decode(mask=AttentionMask.documents(IDS[:, :1])), ValueError,
+        "key_ids must be (B, L) = (2, 70), or (1, 70) for all sequences, got shape (2, 1)",
     ),
     "slopes that are no tensor": (lambda: AttentionMask.alibi(0.5), TypeError, "slopes must be a float tensor"),
     "integer slopes": (lambda: AttentionMask.alibi(IDS[0]), TypeError, "got torch.int64"),
-    "slopes of three dimensions": (lambda: AttentionMask.alibi(torch.rand(H, 1, 1)), ValueError, "(H,) or (B, H)"),
+    "slopes of three dimensions": (lambda: AttentionMask.alibi(torch.rand(H, 1, 1)), ValueError,
+        "(H,) or (B, H)"),
     "slopes for other heads": (
-        lambda: attention(AttentionMask.alibi(torch.rand(H + 1))), ValueError, "(5,) is not (H,) or (B, H) with B = 2",
+        lambda: attention(AttentionMask.alibi(torch.rand(H + 1))), ValueError,
+        "(H,) or (B, H) with B = 2 and H = 4, got shape (5,)",
     ),
     "slopes for other batches": (
-        lambda: attention(AttentionMask.alibi(torch.rand(B + 1, H))), ValueError, "(3, 4) is not (H,) or (B, H)",
+        lambda: attention(AttentionMask.alibi(torch.rand(B + 1, H))), ValueError,
+        "(H,) or (B, H) with B = 2 and H = 4, got shape (3, 4)",
     ),
     "slopes a sequence of a packed batch": (
-        lambda: packed(mask=AttentionMask.alibi(torch.rand(B, H))), ValueError, "(2, 4) is not (H,)",
+        lambda: packed(mask=AttentionMask.alibi(torch.rand(B, H))), ValueError,
+        "alibi must be (H,) with H = 4, got shape (2, 4)",
     ),
     "an offset that is no int": (lambda: AttentionMask.alibi(torch.rand(H), 0.5), TypeError, "alibi offset"),
     "a table of another width": (
-        lambda: attention(AttentionMask.relative(torch.randn(32, H + 1))), ValueError, "is not (buckets, H)",
+        lambda: attention(AttentionMask.relative(torch.randn(32, H + 1))), ValueError,
+        "must be (buckets, H) with H = 4, got shape (32, 5)",
     ),
     "a table of one dimension": (lambda: AttentionMask.relative(torch.randn(32)), ValueError, "(buckets, H)"),
     "too few buckets": (lambda: AttentionMask.relative(torch.randn(3, H)), ValueError, "3 buckets"),
     "a max_distance among the exact buckets": (
-        lambda: AttentionMask.relative(torch.randn(32, H), max_distance=8), ValueError, "max_distance above it, got 8",
+        lambda: AttentionMask.relative(torch.randn(32, H), max_distance=8), ValueError, "max_distance above 8, got 8",
     ),
     "a max_distance that is no int": (
         lambda: AttentionMask.relative(torch.randn(32, H), 1e2), TypeError, "relative max_distance",
@@ -197,7 +207,7 @@ PARTS = {
     "sinks that are no tensor": (lambda: attention(sinks=0.0), TypeError, "sinks must be a float tensor (H,)"),
     "sinks for other heads": (lambda: attention(sinks=torch.zeros(H + 1)), ValueError, "(H,) = (4,)"),
     "sinks of a cache for other heads": (lambda: decode(sinks=torch.zeros(1)), ValueError, "attention_decode: sinks"),
-    "a window that is empty": (lambda: AttentionMask.window(2, -3), ValueError, "no key lies between"),
+    "a window that is empty": (lambda: AttentionMask.window(2, -3), ValueError, "got 2 and -3, which keep no key"),
     "a dense mask for a packed batch": (
         lambda: packed(mask=AttentionMask.keep(torch.ones(L, L, dtype=torch.bool))), ValueError, "keep_mask",
     ),

@@ -104,5 +104,5 @@ def test_the_backward_gets_what_the_forward_kept(on_a_gpu, monkeypatch, share):
 
 def test_explain_says_what_it_takes(on_a_gpu):
     q = floats(1, 2, 600, 64).half()
-    assert "training keeps a bit a weight, 0.1 MiB" in tfast.explain(q, q, q, dropout_p=0.1)
+    assert "training stores one bit per weight, 0.1 MiB" in tfast.explain(q, q, q, dropout_p=0.1)
     assert "no mask is stored" in tfast.explain(q[:, :, :500], q[:, :, :500], q[:, :, :500], dropout_p=0.1)

@@ -38,7 +38,7 @@ CALLS = {
         ("attention_packed", {"attn_mask": None}, r"mask=AttentionMask\.keep\(t\) of keys"),
         ("attention_decode", {"cache_seqlens": LENGTHS}, "write lengths"),
         ("attention_decode", {"dropout_p": 0.1}, "decoding has no dropout"),
-        ("layer_norm", {"normalized_shape": (4,)}, "the last dimension is normed"),
+        ("layer_norm", {"normalized_shape": (4,)}, "always normalises the last dimension"),
         ("embed", {"max_norm": 1.0}, r"torch\.nn\.functional\.embedding"),
         ("embed", {"positions": None}, "write table="),
         ("attention", {"colour": 1}, "argument: colour$"),
@@ -51,7 +51,9 @@ def test_a_name_of_another_library_gets_the_one_to_write(op: str, given: dict, s
 
 
 def test_the_shape_that_torch_wants_second() -> None:
-    with pytest.raises(TypeError, match="weight must be a tensor, got tuple; leave out the normalized_shape"):
+    with pytest.raises(
+        TypeError, match="weight must be a tensor, got tuple; unlike torch's, this layer_norm takes no normalized_shape"
+    ):
         tfast.layer_norm(X, (4,), W)
 
 

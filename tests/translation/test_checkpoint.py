@@ -194,7 +194,7 @@ def test_other_settings_or_text_cannot_resume(corpus: dict[str, str], run_copy: 
             {"dropout": 0.3, "layers": 2},
             r"other settings: layers is 2, the run has 1; dropout is 0.3, the run has 0.1",
         ),
-        ({"source": str(other)}, "the train text is not the one it began with"),
+        ({"source": str(other)}, "the train text differs from the one it began with"),
         ({"resume": False}, "already holds a run; resume it or choose another folder"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -264,7 +264,7 @@ WRONG = {
         "latin, line 2: not valid UTF-8 (byte 0xfc at column 2); convert the file to UTF-8",
     ),
     "unequal training text": (f"{TRAIN}/one --target {{tmp}}/two", "one has 1 lines, {tmp}/two has 2"),
-    "empty training text": (f"{TRAIN}/empty --target {{tmp}}/two", "empty is empty; expected one sentence a line"),
+    "empty training text": (f"{TRAIN}/empty --target {{tmp}}/two", "empty is empty; expected one sentence per line"),
     "a file where the run should go": (
         "train --source {tmp}/two --target {tmp}/two --save {tmp}/two",
         "cannot write to the folder {tmp}/two: File exists",

@@ -39,7 +39,7 @@ def test_a_run_out_of_patience_says_so(numbers, tmp_path):
     config = numbers_config(numbers / "data", tmp_path / "run", **TINY | options)
     assert train(config, Silent()).stopped == "patience"
     train(config, again := Messages())
-    assert again.texts[-1].endswith("raise patience, which is 1, to train on (0: never stop for it)")
+    assert again.texts[-1].endswith("raise patience, which is 1, to train on (0: no limit)")
 
 
 RECIPE = """

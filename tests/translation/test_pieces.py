@@ -115,7 +115,7 @@ def test_a_missing_bleu_is_not_a_bleu_of_zero(
     run(corpus, tmp_path / "run", [6], bleu_sentences=2, patience=3)
     result, said = run(corpus, tmp_path / "run", [15], bleu_sentences=0, patience=3)
     assert result.best_step == 15 and result.stopped == "max_steps"
-    assert any(line.startswith("BLEU is measured on 0 sentences now and was on 2: until a step") for line in said)
+    assert any(line.startswith("BLEU is now measured on 0 sentences, before on 2: steps are") for line in said)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
         (None, "cannot read the recipe .*mine.toml: No such file"),
         ("d_model = ", "is not TOML"),
         ("[training]\nd_modle = 64\n", "sets d_modle, which training does not know"),
-        ("[model]\nd_model = 64\n", r"may hold about, \[training\] and \[translation\], and has \['model'\]"),
+        ("[model]\nd_model = 64\n", r"may only hold about, \[training\] and \[translation\]; it also has \['model'\]"),
         ("[training]\nd_model = 'wide'\n", "d_model is 'wide'; expected a whole number"),
         ("[training]\nlr = 'fast'\n", "lr is 'fast'; expected a number"),
         ("[training]\nmax_time = 'soon'\n", "cannot read 'soon' as a duration"),

@@ -139,7 +139,7 @@ def test_a_limit_that_one_line_cannot_meet_fails_that_line_alone(
 def test_several_models_have_no_logits_to_penalise(trained: Any) -> None:
     config = GenerationConfig(repetition_penalty=1.3)
     source = torch.tensor(trained.tokenizer.encode_source(["seven"]))
-    with pytest.raises(ValueError, match=r"repetition_penalty 1\.3 divides logits, and 2 models"):
+    with pytest.raises(ValueError, match=r"repetition_penalty 1\.3 needs logits, but the mean of 2 models"):
         generate([trained.model] * 2, source, bos=2, eos=3, config=config)
     with pytest.raises(ConfigError, match="expected one model, or repetition_penalty 1"):
         Translator([trained.model] * 2, trained.tokenizer, config=config)
@@ -207,4 +207,4 @@ def test_blank_hypotheses_have_a_bleu_of_zero_and_an_empty_file_has_none(
     assert cli.main(["score", "--hypotheses", str(blank), "--references", str(right)]) == 0
     assert b"BLEU   0.00" in capsysbinary.readouterr().out
     assert cli.main(["score", "--hypotheses", str(empty), "--references", str(empty)]) == 2
-    assert b"is empty; expected one sentence a line" in capsysbinary.readouterr().err
+    assert b"is empty; expected one sentence per line" in capsysbinary.readouterr().err

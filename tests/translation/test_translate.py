@@ -140,7 +140,7 @@ def test_drawn_translations(numbers, command):
     assert first == second != other and first[0] == 0
     assert [line.split("\t")[0] for line in first[1]] == ["1"] * 3 + ["2"] * 3
     code, _, err = command("translate", *given, "--beam", 4, data=b"seven\n")
-    assert code == 2 and "beam must be 1, got 4" in err
+    assert code == 2 and "expected beam 1, got 4" in err
 
 
 def test_memory_does_not_grow_with_the_text(trained):

@@ -43,8 +43,8 @@ def test_lines_of_a_file(tmp_path: Path, case: str) -> None:
 
 
 BAD_FILES = {
-    "empty": (b"", "t.gz is empty; expected one sentence a line"),
-    "only blank lines": (gzip.compress(b"\n \n\n"), "is empty; expected one sentence a line"),
+    "empty": (b"", "t.gz is empty; expected one sentence per line"),
+    "only blank lines": (gzip.compress(b"\n \n\n"), "is empty; expected one sentence per line"),
     "not gzip": (b"plain text\n", "ends in .gz but is not a gzip file"),
     "cut gzip": (gzip.compress(b"some text\n" * 50)[:-12], "damaged or truncated gzip"),
     "altered gzip": (gzip.compress(b"some text\n")[:-8] + bytes(8), "damaged or truncated gzip"),

@@ -54,7 +54,7 @@ def with_a_foreign_config(folder: Path) -> None:
 FILES = {
     "nowhere.txt does not exist": lambda f: read_lines(f / "nowhere.txt"),
     "is a folder": lambda f: read_lines(f),
-    "a is empty; expected one sentence a line": lambda f: read_lines(file(f, "a", b"")),
+    "a is empty; expected one sentence per line": lambda f: read_lines(file(f, "a", b"")),
     "a is empty": lambda f: read_lines(file(f, "a", b"\n\n")),
     "line 2: not valid UTF-8": lambda f: read_lines(file(f, "a", b"fine\nna\xefve\n")),
     "damaged or truncated gzip": lambda f: read_lines(file(f, "a.gz", gzip.compress(b"x" * 99)[:20])),

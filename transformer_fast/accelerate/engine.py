@@ -146,7 +146,7 @@ class _Walk:
     def pack(self) -> None:
         """Let stacks of layers skip padding."""
         if not pack(self.model, self.report, lambda attention: id(attention) in self.attention.layers):
-            self.note("packed: it has no stack of layers that can leave padding out")
+            self.note("packed: no stack of layers in it can skip padding")
 
     def note(self, reason: str) -> None:
         """Add a row about the model."""
@@ -211,13 +211,13 @@ class _Walk:
         """Reason to keep torch's op on a module's device, or ""."""
         parameter = next(module.parameters(), None)
         device = self.device if parameter is None else parameter.device
-        return "on a GPU it was not measured against ours" if device.type == "cuda" else self._no_kernel(module, op)
+        return "the fused op was not measured on a GPU" if device.type == "cuda" else self._no_kernel(module, op)
 
     def _no_kernel(self, module: nn.Module, op: str) -> str:
         parameter = next(module.parameters(), None)
         device, dtype = (self.device, torch.float32) if parameter is None else (parameter.device, parameter.dtype)
         if device.type == "meta":
-            return "it is on the meta device; accelerate it where it will run"
+            return "it is on the meta device; move it to its device before accelerate"
         backend, why = backends.choose(op, device, dtype)
         return f"no kernel here: {why}" if backend == "reference" and backends.current() == "auto" else ""
 

@@ -54,7 +54,7 @@ def explained(model: nn.Module, batch: Any) -> str:
     lines = [f"kernels: {backend} ({why})"]
     found = _lines(model, passes)
     if not found:
-        return "\n".join([*lines, "this batch has no padding that a layer of this model leaves out"])
+        return "\n".join([*lines, "this batch has no padding that the model's layers can skip"])
     header = ("layers", "positions", "tokens", "computed", "why not")
     rows = [header]
     for line in found:
@@ -83,4 +83,4 @@ def _summary(lines: list[Line]) -> str:
     positions = sum(line.positions * line.layers for line in lines)
     computed = sum(line.computed * line.layers for line in lines)
     left = 1 - computed / positions
-    return f"{left:.0%} of the positions that these layers would compute with the padding are left out"
+    return f"these layers skip {left:.0%} of their positions, which are padding"

@@ -55,9 +55,9 @@ class _Linear(Node):
         """Raise unless the tensors are what they were."""
         if not self._is_unchanged():
             raise RuntimeError(
-                "accelerate: these logits are computed when they are read (the loss did not need them), and since then "
-                "the weights of the output layer, or its input, have been changed by something else than the step of a "
-                "torch.optim.Optimizer. Read the logits, or take logits.detach(), before that"
+                "accelerate: these logits are computed when they are read, because the loss did not need them. The "
+                "weights of the output layer, or its input, changed since the forward pass, and not by the step of "
+                "a torch.optim.Optimizer. Read the logits, or take logits.detach(), before such a change"
             )
 
     def keep_weights(self) -> None:
@@ -242,7 +242,10 @@ class _FusedLoss(Function):
             again or backends.in_transform() or torch._C._functorch.is_legacy_batchedtensor(grad)
         ):  # a second derivative is needed, or a batch of gradients
             if logits._version != version:
-                raise RuntimeError("accelerate: these logits were changed in place, so their loss has no such gradient")
+                raise RuntimeError(
+                    "accelerate: these logits were changed in place, so their loss has neither a second derivative nor "
+                    "a batch of gradients; expected logits that are unchanged since the loss"
+                )
             with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
                 loss = F.cross_entropy(logits, target, **options)
             return *torch.autograd.grad(loss, logits, grad, create_graph=again), None, None

@@ -125,7 +125,7 @@ class Lazy(Tensor):
             return kept
         if torch.Tag.inplace_view in function.tags:
             raise NotImplementedError(
-                f"{function} of logits that accelerate left out: use the form that is not in place"
+                f"{function}: logits of accelerate(fused_loss=True) have no in-place views; use the out-of-place form"
             )
         plain: dict[int, tuple[Lazy, Tensor]] = {}
         plain_args, plain_kwargs = tree_map_only(

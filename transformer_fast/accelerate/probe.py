@@ -34,7 +34,7 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
             calls = [_trainable(call) for call in pattern.calls(trial)]
             made = accelerated_class(pattern, module)
         except Exception as error:
-            return f"it could not be tried out: {first_line(error)}"
+            return f"a copy for the trial could not be made: {first_line(error)}"
         tried = 0
         for setting, dropping in _settings(trial, pattern):
             for call in calls[:1] if dropping else calls:
@@ -45,19 +45,19 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
                     return str(error)
                 except Exception as error:
                     if call is calls[0]:
-                        return f"a call of it failed: {first_line(error)}"
+                        return f"a trial call failed: {first_line(error)}"
                     continue
                 trial.__class__, original = made, type(trial)
                 try:
                     actual = _run(trial, call, gradients=not dropping)
                 except Exception as error:
-                    return f"its structure is that of {pattern.name}, but: {first_line(error)}"
+                    return f"it has the structure of {pattern.name}, but its fused form failed: {first_line(error)}"
                 finally:
                     trial.__class__ = original
                 if not _agree(actual, expected):
-                    return "its names are known, but it computes something else"
+                    return "it has the names of a known module, but computes something else"
                 tried += 1
-        return None if tried else "no call of it succeeded"
+        return None if tried else "no trial call succeeded"
 
 
 def signature(module: nn.Module, pattern: Pattern) -> Any:

@@ -87,9 +87,7 @@ class Rebinding:
                     if copy is not None:
                         found[name] = copy
                 elif copy is not None and _calls_super(vars(first[name])[name]):
-                    raise Obstacle(
-                        f"{first[name].__name__}.{name} calls super(), whose {base.__name__}.{name} calls it"
-                    )
+                    raise Obstacle(f"{first[name].__name__}.{name} calls it through super(), in {base.__name__}.{name}")
         return found
 
     def function(self, function: types.FunctionType) -> types.FunctionType | None:
@@ -160,7 +158,7 @@ class Rebinding:
         renamed = self._read(code, namespace, _GLOBAL)
         for step in _steps(code) if renamed else ():
             if step.opcode in dis.hasname and step.argval in renamed and step.opname not in _GLOBAL:
-                raise Obstacle(f"{step.argval} stands for two things in {code.co_qualname}")
+                raise Obstacle(f"{code.co_qualname} uses the name {step.argval} for another value too")
         namespace.update({self._prefix + name: new for name, new in renamed.items()})
         constants = [self._code(old, namespace) if isinstance(old, types.CodeType) else old for old in code.co_consts]
         if not renamed and all(new is old for new, old in zip(constants, code.co_consts)):

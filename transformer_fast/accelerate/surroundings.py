@@ -61,7 +61,9 @@ class _Wide(TorchFunctionMode):
         if func in _DRAW:
             kwargs["generator"] = kwargs.get("generator") or self.generator
         elif func in _CANNOT_BE_GIVEN_ONE or (func in _DROP and _drops(func, args, kwargs)):
-            raise DrawsNumbersError(f"it draws random numbers by {func.__name__}, with a probability of its own")
+            raise DrawsNumbersError(
+                f"it draws random numbers with {func.__name__}, whose probability a trial cannot set"
+            )
         func = Tensor.double if func is Tensor.float else func
         made = func(*args, **kwargs)
         return _widened(func, args, kwargs, made) if isinstance(made, Tensor) else made

@@ -18,7 +18,7 @@ from ..layers.dropout import Dropout
 
 def _norm_obstacle(module: nn.LayerNorm | nn.RMSNorm) -> str:
     dimensions = len(module.normalized_shape)
-    return "" if dimensions == 1 else f"it normalises {dimensions} dimensions, the kernel the last one"
+    return "" if dimensions == 1 else f"it normalises {dimensions} dimensions, the kernel only the last one"
 
 
 def _embedding_obstacle(module: nn.Embedding) -> str:
@@ -42,9 +42,9 @@ def _no_obstacle(module: nn.Module) -> str:
 
 def _stack_obstacle(module: nn.Module) -> str:
     if not isinstance(module.layers, nn.ModuleList) or len(module.layers) == 0:
-        return "it has no list of layers"
+        return "it has no nn.ModuleList of layers"
     heads = {getattr(getattr(layer, "self_attn", None), "num_heads", None) for layer in module.layers}
-    return "its layers differ in their heads" if len(heads - {None}) > 1 else ""
+    return "its layers have different numbers of heads" if len(heads - {None}) > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)

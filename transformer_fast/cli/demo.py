@@ -70,11 +70,11 @@ def demo(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", 
     translator = Translator(trained.model, trained.tokenizer, beam=1)
     accurate = _translate(translator, read_lines(corpus["test_source"]), read_lines(corpus["test_target"]))
 
-    say("\n3. every op and the whole model, compared with plain PyTorch")
+    say("\n3. error of every op and of the whole model")
     say("   error: largest difference to fp64. It may be twice that of plain PyTorch (eager), + 4 ulp.\n")
     passed = print_parity(parity(device, [torch.float32]), indent="   ")
 
-    say("\n4. speed here, both sides taking turns\n")
+    say("\n4. speed on this machine; fast and eager are timed in turn\n")
     for line in format_speed(speed(device)):
         say(f"   {line}")
 
@@ -104,5 +104,5 @@ def _translate(translator: Translator, sources: list[str], expected: list[str]) 
         say(f"   wrong: {source}\n      -> {answer}\n   not -> {right}")
     verdict = "" if accuracy >= GOAL else f", below the goal of {GOAL:.0%}"
     say(f"   exactly right: {accuracy:.1%} ({len(sources) - len(wrong):,} of {len(sources):,}){verdict}")
-    say(f"   {len(sources) / seconds:.0f} sentences a second, greedy")
+    say(f"   {len(sources) / seconds:.0f} sentences per second, greedy")
     return accuracy >= GOAL

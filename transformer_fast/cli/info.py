@@ -25,7 +25,11 @@ OPS = ("attention", "norm", "dropout", "embedding")
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    command.add_argument("--build", action="store_true", help="only the extension; exit code 1 if it is not there")
+    command.add_argument(
+        "--build",
+        action="store_true",
+        help="print the state of the C++ extension only; exit code 1 if it is not loaded",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

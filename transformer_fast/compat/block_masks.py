@@ -62,8 +62,8 @@ def attention_mask_of(block_mask: Any) -> AttentionMask:
             return found
     if entries > MAX_DENSE:
         raise ValueError(
-            f"attention_mask_of: a BlockMask {block_mask.shape} that is no look-ahead, window, lengths, padding, "
-            f"documents or prefix becomes a dense mask, of at most {MAX_DENSE} entries; this one has {entries}"
+            f"attention_mask_of: the BlockMask {block_mask.shape} is none of look-ahead, window, lengths, padding, "
+            f"documents and prefix, so it becomes a dense mask; expected at most {MAX_DENSE} entries, got {entries}"
         )
     return AttentionMask.keep(torch.cat([allowed[:, : 1 if facts.heads_agree else H] for _, allowed in rows], 2))
 

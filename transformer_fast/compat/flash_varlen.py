@@ -73,7 +73,7 @@ def flash_attn_varlen_func(
     else:
         check_integers(op, "block_table", block_table, "(B, max_pages)", q.device)
         if dropout_p != 0.0:
-            raise NotImplementedError(f"{op}: there is no dropout with block_table, got dropout_p={dropout_p}")
+            raise NotImplementedError(f"{op}: dropout is not supported with block_table, got dropout_p={dropout_p}")
         refuse_gradient(op, "block_table", q, k, v)
         out, logsumexp = cached_attention(q, k, v, queries, keys.lengths, block_table, call, return_attn_probs)
     if logsumexp is None:

@@ -144,7 +144,7 @@ def _lengths_of(q: Tensor, given: int | Tensor | None, capacity: int, appended: 
     """Number of keys per sequence in the cache before the call, int (B,)."""
     if given is None:
         if appended:
-            raise ValueError(f"{_OP}: k and v need cache_seqlens, where in the cache they go")
+            raise ValueError(f"{_OP}: k and v need cache_seqlens, their positions in the cache")
         given = capacity
     if isinstance(given, int):
         given = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)

@@ -233,5 +233,5 @@ def check_token_layout(op: str, names: tuple[str, str, str], q: Any, k: Any, v: 
     if k.shape[:-1] != v.shape[:-1]:
         _, key, value = names
         raise ValueError(
-            f"{op}: {key} and {value} must share {layout} but D, got {tuple(k.shape)} and {tuple(v.shape)}"
+            f"{op}: {key} and {value} must have the same {layout} except D, got {tuple(k.shape)} and {tuple(v.shape)}"
         )

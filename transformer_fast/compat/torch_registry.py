@@ -100,7 +100,7 @@ def _backward(
 def _options(q: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None, scale: float | None) -> dict[str, Any]:
     """Arguments of our operator. torch's function has already checked the call and converted a bool mask to float."""
     if dropout_p != 0.0:
-        raise NotImplementedError(f"{_FORWARD}: there is no dropout, got dropout_p={dropout_p}")
+        raise NotImplementedError(f"{_FORWARD}: dropout is not supported, got dropout_p={dropout_p}")
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         keep, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)

@@ -145,7 +145,7 @@ class LastWeights:
         if module is None:
             return self
         if LAST_WEIGHTS not in module.__dict__:
-            raise AttributeError("no call has left weights here yet")
+            raise AttributeError("no attention weights yet; call the module first")
         weights = module.__dict__[LAST_WEIGHTS]
         if not isinstance(weights, types.FunctionType):
             return weights

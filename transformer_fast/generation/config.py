@@ -132,7 +132,7 @@ class GenerationConfig:
                 if not holds(getattr(self, name)):
                     raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
         if self.sample and self.beam != 1:
-            raise ValueError(f"sample draws n_best answers one by one, without a beam; beam must be 1, got {self.beam}")
+            raise ValueError(f"sample=True draws without a beam; expected beam 1, got {self.beam}")
         for name in () if self.sample else ("temperature", "top_k", "top_p"):
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(f"{name} is {value}, which acts only where tokens are drawn; set sample, too")
@@ -142,7 +142,7 @@ class GenerationConfig:
             raise ValueError(f'early_stop "now" needs slots "keep", got slots {self.slots!r}')
         if self.slots == "keep" and (self.beam_groups > 1 or self.patience != 1):
             raise ValueError(
-                f'slots "keep" has neither groups nor patience; expected beam_groups 1 and patience 1, got '
+                f'slots "keep" supports neither groups nor patience; expected beam_groups 1 and patience 1, got '
                 f"{self.beam_groups} and {self.patience}"
             )
         if self.beam % self.beam_groups:
@@ -151,7 +151,7 @@ class GenerationConfig:
         if isinstance(self.min_length, int) and isinstance(self.max_length, int) and self.min_length > self.max_length:
             raise ValueError(f"min_length is {self.min_length}, more than max_length {self.max_length}")
         if self.quantize and not self.cache:
-            raise ValueError(f"quantize {self.quantize!r} is for steps with a cache; expected cache True, got False")
+            raise ValueError(f"quantize {self.quantize!r} needs cached steps; expected cache True, got False")
         if self.draft_tokens:
             wanted = {"beam": 1, "sample": False, "cache": True, "graph": False, "quantize": None, "alignments": False}
             for name, value in (wanted | {"coverage_penalty": 0}).items():

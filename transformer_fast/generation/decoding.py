@@ -51,11 +51,11 @@ def start(models: Sequence[nn.Module], request: Request, config: GenerationConfi
     """
     if config.keep_weights and _is_trained(models):
         raise ValueError(
-            "keep_weights=True is for models that are no longer trained, but there are parameters that require "
-            "gradients; expected model.requires_grad_(False) before"
+            "keep_weights=True needs parameters that do not require gradients; expected model.requires_grad_(False) "
+            "before the call"
         )
     if config.draft_tokens and len(models) > 1:
-        raise ValueError(f"draft_tokens={config.draft_tokens} cannot be: there are {len(models)} models; expected one")
+        raise ValueError(f"draft_tokens={config.draft_tokens} is not possible: expected one model, got {len(models)}")
     layout = WeightLayout(config.quantize, config.keep_weights)
     forms = [quantization.apply(form_of(model), layout) for model in models]
     each = [_start_one(form, request, config, rows) for form in forms]
@@ -68,11 +68,11 @@ def _start_one(form: Form, request: Request, config: GenerationConfig, rows: int
     longest = int(request.limits.max()) if len(request.limits) else 1
     decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
     if config.graph and (reason := graphs.obstacle(request.src.device, mask, decoder is not None, attention)):
-        raise ValueError(f"graph=True cannot be: {reason}")
+        raise ValueError(f"graph=True is not possible: {reason}")
     if config.quantize and decoder is None:
-        raise ValueError(f"quantize={config.quantize!r} cannot be: {form.no_cache()}")
+        raise ValueError(f"quantize={config.quantize!r} is not possible: {form.no_cache()}")
     if config.draft_tokens and (reason := form.no_cache() if decoder is None else quantization.obstacle(form.model)):
-        raise ValueError(f"draft_tokens={config.draft_tokens} cannot be: {reason}")
+        raise ValueError(f"draft_tokens={config.draft_tokens} is not possible: {reason}")
     if decoder is None:
         return UncachedDecoding(form, memory, mask, attention=attention)
     return CachedDecoding(decoder, form.out, memory, request, config, rows=rows)
@@ -256,7 +256,7 @@ class UncachedDecoding(Decoding):
     def __init__(self, form: Form, memory: Tensor, mask: Tensor | None, *, attention: bool = False) -> None:
         self._reader = form.reader() if attention else None
         if attention and self._reader is None:
-            raise ValueError(f"{type(form.model.decoder).__name__} has no layers whose attention could be read")
+            raise ValueError(f"{type(form.model.decoder).__name__} has no layers whose attention weights can be read")
         self._form, self._mask, self._memory = form, mask, memory
         self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=memory.device)
         self._sentence = torch.arange(memory.shape[0], device=memory.device)

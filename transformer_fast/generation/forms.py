@@ -159,19 +159,19 @@ def cache_obstacle(decoder: nn.Module | None) -> str | None:
     them with the newest position.
     """
     if not is_plain(decoder, Decoder):
-        return "the decoder is no plain transformer_fast Decoder"
+        return "the decoder is not a plain transformer_fast Decoder"
     for name, kinds in _EMBEDDING.items():
         if not is_plain(operator.attrgetter(name)(decoder), *kinds):
-            return f"decoder.{name} is no plain {kinds[0].__name__}"
+            return f"decoder.{name} is not a plain {kinds[0].__name__}"
     if decoder.embed.lut.max_norm is not None:
         return "decoder.embed.lut has max_norm, and changes its weight when it is called"
     for index, layer in enumerate(decoder.layers):
         if not is_plain(layer, DecoderLayer):
-            return f"decoder.layers.{index} is no plain DecoderLayer"
+            return f"decoder.layers.{index} is not a plain DecoderLayer"
         for name in ("attn_1", "attn_2"):
             attention = getattr(layer, name)
             if not is_plain(attention, MultiHeadAttention) or not is_plain(attention.dropout, *DROPOUTS):
-                return f"decoder.layers.{index}.{name}, or its dropout, is no plain MultiHeadAttention"
+                return f"decoder.layers.{index}.{name}, or its dropout, is not a plain MultiHeadAttention"
     alike = len({(layer.attn_1.h, layer.attn_2.h) for layer in decoder.layers}) == 1
     return None if alike else "its layers have different numbers of heads"
 

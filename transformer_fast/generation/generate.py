@@ -124,8 +124,8 @@ def models_obstacle(models: Sequence[nn.Module], config: GenerationConfig) -> st
     """Reason why these models cannot decode together with these options, or None."""
     if len(models) > 1 and config.repetition_penalty != 1.0:
         return (
-            f"repetition_penalty {config.repetition_penalty} divides logits, and {len(models)} models together have"
-            " probabilities alone; expected one model, or repetition_penalty 1"
+            f"repetition_penalty {config.repetition_penalty} needs logits, but the mean of {len(models)} models has"
+            " probabilities only; expected one model, or repetition_penalty 1"
         )
     return None
 

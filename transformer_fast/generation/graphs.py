@@ -134,12 +134,12 @@ def obstacle(device: torch.device, mask: Tensor | None, cached: bool, attention:
     if device.type != "cuda":
         return f"a CUDA graph needs a CUDA device, and the model is on {device}"
     if not cached:
-        return "only the cached steps of a decoder of transformer_fast can be recorded (cache=True, its own layers)"
+        return "only cached steps can be recorded; expected cache=True and a decoder of transformer_fast's own layers"
     if attention:
-        return "alignments and the coverage penalty read the attention's weights, which a recorded step does not make"
+        return "alignments and the coverage penalty read attention weights, which a recorded step does not compute"
     lengths = None if mask is None else as_lengths(mask.squeeze(1))
     if mask is not None and (lengths is None or not (lengths > 0).all()):
-        return "the source mask must be padding on the right of sentences that have a token"
+        return "the source mask must be padding on the right, and every sentence must have a token"
     return None
 
 

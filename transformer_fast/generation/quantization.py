@@ -25,7 +25,7 @@ def apply(form: Form, layout: WeightLayout) -> Form:
         return form
     reason = obstacle(form.model)
     if reason is not None and layout.quantize is not None:
-        raise ValueError(f"quantize={layout.quantize!r} cannot be: {reason}")
+        raise ValueError(f"quantize={layout.quantize!r} is not possible: {reason}")
     if reason is not None or not form.has_own_encoder():
         return form
     model = copy.copy(form.model)
@@ -38,7 +38,7 @@ def obstacle(model: nn.Module) -> str | None:
     """Return the reason why a model's weights can be neither quantised nor laid out for steps, or None."""
     given = next(((p.device.type, p.dtype) for p in model.parameters()), ("cpu", torch.float32))
     if given != ("cpu", torch.float32):
-        return f"it is for fp32 weights on a CPU, and these are {given[1]} on {given[0]}"
+        return f"it needs fp32 weights on a CPU, got {given[1]} on {given[0]}"
     if torch.is_autocast_enabled("cpu"):
-        return "autocast is on, which asks for another type"
+        return "autocast is on, which chooses another dtype"
     return extension.obstacle() or None

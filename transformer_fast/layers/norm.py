@@ -92,7 +92,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         if len(self.normalized_shape) != 1:
             raise ValueError(
-                f"RMSNorm: norms the last dimension alone, got normalized_shape={tuple(self.normalized_shape)}"
+                f"RMSNorm: normalized_shape must be the last dimension only, (d,), got {tuple(self.normalized_shape)}"
             )
 
     @overload
@@ -113,7 +113,7 @@ def _check_width(norm: LayerNorm | RMSNorm, x: Tensor) -> None:
     if norm.weight is None and sizes(x)[-1:] != norm.normalized_shape:
         shape = tuple(norm.normalized_shape)
         raise ValueError(
-            f"{type(norm).__name__}: norms the last dimension alone; expected x (..., d) with (d,) = {shape}, the "
+            f"{type(norm).__name__}: normalises the last dimension only; expected x (..., d) with (d,) = {shape}, the "
             f"normalized_shape, got x {tuple(x.shape)}"
         )
 

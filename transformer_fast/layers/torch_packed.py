@@ -93,9 +93,9 @@ def _packs(stack: nn.Module, x: Tensor) -> PaddedCalls | None:
 
 def _check_parts(stack: nn.Module) -> None:
     if not all(map(takes_packed, stack.layers)):  # type: ignore[arg-type]
-        raise StaysPaddedError("a layer has a hook, or a part of another kind")
+        raise StaysPaddedError("a layer has a hook, or an unknown submodule")
     if stack.norm is not None and not has_role(stack.norm, TAKES_RESIDUAL):  # type: ignore[arg-type]
-        raise StaysPaddedError("its last norm has a hook, or is of another kind")
+        raise StaysPaddedError("its last norm has a hook, or is of an unknown class")
 
 
 def _is_batch_first(stack: nn.Module) -> bool:
@@ -131,7 +131,7 @@ def _padding(stack: nn.Module, x: Tensor, masks: TorchMasks) -> tuple[Tensor | N
     else:
         keep = padding == 0
         if not bool((keep | (padding == float("-inf"))).all()):
-            raise StaysPaddedError("its padding mask adds numbers to the scores")
+            raise StaysPaddedError("its padding mask is a float tensor, which is added to the scores")
     if mask is not None and not causal:
         raise StaysPaddedError("its mask is not the look-ahead mask")
     return keep, causal

@@ -164,7 +164,7 @@ class AttentionMask:
         first = None if left is None else offset - checked_offset("window left", left)
         last = None if right is None else offset + checked_offset("window right", right)
         if left is not None and right is not None and left + right < 0:
-            raise ValueError(f"window: no key lies between {left} to the left and {right} to the right of a query")
+            raise ValueError(f"window: expected left + right of at least 0, got {left} and {right}, which keep no key")
         return cls(causal_offset=last, window_offset=first)
 
     @classmethod
@@ -247,8 +247,8 @@ class AttentionMask:
         exact = sizes(weight)[0] // (4 if bidirectional else 2)
         if exact < 1 or max_distance <= exact:
             raise ValueError(
-                f"relative: weight {tuple(weight.shape)} has {weight.shape[0]} buckets, of which {exact} are for one "
-                f"distance each; expected at least 1, and a max_distance above it, got {max_distance}"
+                f"relative: {exact} of the {weight.shape[0]} buckets of weight {tuple(weight.shape)} hold one distance "
+                f"each; expected at least 1 such bucket, and max_distance above {exact}, got {max_distance}"
             )
         return cls(distance_biases=(Relative(weight, max_distance, bidirectional, checked_offset("offset", offset)),))
 

@@ -92,8 +92,8 @@ def _padding_of_dense(keep: Tensor, length: int) -> Tensor:
         graph = "by torch.jit.trace" if is_traced() else "by torch.compile or torch.export"
         obstacle = "without waiting for the GPU" if on_gpu else graph
         raise ValueError(
-            f"packed: trg_mask is a dense keep mask {tuple(keep.shape)} on {keep.device}; whether it is padding and "
-            f"look-ahead cannot be seen {obstacle}: {_WHAT_TO_PASS}"
+            f"packed: trg_mask is a dense keep mask {tuple(keep.shape)} on {keep.device}, which cannot be checked "
+            f"{obstacle}: it must be padding and look-ahead only; {_WHAT_TO_PASS}"
         )
     if tuple(keep.shape[1:]) != (1, length, length):
         raise ValueError(

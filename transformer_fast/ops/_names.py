@@ -25,7 +25,7 @@ _ATTENTION = {
     "return_attn_probs": "return_weights=True for the weights, return_logsumexp=True for the logsumexp",
     "attn_mask": (
         "mask=AttentionMask.keep(t) if True means kept (scaled_dot_product_attention), mask=AttentionMask.blocked(t) "
-        "if True means blocked (nn.MultiheadAttention), bias=t if it is a float added to the scores"
+        "if True means blocked (nn.MultiheadAttention), bias=t for a float added to the scores"
     ),
     "attn_bias": "bias=t for a float added to the scores, causal=True for a look-ahead",
     "attention_mask": "mask=AttentionMask.keep(t[:, None, None, :]) for a (B, Lk) mask, 1 = kept",
@@ -41,27 +41,27 @@ _PACKED = {
     **_SHARED,
     "max_seqlen_q": "max_q=",
     "max_seqlen_k": "max_k=",
-    "attn_mask": "causal=True, mask=AttentionMask.keep(t) of keys (Tk,), or bias=, one tensor for each sequence",
+    "attn_mask": "causal=True, mask=AttentionMask.keep(t) of keys (Tk,), or bias=, one tensor per sequence",
     "window_size": "mask=AttentionMask.window(left, right)",
     "alibi_slopes": "mask=AttentionMask.alibi(slopes)",
-    "attn_bias": "bias=, one tensor (H, Lq, Lk) for each sequence; causal=True for a look-ahead",
+    "attn_bias": "bias=, one tensor (H, Lq, Lk) per sequence; causal=True for a look-ahead",
     "key_padding_mask": "mask=AttentionMask.blocked(t), t (Tk,); packed sequences have no padding",
     "need_weights": "return_weights=True",
 }
 _DECODE = {
     **{name: said for name, said in _SHARED.items() if not said.startswith("dropout_p")},
     "return_softmax_lse": "return_logsumexp=True",
-    "cache_seqlens": "lengths, the newest keys included",
+    "cache_seqlens": "lengths, which count the newest keys too",
     "block_table": "page_table=",
     "window_size": "mask=AttentionMask.window(left)",
     "alibi_slopes": "mask=AttentionMask.alibi(slopes)",
-    "attn_mask": "lengths: what lies past them is not read",
-    "key_padding_mask": "lengths: what lies past them is not read",
+    "attn_mask": "lengths: keys past them are not read",
+    "key_padding_mask": "lengths: keys past them are not read",
     "dropout": "nothing: decoding has no dropout",
     "dropout_p": "nothing: decoding has no dropout",
 }
 _NORM = {
-    "normalized_shape": "nothing: the last dimension is normed, as wide as weight and bias are",
+    "normalized_shape": "nothing: layer_norm always normalises the last dimension",
     "gamma": "weight",
     "beta": "bias",
     "epsilon": "eps=",
@@ -75,7 +75,9 @@ _EMBED = {
     "positions": "table=, and offset= for the position of the first id",
     "dropout": "dropout_p=",
     "p": "dropout_p=",
-    **dict.fromkeys(("max_norm", "norm_type", "scale_grad_by_freq", "sparse"), "torch.nn.functional.embedding for it"),
+    **dict.fromkeys(
+        ("max_norm", "norm_type", "scale_grad_by_freq", "sparse"), "torch.nn.functional.embedding, which supports it"
+    ),
 }
 HINTS: Mapping[str, Mapping[str, str]] = {
     "attention": _ATTENTION,

@@ -139,7 +139,10 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, a scalar; the gradients and their scale, which the op returns too, are empty here."""
     if any(gradients):
-        raise RuntimeError("linear_cross_entropy: a graph of plain operators has its value, not its gradients")
+        raise RuntimeError(
+            "linear_cross_entropy: a graph of plain operators computes the loss, not its gradients; expected inputs "
+            "that require no gradients"
+        )
     reduction = "mean" if mean else "sum"
     loss = reference.cross_entropy.linear_cross_entropy(
         x, weight, bias, target, label_smoothing=smoothing, ignore_index=ignore_index, reduction=reduction

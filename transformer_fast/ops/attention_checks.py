@@ -123,9 +123,9 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_ke
     if not isinstance(mask, AttentionMask):
         raise TypeError(f"{op}: mask must be an AttentionMask, got {type(mask).__name__}")
     if given := parts_beside(mask, *_BY_POSITION, *(("key_keep_mask",) if takes_keep else ())):
-        keys = ", and keep of keys alone" if takes_keep else ""
+        keys = ", and a keep mask of keys" if takes_keep else ""
         raise ValueError(
-            f"{op}: mask may say window, causal, documents, alibi and relative alone{keys}, got {', '.join(given)}"
+            f"{op}: mask may only contain window, causal, documents, alibi and relative{keys}, got {', '.join(given)}"
         )
     return replace(mask, causal_offset=and_causal(mask.causal_offset, causal))
 
@@ -190,14 +190,15 @@ def _check_special(
         name = type(bias).__name__.lower()
         batches, heads = bias.heads()
         if batches not in (1, B) or heads not in (1, H):
-            of = "(buckets, H)" if name == "relative" else "(H,) or (B, H)" if packed is None else "(H,)"
-            raise ValueError(f"{op}: {name} of shape {tuple(bias.tensor.shape)} is not {of} with B = {B} and H = {H}")
+            of_slopes = "(H,) with" if packed is not None else f"(H,) or (B, H) with B = {B} and"
+            of = "(buckets, H) with" if name == "relative" else of_slopes
+            raise ValueError(f"{op}: {name} must be {of} H = {H}, got shape {tuple(bias.tensor.shape)}")
     if mask.document_ids is not None:
         for name, ids, length in zip(("query_ids", "key_ids"), mask.document_ids, packed or lengths, strict=True):
             if ids.shape[0] not in (1, B) or ids.shape[1] != length:
                 raise ValueError(
-                    f"{op}: documents: {name} of shape {tuple(ids.shape)} is not (B, L) = ({B}, {int(length)}), nor "
-                    f"one for all, (1, {int(length)})"
+                    f"{op}: documents: {name} must be (B, L) = ({B}, {int(length)}), or (1, {int(length)}) for all "
+                    f"sequences, got shape {tuple(ids.shape)}"
                 )
     given = {**AttentionMask(document_ids=mask.document_ids, distance_biases=mask.distance_biases).tensors()}
     for name, t in (given if sinks is None else given | {"sinks": sinks}).items():

@@ -182,7 +182,7 @@ def attention_packed(
     max_k = _check_sequences("k", cu_seqlens_k, k, max_k)
     if sizes(cu_seqlens_q) != sizes(cu_seqlens_k):
         raise ValueError(
-            "attention_packed: cu_seqlens_q and cu_seqlens_k must be of one number of sequences, got shapes "
+            "attention_packed: cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got shapes "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
     if return_weights not in (False, True, "dropped"):
@@ -285,7 +285,7 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
     if not isinstance(bias, Tensor):
         parts = list(bias)
         if len(parts) != B:
-            raise ValueError(f"attention_packed: bias must be one tensor for each of {B} sequences, got {len(parts)}")
+            raise ValueError(f"attention_packed: bias must have one tensor per sequence, {B} in all, got {len(parts)}")
         look = can_look(queries)
         for b, part in enumerate(parts):
             if not isinstance(part, Tensor) or not part.is_floating_point():
@@ -294,7 +294,7 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
             if not fits or (look and part.shape[1:] != (int(queries[b]), int(keys[b]))):
                 lengths = f", Lq = {int(queries[b])} and Lk = {int(keys[b])}" if look else ""
                 raise ValueError(
-                    f"attention_packed: bias[{b}] must be (H, Lq, Lk), or (1, Lq, Lk) as all others, with H = {H}"
+                    f"attention_packed: bias[{b}] must be (H, Lq, Lk), or (1, Lq, Lk) if all are, with H = {H}"
                     f"{lengths}, got shape {tuple(part.shape)}"
                 )
         bias = torch.cat([part.flatten(1) for part in parts], 1) if parts else q.new_zeros(1, 0)
@@ -306,8 +306,8 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
     pairs = int(starts[-1]) if can_look(starts) else sizes(bias)[-1]
     if bias.dim() != 2 or sizes(bias)[0] not in (1, H) or sizes(bias)[1] != pairs:
         raise ValueError(
-            f"attention_packed: bias must be (H, pairs) or (1, pairs) with H = {H}, and a pair for each query and key "
-            f"of one sequence, {int(pairs)} in all, got shape {tuple(bias.shape)}"
+            f"attention_packed: bias must be (H, pairs) or (1, pairs) with H = {H} and pairs = {int(pairs)}, the sum "
+            f"of Lq * Lk over the sequences, got shape {tuple(bias.shape)}"
         )
     return bias.contiguous(), replace(sequences, bias_starts=starts)
 

@@ -204,7 +204,7 @@ def _check_options(
         raise ValueError(f'linear_cross_entropy: reduction must be "none", "mean" or "sum", got {reduction!r}')
     if target.is_floating_point() and ignore_index >= 0:
         raise ValueError(
-            "linear_cross_entropy: probabilities as targets know no ignore_index: expected a negative one, got "
+            "linear_cross_entropy: targets that are probabilities have no ignore_index; expected a negative one, got "
             f"{ignore_index}"
         )
     if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():

@@ -62,7 +62,7 @@ def products_by(library: str) -> Iterator[None]:
         raise ValueError(f"library is {library!r}, expected one of {', '.join(choices)}")
     module = extension.module()
     if module is None:
-        raise ValueError(f"the choice is made in the extension, which is not there: {extension.status()}")
+        raise ValueError(f"the C++ extension, which calls the library, is not loaded: {extension.status()}")
     before = module.send_products_to_onednn(choices[library])
     try:
         yield

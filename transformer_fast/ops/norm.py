@@ -145,7 +145,11 @@ def _check(
         if t is None and name != "x":
             continue
         if not isinstance(t, Tensor):
-            hint = "; leave out the normalized_shape of torch's" if name == "weight" and isinstance(t, _SHAPE) else ""
+            hint = (
+                "; unlike torch's, this layer_norm takes no normalized_shape"
+                if name == "weight" and isinstance(t, _SHAPE)
+                else ""
+            )
             raise TypeError(f"layer_norm: {name} must be a tensor, got {type(t).__name__}{hint}")
         if not t.is_floating_point():
             raise TypeError(f"layer_norm: {name} must be a float tensor, got {t.dtype}")

@@ -76,7 +76,9 @@ def average_models(models: Sequence[nn.Module]) -> nn.Module:
     try:
         mean = _mean(dict(model.named_parameters()) for model in models)
     except ValueError:
-        raise ConfigError("only models of one size can be averaged; leave out --average to let them vote") from None
+        raise ConfigError(
+            "only models of one size can be averaged; without --average the mean of their probabilities decides"
+        ) from None
     for name, parameter in result.named_parameters():
         parameter.copy_(mean[name])
     return result
@@ -89,7 +91,7 @@ def _mean(states: Iterable[Tensors]) -> Tensors:
     for count, tensors in enumerate(states, start=1):
         total = total or {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors.items()}
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in total.items()}:
-            raise ValueError(f"number {count} differs from the first in the names or shapes of its weights")
+            raise ValueError(f"weights {count} differ from the first in names or shapes")
         for name, tensor in tensors.items():
             total[name] += tensor
     return {name: (t / count).to(tensors[name].dtype) for name, t in total.items()}
@@ -106,7 +108,7 @@ def save_average(folder: RunFolder, average: Average) -> None:
     about["bleu_sentences"] = average.bleu_sentences
     # One entry, because safetensors writes several entries in any order, and equal means should give equal bytes.
     data = safetensors.torch.save(average.tensors, {ABOUT: json.dumps(about)})
-    advice = ". The checkpoints are untouched; average them again once it can be written"
+    advice = ". The checkpoints are untouched; run average again when the file can be written"
     with os_error_as_checkpoint_error(f"cannot write {folder.average}", advice):
         write_atomically(folder.average, data)
 

@@ -66,7 +66,7 @@ class TrainConfig:
         ConfigError: names the setting, its value and what was expected.
     """
 
-    source: str = _option(dataclasses.MISSING, "source sentences, one a line, plain or .gz", free=True)
+    source: str = _option(dataclasses.MISSING, "source sentences, one per line, plain or .gz", free=True)
     target: str = _option(dataclasses.MISSING, "their translations, line by line", free=True)
     save: str = _option(dataclasses.MISSING, "folder of the run: checkpoints, tokenizer, log", free=True)
     valid_source: str | None = _option(None, "held-out source sentences", free=True, type=str)
@@ -173,7 +173,9 @@ class TrainConfig:
         _require(self.batch_tokens >= self.max_length, self, "batch_tokens", f"at least max_length ({self.max_length})")
         _require(self.cooldown <= self.max_steps, self, "cooldown", f"at most max_steps ({self.max_steps})")
         if self.shard and self.amp == "fp16":
-            raise ConfigError("shard does not go with amp 'fp16', whose loss scale is not shared; expected bf16 or off")
+            raise ConfigError(
+                "shard is not supported with amp 'fp16', whose loss scale is not shared; expected bf16 or off"
+            )
         if (self.valid_source is None) != (self.valid_target is None):
             missing = "valid_source" if self.valid_source is None else "valid_target"
             raise ConfigError(f"{missing} is missing: validation needs both valid_source and valid_target, or neither")

@@ -96,7 +96,7 @@ def open_run(
     if continued:
         if changed := [part for part in data if data[part] != saved.get("data", {}).get(part)]:
             raise CheckpointError(
-                f"cannot resume the run in {folder.root}: the {changed[0]} text is not the one it began with"
+                f"cannot resume the run in {folder.root}: the {changed[0]} text differs from the one it began with"
             )
         tokenizer = load_tokenizer(folder, saved, config)
         if translation is not None and translation != saved.get("translation"):

@@ -56,12 +56,12 @@ def open_text(source: PathLike | IO[bytes], *, name: str = "") -> Iterator[Itera
             path = Path(source)
             name = str(path)
             if path.is_dir():
-                raise DataError(f"{path} is a folder; expected a text file with one sentence a line (plain or .gz)")
+                raise DataError(f"{path} is a folder; expected a text file with one sentence per line (plain or .gz)")
             try:
                 stream: Any = stack.enter_context(open(path, "rb"))
                 start = stream.peek(2)[:2]
             except FileNotFoundError:
-                raise DataError(f"{path} does not exist; expected a text file with one sentence a line") from None
+                raise DataError(f"{path} does not exist; expected a text file with one sentence per line") from None
             except OSError as error:
                 raise DataError(f"cannot read {path}: {error.strerror or error}") from error
             if path.suffix == ".gz" and start and start != GZIP_MAGIC:
@@ -107,7 +107,7 @@ def read_lines(path: PathLike, *, may_be_blank: bool = False) -> list[str]:
             except ValueError as error:
                 raise DataError(f"{path}, line {number}: {error}; convert the file to UTF-8") from None
     if not decoded or not (may_be_blank or any(map(str.strip, decoded))):
-        raise DataError(f"{path} is empty; expected one sentence a line")
+        raise DataError(f"{path} is empty; expected one sentence per line")
     return decoded
 
 

@@ -186,7 +186,7 @@ class _Run:
         value = format_seconds(self.config.max_time) if stopped == "max_time" else getattr(self.config, stopped)
         advice = f"raise {stopped}, which is {value}, to train on"
         if stopped == "patience":
-            advice += " (0: never stop for it)"
+            advice += " (0: no limit)"
         elif stopped == "max_steps" and self.config.cooldown:
             advice = "its learning rate has cooled down; train another run, with more max_steps, in another folder"
         self.progress.message(

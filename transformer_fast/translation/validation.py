@@ -85,6 +85,6 @@ class Validation:
         if self.best_step is None or now == before:
             return ""
         return (
-            f"BLEU is measured on {now:,} sentences now and was on {before:,}: until a step is better than"
-            f" {self.best_step:,}, they are compared by validation loss"
+            f"BLEU is now measured on {now:,} sentences, before on {before:,}: steps are compared by validation loss"
+            f" until one is better than step {self.best_step:,}"
         )

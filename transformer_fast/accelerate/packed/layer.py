@@ -92,11 +92,11 @@ def _changes(
     if memory is not None:
         memory_keep, more = _parts(memory_mask, batch, length, memory.shape[1])
         if more is not None:
-            raise StaysPaddedError("its attention to the encoder has a mask of another kind")
+            raise StaysPaddedError("its attention to the encoder has a mask that is not padding alone")
     if keep is None and memory_keep is None:
         return None
     if mask is None:  # another attribute says if the layer is causal
-        raise StaysPaddedError("it has no mask of its own")
+        raise StaysPaddedError("its self-attention has no mask")
     _check_others(layer, hidden_name, given)
     own = call.packing(keep, batch, length, device, causal=bounds is not None and bounds.causal_offset == 0)
     if own is None:
@@ -119,7 +119,7 @@ def _changes(
             changes[name] = _at_tokens(name, given[name], own)
     for name, keys in ((BIAS, own.total), (MEMORY_BIAS, 0 if memory is None else source.total)):
         if given.get(name) is not None and tuple(given[name].shape[-2:]) != (own.total, keys):
-            raise StaysPaddedError(f"its layers are given {name}")
+            raise StaysPaddedError(f"its layers are given {name} with padding")
     return changes, own
 
 
@@ -132,7 +132,7 @@ def _parts(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor | Non
     parts = mask.mask
     others = parts_beside(parts, "key_keep_mask", "causal_offset", "window_offset")
     if others or tuple(mask.shape) != (batch, 1, queries, keys):
-        raise StaysPaddedError("its mask was read as a tensor, or is of other sizes")
+        raise StaysPaddedError("its mask was read as a tensor, or has not the sizes of the batch")
     keep = None if parts.key_keep_mask is None else parts.key_keep_mask[:, 0, 0].expand(batch, keys)
     if parts.causal_offset is None and parts.window_offset is None:
         return keep, None
@@ -142,14 +142,14 @@ def _parts(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor | Non
 def _check_others(layer: nn.Module, hidden_name: str, given: dict[str, Any]) -> None:
     """Raise StaysPaddedError if a layer cannot run on packed tokens."""
     if given.get("output_attentions") or weights_are_captured():
-        raise StaysPaddedError("attention weights are asked for (output_attentions)")
+        raise StaysPaddedError("attention weights are requested (output_attentions)")
     if any(given.get(name) is not None for name in CACHES):
-        raise StaysPaddedError("keys and values are kept (use_cache, past_key_values)")
+        raise StaysPaddedError("keys and values are cached (use_cache, past_key_values)")
     if (BIAS in given or MEMORY_BIAS in given) and getattr(layer, "gradient_checkpointing", False) and layer.training:
-        raise StaysPaddedError("a bias between positions goes through its gradient checkpoints")
+        raise StaysPaddedError("its gradient checkpointing passes on a position bias")
     for name, value in given.items():
         if name not in _KNOWN and name != hidden_name and _holds_tensors(value):
-            raise StaysPaddedError(f"its layers are given {name}")
+            raise StaysPaddedError(f"its layers are given {name}, whose layout is unknown")
     if (hooked := next((m for m in layer.modules() if m is not layer and has_hooks(m)), None)) is not None:
         raise StaysPaddedError(
             f"a {type(hooked).__name__} inside a layer has a hook, which would see tokens without padding"
@@ -176,11 +176,11 @@ def _at_tokens(name: str, value: Any, packing: Packing) -> Any:
     if isinstance(value, tuple):
         return tuple(_at_tokens(name, inner, packing) for inner in value)
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != packing.length:
-        raise StaysPaddedError(f"its layers are given {name} of another kind")
+        raise StaysPaddedError(f"its layers are given {name} that is no tensor (B, L, ...)")
     if value.shape[0] == 1:
         return value[0].index_select(0, packing.positions).unsqueeze(0)
     if value.shape[0] != packing.batch:
-        raise StaysPaddedError(f"its layers are given {name} of another kind")
+        raise StaysPaddedError(f"its layers are given {name} of another batch size")
     return take(value, packing).unsqueeze(0)
 
 

@@ -27,7 +27,7 @@ MODEL, HEAD = "model", "head"
 CALLED = "_makes_logits"
 """Attribute of an output layer: True if the model calls the layer to make logits."""
 
-READS_PADDING = "the loss reads padding: there are labels other than -100 at it, or after it"
+READS_PADDING = "the loss reads padding: labels at padding, or after it, are not all -100"
 """Reason why a call keeps its padding."""
 
 IGNORED = -100
@@ -121,14 +121,14 @@ def _obstacle(model: nn.Module, given: dict[str, Any], call: Unpadded) -> str:
     if config.is_encoder_decoder and flat and not bool(mask.bool().any(1).all()):
         return NO_SOURCE
     if name.endswith("ForQuestionAnswering") and given.get("start_positions") is not None:
-        return f"the loss of {name} compares all positions of a row, those of padding too"
+        return f"the loss of {name} reads all positions, padding included"
     if name.endswith(_PER_TOKEN):
         return ""
     pools = getattr(model, "pooler", None) is not None
     if getattr(model, "base_model", None) is model and not pools:
         return ""
     if not (pools or name.endswith(_PER_ROW)):
-        return f"what {name} computes of the hidden states is not known"
+        return f"the head of {name} is unknown; it may read padding"
     if config.is_encoder_decoder:
         given_mask = given.get("decoder_attention_mask") is not None
         return f"the head of {name} reads one position of the decoder" if given_mask else ""

@@ -55,14 +55,14 @@ def _tried(layer: nn.Module, stack: Stack) -> str:
     """Reason why a layer cannot run on packed tokens, or ""."""
     name, names = type(layer).__name__, positional_names(type(layer).forward)
     if not names or MASK not in names:
-        return f"{name} takes no {MASK}"
+        return f"{name}.forward has no argument {MASK}"
     try:
         trial, given = _copy(layer).eval(), _arguments(layer, stack, names)
         for rows in (_ROWS[:-1], _ROWS):
             if reason := _compared(trial, given, names, rows):
                 return f"{name}: {reason}"
     except Exception as error:
-        return f"{name} could not be tried out: {first_line(error)}"
+        return f"a trial call of {name} failed: {first_line(error)}"
     return ""
 
 
@@ -82,7 +82,7 @@ def _compared(trial: nn.Module, given: dict[str, Any], names: tuple[str, ...], r
         (reason,) = calls.reasons
         return "" if reason == GAPS else reason
     same = not bool(actual[~keep].any()) and _close(actual[keep], expected[keep])
-    return "" if same else "it does not compute its tokens one by one"
+    return "" if same else "its output for a token depends on padding"
 
 
 def _arguments(layer: nn.Module, stack: Stack, names: tuple[str, ...]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
         if all(isinstance(layer, Packed) for layer in stack.layers):
             stack.obstacle = ALREADY
         elif not all(is_ours(m) for layer in stack.layers for m in layer.modules() if _attends(m)):
-            stack.obstacle = "its attention is not ours"
+            stack.obstacle = "its attention is not fused"
         else:
             judge(stack)
         now = None if stack.obstacle else NOW

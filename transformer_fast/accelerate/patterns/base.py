@@ -204,9 +204,7 @@ def _accelerated_class(
             if result is not None:
                 return result
         if not torch.compiler.is_compiling() and (calls := padded_calls(self)) is not None:
-            calls.add(
-                f"a {original.__name__} runs as it was written: it has a hook, or a part or input of another kind"
-            )
+            calls.add(f"a {original.__name__} runs its own forward: it has a hook, or an unknown submodule or input")
         return original.forward(self, *args, **kwargs)
 
     made = type(original.__name__, (Accelerated, *pattern.bases, original), {

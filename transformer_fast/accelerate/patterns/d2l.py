@@ -27,7 +27,7 @@ from .norm import AddNorm
 from .without_padding import through
 
 Lengths = Tensor | AttentionMask | PackedMask | None
-NOT_TOLD = "it is not told where its target ends"
+NOT_TOLD = "it has no lengths of its targets"
 """Reason why a decoder keeps padding: its masks are the lengths 1 to T."""
 
 

@@ -107,10 +107,10 @@ def _check_parts(m: nn.Module) -> None:
             pattern = pattern_of(child)
             if not is_plain(child) and child is not m:
                 raise StaysPaddedError(
-                    f"a {type(child).__name__} inside has a hook, which would see tokens without padding"
+                    f"a {type(child).__name__} inside a layer has a hook, which would see tokens without padding"
                 )
             if pattern is not None and not pattern.fits(child):
-                raise StaysPaddedError(f"a {type(child).__name__} has a part of another kind")
+                raise StaysPaddedError(f"a {type(child).__name__} has an unknown submodule")
             if name in any_module:
                 inside = child.modules() if pattern is None else child.children()
                 if not (

@@ -55,8 +55,8 @@ class AddNorm(nn.Module):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1:
             raise ValueError(
-                f"AddNorm: normalized_shape {shape} would norm over positions, not over each vector; pass its last "
-                "number alone"
+                f"AddNorm: normalized_shape {shape} would normalise over positions, not per vector; pass its last "
+                "number only"
             )
         self.dropout = nn.Dropout(dropout)
         self.ln = LayerNorm(shape)

@@ -101,7 +101,10 @@ def read_model_config(config: dict[str, Any], where: str) -> ModelConfig:
         raise CheckpointError(f"{where} has activation_function {config['activation_function']!r}; expected {expected}")
     shared, tied = config["share_encoder_decoder_embeddings"], config["tie_word_embeddings"]
     if shared and not tied:
-        raise CheckpointError(f"{where} shares the embeddings but not with the output layer, which cannot be done here")
+        raise CheckpointError(
+            f"{where} shares the embeddings of both languages but not with the output layer; expected"
+            " tie_word_embeddings true"
+        )
     sides = "encoder", "decoder"
     layers, heads, d_ff = (
         tuple(number(f"{side}_{name}") for side in sides) for name in ("layers", "attention_heads", "ffn_dim")
@@ -154,7 +157,10 @@ def _read_tokenizer(folder: Path, config: dict[str, Any], model: ModelConfig) ->
                 f"{folder / name} has ids up to {max(vocab.values())}, but the model of config.json has {size} of them"
             )
     if not separate and model.src_vocab != model.trg_vocab:
-        raise CheckpointError(f"{folder}: one vocabulary for two sizes, {model.src_vocab} and {model.trg_vocab}")
+        raise CheckpointError(
+            f"{folder} has one vocabulary for both languages, but config.json has two sizes, {model.src_vocab} and"
+            f" {model.trg_vocab}"
+        )
     for name, id_, found in (
         ("eos", config["eos_token_id"], tokenizer.eos),
         ("pad", config["pad_token_id"], tokenizer.pad),

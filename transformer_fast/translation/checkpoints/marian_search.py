@@ -44,7 +44,7 @@ def from_settings(settings: Mapping[str, Any], *, eos: int, vocabulary: int, whe
     try:
         return _from_settings({n: v for n, v in settings.items() if v is not None}, eos, vocabulary, where)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} has a setting that cannot be: {error}") from None
+        raise CheckpointError(f"{where} has an invalid setting: {error}") from None
 
 
 def _from_settings(settings: dict[str, Any], eos: int, vocabulary: int, where: str) -> GenerationConfig:
@@ -53,13 +53,16 @@ def _from_settings(settings: dict[str, Any], eos: int, vocabulary: int, where: s
 
     for name, value in settings.items():
         if name not in READ | NO_MATTER and not _off(value):
-            raise refuse(name, "generation here cannot do that")
+            raise refuse(name, "this option cannot be imported")
     beam, sample = settings.get("num_beams") or 1, bool(settings.get("do_sample"))
     penalty = float(settings.get("repetition_penalty") or 1.0)
     if beam > 1 and sample:
-        raise refuse("do_sample", "drawing with a beam is not known here; expected num_beams 1")
+        raise refuse("do_sample", "sampling with a beam is not supported; expected num_beams 1")
     if beam > 1 and penalty != 1.0:
-        raise refuse("repetition_penalty", "with a beam transformers applies it to log-probabilities, here to logits")
+        raise refuse(
+            "repetition_penalty",
+            "with a beam transformers applies it to log-probabilities, transformer_fast to logits; expected 1",
+        )
     if settings.get("forced_eos_token_id") not in (None, eos, [eos]):
         raise refuse("forced_eos_token_id", f"expected none or that of eos, {eos}")
     early_stop = settings.get("early_stopping")
@@ -68,7 +71,7 @@ def _from_settings(settings: dict[str, Any], eos: int, vocabulary: int, where: s
     suppress: set[int] = set(settings.get("suppress_tokens") or ())
     for word in settings.get("bad_words_ids") or ():
         if len(word) != 1:
-            raise refuse("bad_words_ids", "words of more than one token are not known here")
+            raise refuse("bad_words_ids", "only words of one token are supported")
         suppress |= set(word)
     suppress -= {eos}  # transformers never forbids this token
     if any(not isinstance(token, int) or not 0 <= token < vocabulary for token in suppress):

@@ -72,7 +72,8 @@ def from_marian(
     known = {theirs for several in names.values() for theirs in several}
     if extra := sorted(given.keys() - known):
         raise CheckpointError(
-            f"the weights have {len(extra)} tensors that a Marian model of this config.json has not, such as {extra[0]}"
+            f"the weights have {len(extra)} tensors that a Marian model of this config.json does not have, such as"
+            f" {extra[0]}"
         )
     return found
 

@@ -22,7 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         " computed. Those papers tokenise with Moses before they score: give such files with --tokenized; else both"
         " are split by sacreBLEU's own 13a, which is close to it, but not the same."
     )
-    command.add_argument("--hypotheses", required=True, metavar="F", help="translations, one a line, plain or .gz")
+    command.add_argument("--hypotheses", required=True, metavar="F", help="translations, one per line, plain or .gz")
     command.add_argument("--references", required=True, metavar="F", help="the right ones, line by line")
     command.add_argument(
         "--tokenized", action="store_true", help="the files are tokenised: also count their words as they stand"

@@ -152,7 +152,9 @@ def _translator(args: argparse.Namespace) -> Translator:
     for folder, trained in zip(args.model, runs, strict=True):
         if trained.tokenizer.model != tokenizer.model:
             first = args.model[0]
-            raise ConfigError(f"{folder} has another tokenizer than {first}; only models with one can work together")
+            raise ConfigError(
+                f"{folder} has another tokenizer than {first}; models that translate together must share one"
+            )
     models = [trained.model.requires_grad_(False) for trained in runs]
     names = [field.name for field in dataclasses.fields(GenerationConfig)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}

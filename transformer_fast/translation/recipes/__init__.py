@@ -51,7 +51,9 @@ def load_recipe(name: str) -> Recipe:
         raise ConfigError(f"the recipe {name} is not TOML: {error}") from None
     recipe = Recipe(path.stem, content.pop("about", ""), content.pop("training", {}), content.pop("translation", {}))
     if content:
-        raise ConfigError(f"the recipe {name} may hold about, [training] and [translation], and has {sorted(content)}")
+        raise ConfigError(
+            f"the recipe {name} may only hold about, [training] and [translation]; it also has {sorted(content)}"
+        )
     for table, found in (("training", recipe.training), ("translation", recipe.translation)):
         if not isinstance(found, dict):
             raise ConfigError(f"{table} in the recipe {name} is {found!r}; expected a table of settings")
