@@ -1,18 +1,18 @@
-"""Generation: ours against the eager reference without a cache, Hugging Face's Marian and CTranslate2, of one size.
+"""Generation against the eager reference without a cache, Hugging Face's Marian and CTranslate2; models of one size.
 
-In the suite it is a small model; the figures of the base size (minutes, most of them the reference's) come from
+The benchmark suite runs a small model. The figures of the base size take minutes:
 
     python benchmarks/bench_generation.py --size base --length 64 --batch 16 --search greedy beam
 
-``--paths`` compares ours with ours without one of its PATHS, in seconds of the processor, which other programs disturb
-less. Run it on a CPU with one thread: threads that wait count too.
+``--paths`` compares runs with and without one of PATHS, in CPU seconds, which other programs disturb less. Use one
+thread there, because waiting threads count too.
 
-Each side is in a process of its own (apart.py). All answers have exactly ``length`` tokens. Ours, the reference and
-CTranslate2 have the same weights, and their answers are compared before anything is timed. Weights that are laid out
-for decoding are so before, in ours as in CTranslate2. Marian has random weights of the same sizes (post-norm, as it is
-made). On a CPU ours and CTranslate2 also run with int8 weights, and each is compared with the other's side of the same
-weights. Their answers' BLEU is against ours in fp32: with random weights many tokens are nearly tied, so that it is low
-for both. "ours drafted" is ours in fp32 with ``draft_tokens``, and the same answers.
+Each side runs in its own process (apart.py). All answers have exactly ``length`` tokens. Ours, the reference and
+CTranslate2 have the same weights, and their answers are compared before anything is timed. Weights are laid out for
+decoding before timing, in ours as in CTranslate2. Marian has random weights of the same sizes (post-norm). On a CPU,
+ours and CTranslate2 also run with int8 weights, and each is compared with the other's side of the same weights. BLEU of
+answers is against ours in fp32; with random weights many tokens are nearly tied, so it is low for both. "ours drafted"
+is ours in fp32 with ``draft_tokens``; its answers are the same.
 """
 
 from __future__ import annotations
@@ -362,13 +362,13 @@ def compare(case: Case, device: str, rounds: int, uncached: bool, paths: bool = 
 def main() -> None:
     """A table: tokens per second, and how many times faster ours is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="base")
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--size", choices=SIZES, default="base", help="size of the model (default: base)")
+    parser.add_argument("--length", type=int, default=64, help="tokens per answer (default: 64)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], help="sentences (default: 1 16 64)")
     parser.add_argument("--search", nargs="+", choices=("greedy", "beam"), default=["greedy", "beam"])
-    parser.add_argument("--rounds", type=int, default=5, help="of each side, in turn; the fastest counts")
-    parser.add_argument("--no-uncached", action="store_true", help="leave out the reference, which takes minutes")
-    parser.add_argument("--paths", action="store_true", help="ours beside ours without each of its fast paths")
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each side, in turn; the fastest counts")
+    parser.add_argument("--no-uncached", action="store_true", help="skip the uncached reference, which takes minutes")
+    parser.add_argument("--paths", action="store_true", help="compare with runs that have one fast path turned off")
     parser.add_argument("--out", type=Path, help="folder for bench_generation.json")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -384,7 +384,7 @@ def main() -> None:
         results += of_case.values()
     if args.out:
         report = {
-            "what": f"sentences translated to answers of one length, in {'CPU ' * args.paths}seconds a round",
+            "what": f"sentences translated to answers of one length, in {'CPU ' * args.paths}seconds per round",
             "size": args.size,
             "length": args.length,
             "threads": torch.get_num_threads(),

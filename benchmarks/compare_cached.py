@@ -1,14 +1,14 @@
-"""Decoding with a cache against decoding without, on the sentences of a file and with a trained model.
+"""Compare decoding with and without a cache, on the sentences of a file and with a trained model.
 
     python benchmarks/compare_cached.py --model runs/en-de --source val.en --sentences 1000 --out results
 
-Both decode the same batches, greedily and by beam search; tokens must be the same and scores the same to rounding. The
-two round differently, so an exact tie could be resolved differently. An answer that differs counts as a tie only if it
-is shown to be one: the uncached search is run once more with its margins recorded, and somewhere on its way two
-candidates that it ranked one after the other (or two of its answers) lay closer together than --tie. Every other
-difference is wrong, and so is a score further from the other's than that; then the exit code is 1.
+Both decode the same batches, greedily and by beam search. Their tokens must be equal and their scores equal up to
+rounding. They round differently, so an exact tie may be resolved differently. A different answer counts as a tie only
+if a second uncached search, which records its margins, proves it: at some step two candidates that it ranked one after
+the other (or two of its answers) differ by less than --tie. Every other difference is an error, and so is a score that
+differs by more; then the exit code is 1.
 
-Written to OUT, where it is given: compare_cached.json. The table and the first differences are printed.
+The table and the first differences are printed. With --out, compare_cached.json is written there.
 """
 
 from __future__ import annotations
@@ -176,15 +176,17 @@ def make_batches(sources: list[list[int]], size: int, **marks: int) -> list[tupl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="the folder that `train --save` wrote")
-    parser.add_argument("--source", required=True, help="sentences, one per line")
-    parser.add_argument("--sentences", type=int, default=1000, help="how many of them (default: %(default)s)")
-    parser.add_argument("--beams", type=int, nargs="+", default=[1, 5], help="1 is greedy (default: 1 5)")
-    parser.add_argument("--batch", type=int, default=50, help="sentences in a batch (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--tie", type=float, help=f"scores this close are a tie (default: by dtype, {TIES})")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--show", type=int, default=3, help="so many differences are printed (default: %(default)s)")
+    parser.add_argument("--model", required=True, help="folder that `train --save` wrote")
+    parser.add_argument("--source", required=True, help="file of sentences, one per line")
+    parser.add_argument("--sentences", type=int, default=1000, help="number of sentences (default: %(default)s)")
+    parser.add_argument("--beams", type=int, nargs="+", default=[1, 5], help="beam widths; 1 is greedy (default: 1 5)")
+    parser.add_argument("--batch", type=int, default=50, help="sentences per batch (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of the model (default: fp32)")
+    parser.add_argument("--tie", type=float, help=f"largest difference of tied scores (default: by dtype, {TIES})")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="number of threads (default: all cores)"
+    )
+    parser.add_argument("--show", type=int, default=3, help="number of differences to print (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for compare_cached.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

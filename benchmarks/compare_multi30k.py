@@ -1,16 +1,16 @@
 """Train `transformer_fast.Transformer` and `torch.nn.Transformer` of one shape with one recipe, and compare.
 
-    python benchmarks/compare_multi30k.py --source train.en --target train.de \\
+    python benchmarks/compare_multi30k.py --source train.en --target train.de \
         --valid-source val.en --valid-target val.de --out results --cpu-minutes 25
 
-Both train through `transformer_fast.translation.train`: the same tokenizer, the same batches in the same order, the
-same initial distribution, optimizer, schedule, loss and threads; only the model class differs. Each gets the same
-budget of CPU time (`time.process_time`, all threads of the process together), validation and checkpoints included, in
-a process of its own: one after the other, or at once (--together, with --threads 1 on two cores). Then the best
-checkpoint of each translates the validation set with the same decoder.
+Both train through `transformer_fast.translation.train`, with the same tokenizer, batches, initial distribution,
+optimizer, schedule, loss and threads. Only the model class differs. Each gets the same CPU time
+(`time.process_time`, the sum over all threads), validation and checkpoints included, in a process of its own: one after
+the other, or at once (--together, with --threads 1 on two cores). Then the best checkpoint of each translates the
+validation set with the same decoder.
 
-Written to OUT: compare.json, and the two run folders with their learning curves (log.jsonl). A run that was cut
-short goes on where it stopped. The table is printed.
+The table is printed. OUT gets compare.json and the two run folders with their learning curves (log.jsonl). An
+interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in ("--source", "--target", "--valid-source", "--valid-target", "--out"):
         parser.add_argument(flag, required=True)
-    parser.add_argument("--cpu-minutes", type=float, default=25.0, help="budget of each model")
+    parser.add_argument("--cpu-minutes", type=float, default=25.0, help="CPU minutes of training per model")
     for flag, value in (
         *(("--d-model", 256), ("--heads", 4), ("--layers", 3), ("--d-ff", 1024), ("--vocab-size", 4000)),
         *(("--batch-tokens", 1024), ("--warmup", 400), ("--valid-every", 500), ("--seed", 0), ("--beam", 5)),
@@ -192,9 +192,9 @@ def arguments() -> argparse.Namespace:
     for flag, value in (("--dropout", 0.1), ("--lr", 1e-3)):
         parser.add_argument(flag, type=float, default=value, help="default: %(default)s")
     parser.add_argument(
-        "--together", action="store_true", help="train both at once, so that both meet the same machine"
+        "--together", action="store_true", help="train both at once, so that the load of the machine is the same"
     )
-    parser.add_argument("--only", choices=MODELS, help="train and measure this one, and print its JSON")
+    parser.add_argument("--only", choices=MODELS, help="train and measure this model only, and print its JSON")
     return parser.parse_args()
 
 

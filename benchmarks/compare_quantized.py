@@ -1,10 +1,9 @@
-"""Generation with int8 weights against fp32: BLEU on the sentences of a file, with a trained model.
+"""Compare generation with int8 weights to fp32: BLEU on the sentences of a file, with a trained model.
 
     python benchmarks/compare_quantized.py --model runs/en-de --source val.en --target val.de --out results
 
-Both translate the same lines, greedily and by beam search. Exit code 1 if int8 loses more than --loss BLEU.
-
-Written to OUT, where it is given: compare_quantized.json.
+Both translate the same lines, greedily and by beam search. The exit code is 1 if int8 loses more than --loss BLEU.
+With --out, compare_quantized.json is written there.
 """
 
 from __future__ import annotations
@@ -53,12 +52,16 @@ def compare(trained: Trained, source: list[str], target: list[str], beam: int) -
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="the folder that `train --save` wrote")
-    parser.add_argument("--source", required=True, help="sentences, one per line, plain or .gz")
-    parser.add_argument("--target", required=True, help="their translations, line by line")
-    parser.add_argument("--beams", type=int, nargs="+", default=[1, 5], help="1 is greedy (default: 1 5)")
-    parser.add_argument("--loss", type=float, default=0.2, help="BLEU that may be lost (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--model", required=True, help="folder that `train --save` wrote")
+    parser.add_argument("--source", required=True, help="file of sentences, one per line, plain or .gz")
+    parser.add_argument("--target", required=True, help="file of translations, line by line")
+    parser.add_argument("--beams", type=int, nargs="+", default=[1, 5], help="beam widths; 1 is greedy (default: 1 5)")
+    parser.add_argument(
+        "--loss", type=float, default=0.2, help="largest loss of BLEU that passes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="number of threads (default: all cores)"
+    )
     parser.add_argument("--out", type=Path, help="folder for compare_quantized.json")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

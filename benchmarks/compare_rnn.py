@@ -1,15 +1,15 @@
-"""Measure what the textbook's chapter claims: that the Transformer's epochs are faster than those of a recurrent
-sequence-to-sequence model with attention, and that it converges faster early on.
+"""Test the textbook's claim that the Transformer's epochs are faster than those of a recurrent sequence-to-sequence
+model with attention, and that it converges faster early on.
 
     python benchmarks/compare_rnn.py --out results
 
 Three models learn the same task (English number names to German ones) from the same batches in the same order, with
-the chapter's recipe: 2 blocks or layers, hidden 32, 4 heads, ffn 64, dropout 0.1, Adam with lr 0.005, gradients clipped
-at 1. The recurrent one is two GRUs with additive attention (Bahdanau, Cho and Bengio, 2015), the Transformer runs once
-in plain eager PyTorch and once on the fused ops. They take turns epoch by epoch, on one thread, and time is that of
-the process. At the end each spells unseen numbers, greedily; "exact" is the share spelled without a mistake.
+the recipe of the chapter: 2 blocks or layers, hidden 32, 4 heads, ffn 64, dropout 0.1, Adam with lr 0.005, gradients
+clipped at 1. The recurrent model is two GRUs with additive attention (Bahdanau, Cho and Bengio, 2015). The Transformer
+runs once in eager PyTorch and once on the fused ops. The models take turns after each epoch, on one thread; time is
+CPU time of the process. At the end each model spells unseen numbers greedily; "exact" is the share without a mistake.
 
-Written to OUT: compare_rnn.json. The table is printed.
+The table is printed. OUT gets compare_rnn.json.
 """
 
 from __future__ import annotations
@@ -136,13 +136,13 @@ def exact(model: nn.Module, tokenizer: Tokenizer, numbers: list[int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--train-size", type=int, default=2000)
-    parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=0.005)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--epochs", type=int, default=30, help="training epochs")
+    parser.add_argument("--train-size", type=int, default=2000, help="number of training pairs")
+    parser.add_argument("--hidden", type=int, default=32, help="width of the models")
+    parser.add_argument("--batch", type=int, default=64, help="sentences per batch")
+    parser.add_argument("--lr", type=float, default=0.005, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     args = parser.parse_args()
     torch.set_num_threads(1)
 

@@ -2,12 +2,12 @@
 
     python benchmarks/compare_training.py --source train.en.gz --target train.de.gz --out results
 
-A side makes whole updates (loss, gradients, clipping, Adam) of a recipe's model, on batches of the first epoch, each
-batch on every side before the next. Batches are of about equally long targets, so packing can leave out little more
-than the padding of the sources; its share stands beside the speeds. bfloat16 is timed where there are instructions for
-its products.
+Each side makes whole updates (loss, gradients, clipping, Adam) of a recipe's model, on batches of the first epoch. Each
+batch runs on every side before the next batch. The targets of a batch have nearly equal lengths, so packing skips
+little more than the padding of the sources; the table shows its share. bfloat16 is timed if the CPU has instructions
+for products of bfloat16.
 
-Printed as a table, and written to OUT/compare_training.json where it is given.
+The table is printed. With --out, compare_training.json is written there.
 """
 
 from __future__ import annotations
@@ -88,12 +88,14 @@ def compare(config: TrainConfig, corpus: Corpus, vocabulary: int, updates: int) 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", required=True, help="sentences, one per line, plain or .gz")
-    parser.add_argument("--target", required=True, help="their translations, line by line")
+    parser.add_argument("--source", required=True, help="file of sentences, one per line, plain or .gz")
+    parser.add_argument("--target", required=True, help="file of translations, line by line")
     parser.add_argument("--recipe", default="multi30k-tiny", help="default: %(default)s")
     parser.add_argument("--batch-tokens", type=int, nargs="+", default=[2048, 8192], help="default: %(default)s")
-    parser.add_argument("--updates", type=int, default=20, help="timed, of each side (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--updates", type=int, default=20, help="timed updates of each side (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="number of threads (default: all cores)"
+    )
     parser.add_argument("--out", type=Path, help="folder for compare_training.json")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

@@ -1,17 +1,17 @@
-"""A whole text translated: batch after batch, several batches at a time, and by CTranslate2's translate_file.
+"""Translate a whole text: one batch at a time, several batches at a time, and with CTranslate2's translate_file.
 
     python benchmarks/compare_translate.py --model runs/en-de --source val.en --target val.de --out results
 
-The lines of SOURCE are repeated to LINES. All sides have the weights of the run and one search: greedy, or beam 5 with
-the slots and length penalty of CTranslate2 (docs/checkpoints.md). Ours begins and ends with text: splitting into pieces
-and joining them is in its time. CTranslate2 reads and writes a file of pieces, and neither is in its. It is timed with
-each of PEER_TOKENS as the size of its batches, for one batch with all threads and for as many batches as threads with
-one each, and the fastest of them counts; ours has its default, with one worker and with as many as threads.
+The lines of SOURCE are repeated up to LINES. All sides have the weights of the run and the same search: greedy, or
+beam 5 with the slots and length penalty of CTranslate2 (docs/checkpoints.md). The time of transformer_fast includes
+splitting text into pieces and joining them; CTranslate2 reads and writes pieces, so its time does not. CTranslate2 is
+timed with each batch size of PEER_TOKENS, once with all threads on one batch and once with one thread per batch; the
+fastest counts. transformer_fast has its default batch size, with one worker and with one worker per thread.
 
-Each side is in a process of its own (apart.py), and they take turns, ROUNDS times; the fastest round of each counts.
-Answers are compared by BLEU, and by the share of lines that are as ours.
+Each side runs in its own process (apart.py). The sides take turns, ROUNDS times, and the fastest round of each counts.
+Answers are compared by BLEU, and by the share of lines equal to those of transformer_fast.
 
-Written to OUT, where it is given: compare_translate.json.
+With --out, compare_translate.json is written there.
 """
 
 from __future__ import annotations
@@ -153,14 +153,24 @@ def summary(results: list[Result], lines: int) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="the folder that `train --save` wrote")
-    parser.add_argument("--source", required=True, help="sentences, one per line, plain or .gz")
-    parser.add_argument("--target", required=True, help="their translations, line by line")
+    parser.add_argument("--model", required=True, help="folder that `train --save` wrote")
+    parser.add_argument("--source", required=True, help="file of sentences, one per line, plain or .gz")
+    parser.add_argument("--target", required=True, help="file of translations, line by line")
     parser.add_argument("--lines", type=int, default=20_000, help="default: %(default)s")
-    parser.add_argument("--search", nargs="+", choices=SEARCHES, default=list(SEARCHES))
-    parser.add_argument("--precision", nargs="+", choices=("fp32", "int8"), default=["fp32", "int8"])
+    parser.add_argument(
+        "--search", nargs="+", choices=SEARCHES, default=list(SEARCHES), help="searches to compare (default: all)"
+    )
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=("fp32", "int8"),
+        default=["fp32", "int8"],
+        help="precisions to compare (default: both)",
+    )
     parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="number of threads (default: all cores)"
+    )
     parser.add_argument("--out", type=Path, help="folder for compare_translate.json")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

@@ -1,16 +1,16 @@
-"""Everything worth knowing about a GPU machine, in one go: what ``make gpu`` runs.
+"""Run all checks and benchmarks of a GPU machine; ``make gpu`` runs this.
 
-The build, the parity table, measured beside predicted, the tests on CUDA, the benchmarks and their report: the most
-valuable first. A step that fails, takes too long or lacks a package is reported and the next one runs, so that one
-visit to a machine always brings back all it can. Logs, records and summary.json land in one folder, each as soon as it
-is known; a table of the steps is printed last.
+The steps, most valuable first: the build, the parity table, measured times beside predicted ones, the tests on CUDA,
+the benchmarks and their report. A step that fails, takes too long or lacks a package is reported, and the next one
+runs. Logs, records and summary.json are written to one folder as soon as they are known. A table of the steps is
+printed last.
 
     python benchmarks/gpu.py --out results
     python benchmarks/gpu.py --out results --minutes 9             as much as fits; then, until nothing is left:
     python benchmarks/gpu.py --out results --minutes 9 --resume
     python benchmarks/gpu.py --out results --only measured report
 
-Where torch sees no GPU, it says so and ends; ``--rehearse`` runs the steps all the same, to try them.
+Without a GPU the command stops with a message; ``--rehearse`` runs the steps even then, to test them.
 """
 
 from __future__ import annotations
@@ -176,14 +176,14 @@ def gpu_obstacle() -> str | None:
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: results)")
     names = [step.name for step in steps(Path())]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=f"of: {', '.join(names)}")
     parser.add_argument(
-        "--resume", action="store_true", help="leave out the steps that are done, and the cases measured"
+        "--only", nargs="+", choices=names, metavar="STEP", help=f"run these steps only; of: {', '.join(names)}"
     )
-    parser.add_argument("--minutes", type=float, help="end within so many; the steps that do not fit are left")
-    parser.add_argument("--rehearse", action="store_true", help="run the steps also where there is no GPU")
+    parser.add_argument("--resume", action="store_true", help="skip finished steps and measured cases")
+    parser.add_argument("--minutes", type=float, help="time limit; steps that do not fit are skipped")
+    parser.add_argument("--rehearse", action="store_true", help="run the steps even without a GPU")
     options = parser.parse_args(given)
     if obstacle := gpu_obstacle():
         if not options.rehearse:

@@ -1,16 +1,16 @@
-"""Time of the host for a call of attention, in microseconds, over the bare launches of its kernels.
+"""Host time of an attention call in microseconds, without the bare launches of its kernels.
 
     python benchmarks/host_cost.py [--by-triton]
 
 A call is all of ``tfast.attention(...)`` (or ``attention_packed``, ``attention_decode``) from Python: checks, the
-autograd rule, the allocation of its results and temporaries. "forward" is without gradients, "in training" with them,
-and "backward" is one ``torch.autograd.grad`` of a kept graph. Taken off are the driver calls of its kernels, made alone
-with ready arguments; and from "backward" also what PyTorch's engine takes for a graph of one node of three inputs that
-computes nothing, which stands in a line of its own. With ``--by-triton`` no launch is repeated from an earlier call:
-Triton finds each kernel anew.
+autograd rule, the allocation of results and temporaries. "forward" is without gradients, "in training" with them, and
+"backward" is one ``torch.autograd.grad`` of a kept graph. Subtracted are the driver calls of the kernels, timed alone
+with ready arguments. From "backward" the time of PyTorch's engine is subtracted too, measured on a graph of one node
+of three inputs that computes nothing; the table shows it in its own line. With ``--by-triton`` no launch is repeated
+from an earlier call: Triton looks up each kernel anew.
 
-On a GPU calls are made in a row without waiting. Without one, a driver that does nothing takes the launches, and what
-is left is all ours; one thread, its own clock, the least of many short rounds, since other programs only add.
+On a GPU, calls are made one after the other without waiting. Without a GPU, a driver that does nothing takes the
+launches. There, time is that of one thread, the minimum of many short rounds, since other programs only add time.
 """
 
 from __future__ import annotations
@@ -179,5 +179,5 @@ def main(by_triton: bool = False) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--by-triton", action="store_true", help="leave every launch to Triton")
+    parser.add_argument("--by-triton", action="store_true", help="launch through Triton, without the launch cache")
     main(parser.parse_args().by_triton)

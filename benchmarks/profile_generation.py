@@ -1,17 +1,17 @@
-"""Profile of a decoding step, against the bytes of weights that it must read and the products it must do.
+"""Profile of a decoding step, compared with the bytes of weights that it must read and the products it must compute.
 
     python benchmarks/profile_generation.py --size base --batch 16 --search greedy beam --out results
 
-For every case and side of bench_generation.py: the time of a whole call and of its encoder with the first step, the
-time of a step (the rest over the steps), and the least that both can take on this machine with weights of that type.
-The least is the greater of two: the bytes of weights, keys and values over the measured bandwidth of a read, and the
-operations over the measured rate of a big matrix product, in fp32 (PyTorch's) or int8 (ours), all from this run.
-Attention is in fp32 on every side.
+For every case and side of bench_generation.py: the time of a whole call, of its encoder with the first step, and of a
+later step (the remaining time over the number of later steps). The lower bound of each time is the greater of two
+quotients: the bytes of weights, keys and values over the measured read bandwidth, and the operations over the measured
+rate of a big matrix product, in fp32 (PyTorch's) or int8 (of transformer_fast). All are measured in this run. Attention
+is in fp32 on every side.
 
-For the sides that run in PyTorch also the share of each kind of op, of a run under the profiler, which makes Python's
-larger than it is.
+Sides that run in PyTorch also get the share of each kind of op, from a run under the profiler, which overstates the
+share of Python.
 
-Printed as Markdown, and written to OUT/profile_generation.{md,json} where it is given.
+The report is printed as Markdown. With --out, profile_generation.md and profile_generation.json are written there.
 """
 
 from __future__ import annotations
@@ -193,14 +193,22 @@ def title(one: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="base")
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--batch", type=int, nargs="+", default=[16])
-    parser.add_argument("--search", nargs="+", choices=("greedy", "beam"), default=["greedy", "beam"])
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="base", help="size of the model (default: base)")
+    parser.add_argument("--length", type=int, default=64, help="tokens per answer (default: 64)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[16], help="sentences per batch (default: 16)")
+    parser.add_argument(
+        "--search",
+        nargs="+",
+        choices=("greedy", "beam"),
+        default=["greedy", "beam"],
+        help="searches to profile (default: both)",
+    )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="sides to profile (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed runs per side (default: 3)")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="number of threads (default: all cores)"
+    )
+    parser.add_argument("--out", type=Path, help="folder for the profile")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     limits = measured_limits()

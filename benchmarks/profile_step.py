@@ -1,16 +1,16 @@
-"""Profile of a training step by kind of op, ours beside the reference: the speed that could still be gained.
+"""Profile of a training step by kind of op, beside the reference, and the speed that could still be gained.
 
     python benchmarks/profile_step.py --shape base-b16-l64 --out benchmarks/results/cpu-model
 
-The steps are those of bench_model.py: forward, label-smoothed loss and backward, with dropout, 3 / 8 of the batch
-padding. Times are of the ops themselves under PyTorch's profiler, the median of some steps, on the CPU. Beside them
-stands what the products with weights would take at this machine's rate of a big product.
+The steps are those of bench_model.py: forward, label-smoothed loss and backward, with dropout; 3 / 8 of the batch is
+padding. Times are those of the ops under PyTorch's profiler, the median of several steps, on the CPU. The table also
+shows the time of the products with weights at this machine's rate of a big product.
 
-A padded model computes its padded rows, and so no step of it can be faster than those products: forward returns the
-logits of every position, a padded query being a query like any other, and dropout is drawn by the number of a row,
-which leaving rows out would change. ``packed=True`` says that nobody looks at them, and leaves them out.
+A padded model computes its padded rows, so none of its steps can be faster than those products: forward returns the
+logits of every position, and dropout is drawn by row number, which skipping rows would change. With ``packed=True``
+padded rows are not computed.
 
-Printed as Markdown, and written to OUT/profile_step.md where it is given.
+The report is printed as Markdown. With --out, profile_step.md is written there.
 """
 
 from __future__ import annotations
@@ -103,10 +103,18 @@ def table(found: dict[str, dict[str, float]], least: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=bench_model.SHAPES, nargs="+", default=list(bench_model.SHAPES))
-    parser.add_argument("--sides", nargs="+", default=["eager", "ours", "ours packed"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--shape",
+        choices=bench_model.SHAPES,
+        nargs="+",
+        default=list(bench_model.SHAPES),
+        help="shapes of models (default: all)",
+    )
+    parser.add_argument(
+        "--sides", nargs="+", default=["eager", "ours", "ours packed"], help="sides to profile (default: all three)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs per side (default: 5)")
+    parser.add_argument("--out", type=Path, help="folder for the profile")
     args = parser.parse_args()
     _eager.native = lambda: None  # by the dispatcher, where every op has a name
     text = f"fp32, {torch.get_num_threads()} threads, torch {torch.__version__}; medians of {args.rounds} steps\n"

@@ -1,15 +1,15 @@
 """An RNN encoder-decoder with additive attention against the Transformer on parallel text: same data, sizes and time.
 
-    python benchmarks/race_rnn.py --source train.en --target train.de --valid-source val.en --valid-target val.de \\
+    python benchmarks/race_rnn.py --source train.en --target train.de --valid-source val.en --valid-target val.de \
         --cpu-minutes 5 --out results
 
 The models are those of compare_rnn.py: two GRUs with additive attention (Bahdanau, Cho and Bengio, 2015) and the
-textbook's Transformer on the fused ops, of one width, with as many layers, on one vocabulary. They learn from the same
-batches in the same order with the same optimizer (Adam, linear warmup, gradients clipped at 1), on one thread, and take
-turns of a few seconds, so that whatever else the machine does hits both. Each gets the same time of the process;
-validation, after each turn, is not counted.
+textbook's Transformer on the fused ops. They have the same width, number of layers and vocabulary. They learn from the
+same batches in the same order with the same optimizer (Adam, linear warmup, gradients clipped at 1), on one thread.
+They take turns of a few seconds, so that other programs disturb both equally. Each gets the same CPU time of the
+process; validation, after each turn, does not count.
 
-Written to OUT: race_rnn.json and race_rnn.png. The table is printed.
+The table is printed. OUT gets race_rnn.json and race_rnn.png.
 """
 
 from __future__ import annotations
@@ -185,17 +185,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for side in ("source", "target", "valid-source", "valid-target"):
         parser.add_argument(f"--{side}", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cpu-minutes", type=float, default=5.0, help="for each (default: %(default)s)")
-    parser.add_argument("--turn", type=float, default=15.0, help="seconds of a turn (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--vocab-size", type=int, default=4000)
-    parser.add_argument("--batch", type=int, default=64, help="sentences (default: %(default)s)")
-    parser.add_argument("--longest", type=int, default=60, help="tokens of a sentence, on either side")
-    parser.add_argument("--valid-sentences", type=int, default=500)
-    parser.add_argument("--lr", type=float, default=0.001)
-    parser.add_argument("--warmup", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--cpu-minutes", type=float, default=5.0, help="training time per model (default: %(default)s)")
+    parser.add_argument(
+        "--turn", type=float, default=15.0, help="seconds per turn; the models train in turn (default: %(default)s)"
+    )
+    parser.add_argument("--hidden", type=int, default=128, help="width of the models")
+    parser.add_argument("--vocab-size", type=int, default=4000, help="pieces of the vocabulary")
+    parser.add_argument("--batch", type=int, default=64, help="sentences per batch (default: %(default)s)")
+    parser.add_argument("--longest", type=int, default=60, help="largest number of tokens per sentence, on either side")
+    parser.add_argument("--valid-sentences", type=int, default=500, help="number of validation sentences")
+    parser.add_argument("--lr", type=float, default=0.001, help="learning rate")
+    parser.add_argument("--warmup", type=int, default=200, help="updates of learning rate warmup")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     args = parser.parse_args()
     torch.set_num_threads(1)
 

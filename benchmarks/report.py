@@ -1,4 +1,4 @@
-"""Turns the JSON of ``pytest benchmarks --benchmark-json`` into one table (Markdown) and one picture for each file.
+"""Turn the JSON of ``pytest benchmarks --benchmark-json`` into one table (Markdown) and one picture per file.
 
 python benchmarks/report.py results/benchmarks.json --out results
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("json", type=Path, help="record that pytest-benchmark wrote")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the tables (default: results)")
     arguments = parser.parse_args()
     record = json.loads(arguments.json.read_text())
     arguments.out.mkdir(parents=True, exist_ok=True)

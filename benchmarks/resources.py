@@ -1,9 +1,9 @@
-"""Resources per config of the attention kernels on a multiprocessor, on three architectures, without a GPU.
+"""Resources that each config of the attention kernels takes on a multiprocessor, on three architectures, without a GPU.
 
     python benchmarks/resources.py --out benchmarks/results/static
 
-Every config is compiled (tools/triton_kernels.py), and how many programs fit on a multiprocessor follows from its
-registers, shared memory and warps. How long the kernels would take is predicted by ``make predict``.
+Every config is compiled (tools/triton_kernels.py). The number of programs that fit on a multiprocessor follows from
+registers, shared memory and warps. ``make predict`` predicts the times of the kernels.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def markdown(kernels: list[dict[str, object]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the record")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     kernels = sorted(resources(), key=lambda row: (row["kernel"], row["arch"]))

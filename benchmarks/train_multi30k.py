@@ -2,21 +2,21 @@
 
     python benchmarks/train_multi30k.py --data multi30k --out runs/multi30k --cpu-minutes 50 --seeds 0 1 2
 
-Both sides are `transformer_fast.translation.train` with one recipe and one thread, in a process of its own, once with
-each seed: the same weights to begin with, the same batches in the same order. They differ in the backend: "fast" is the
-one that is chosen here by itself, without padding in the layers; "eager" is backend "reference", plain PyTorch for
-every op, with padding. Eager draws its dropout masks with PyTorch's own generator, as eager code does, so its curve for
-an update is that of another draw of dropout (--same-dropout: the same draws, which takes padding on both sides, and of
-eager 40 % of its speed, as it counts them out in integer arithmetic). What the sides differ by at an update says
-something only beside what the seeds of one side differ by: the record has both.
+Both sides are `transformer_fast.translation.train` with one recipe and one thread, in a process of its own, once per
+seed: the same initial weights, the same batches in the same order. They differ in the backend. "fast" is the backend
+that is chosen by default, without padding in the layers; "eager" is backend "reference", plain PyTorch for every op,
+with padding. Eager draws its dropout masks with PyTorch's generator, so at equal updates its curve has other dropout
+masks. With --same-dropout the masks are equal; then both sides run with padding, and eager loses 40 % of its speed,
+because it computes the masks in integer arithmetic. A difference between the sides at equal updates means something
+only if it is larger than the difference between seeds of one side; the record has both.
 
 The budget is CPU time of the process (`time.process_time`), validation and checkpoints included. Then each side
-translates the validation text with the mean of its last checkpoints and the recipe's beam, by its own backend.
+translates the validation text with the mean of its last checkpoints and the recipe's beam, on its own backend.
 
-Written to RESULTS while they train: train_multi30k.json (what is known so far; "finished" says if that is all) and
-train_multi30k.png, the learning curves, each the mean of the seeds in a band from the lowest to the highest. OUT holds
-the run folders. A run that was cut short goes on where it
-stopped when the same command is given again; --report writes the record of what there is, and trains nothing.
+RESULTS gets two files during training: train_multi30k.json (what is known so far; "finished" is true at the end) and
+train_multi30k.png, the learning curves: the mean of the seeds in a band from the lowest to the highest. OUT gets the
+run folders. The same command continues an interrupted run. --report writes the record of existing runs and trains
+nothing.
 """
 
 from __future__ import annotations
@@ -51,16 +51,22 @@ NAME = "train_multi30k"
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data", type=Path, required=True, help="folder of train.en.gz, train.de.gz, val.en.gz, val.de.gz"
+        "--data", type=Path, required=True, help="folder with train.en.gz, train.de.gz, val.en.gz, val.de.gz"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "multi30k")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument(
+        "--results", type=Path, default=Path(__file__).parent / "results" / "multi30k", help="folder for the record"
+    )
     parser.add_argument("--recipe", default="multi30k-tiny-cpu", help="default: %(default)s")
-    parser.add_argument("--cpu-minutes", type=float, default=50.0, help="budget of each side (default: %(default)s)")
+    parser.add_argument(
+        "--cpu-minutes", type=float, default=50.0, help="CPU minutes of training per side (default: %(default)s)"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--same-dropout", action="store_true", help="eager draws the same dropout masks, slowly")
-    parser.add_argument("--report", action="store_true", help="only write the record of what there is")
-    parser.add_argument("--only", choices=SIDES, help="train and measure this side, with the first of the seeds")
+    parser.add_argument(
+        "--same-dropout", action="store_true", help="let eager draw the same dropout masks, which is slow"
+    )
+    parser.add_argument("--report", action="store_true", help="train nothing; write the record of the existing runs")
+    parser.add_argument("--only", choices=SIDES, help="train and measure this side only, with the first seed")
     args = parser.parse_args(argv)
     if len(set(args.seeds)) != len(args.seeds):
         parser.error(f"--seeds {' '.join(map(str, args.seeds))}: expected each seed once")

@@ -26,7 +26,7 @@ FOOT = """
 | code | meaning |
 | --- | --- |
 | 0 | done |
-| 1 | it could not be done here; for `verify` and `demo`: something failed its check |
+| 1 | the command failed on this machine; for `verify` and `demo`: a check failed |
 | 2 | the arguments or the files given are wrong |
 | 130 | interrupted |
 

@@ -33,7 +33,9 @@ print(extension.status())
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="9.0", help="TORCH_CUDA_ARCH_LIST of the build (default: 9.0)")
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv-cuda", help="where the CUDA build of torch goes")
+    parser.add_argument(
+        "--venv", type=Path, default=ROOT / ".venv-cuda", help="environment for the CUDA build of torch"
+    )
     options = parser.parse_args()
     home = cuda_home()
     python = environment(options.venv, PACKAGES, f"torch {TORCH} with CUDA")

@@ -5,13 +5,13 @@ reference.
                             [--continue FILE]
     python tools/emulate.py --mutants [--all]
 
-Each case of tools/tests/emulation_cases.py is a call of a public function. Its kernels are compiled by Triton as for a
-GPU, or by nvcc where there is one; their PTX runs in tools/ptx_emulator, and every result is checked by the gate of
-CONTRIBUTING. Warps run in each order asked for, and the results must agree bit for bit, but for atomic sums. A finding
-of the emulator fails, as a wrong result does.
+Each case of tools/tests/emulation_cases.py is a call of a public function. Triton compiles its kernels as for a GPU, or
+nvcc where it is installed. Their PTX runs in tools/ptx_emulator, and every result must pass the gate of CONTRIBUTING.
+Warps run in each given order. The results of all orders must agree bit for bit, except atomic sums. A finding of the
+emulator fails the case, as a wrong result does.
 
-With ``--continue FILE``, cases that passed before are not run again. FILE records passed cases and is valid while
-kernels, reference, cases, emulator and versions are unchanged. All cases take hours.
+With ``--continue FILE``, cases that passed before are skipped. FILE records passed cases and is valid while kernels,
+reference, cases, emulator and versions are unchanged. All cases take hours.
 
 With ``--mutants``, faults are planted in the kernels one at a time, and the share of detected faults is printed.
 """
@@ -253,20 +253,30 @@ def summary(outcomes: list[Outcome], seconds: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=(80, 90), help="compute capabilities")
-    parser.add_argument("--only", metavar="PATTERN", default="*", help="cases by name, as in a shell")
-    parser.add_argument("--order", nargs="+", default=list(ORDERS), choices=judge.ORDERS, help="orders of warps")
-    parser.add_argument("--random", type=int, default=20, help="random calls of attention (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of random calls, and of the choice of mutants")
-    parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--mutants", action="store_true", help="run faulty kernels instead, and say which are seen")
-    parser.add_argument("--all", action="store_true", help="every mutant, not a sample")
-    parser.add_argument("--least", type=float, default=0.8, help="share of mutants to see (default: %(default)s)")
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="*", help="run the cases whose name matches this shell pattern"
+    )
+    parser.add_argument(
+        "--order", nargs="+", default=list(ORDERS), choices=judge.ORDERS, help="orders in which warps run"
+    )
+    parser.add_argument(
+        "--random", type=int, default=20, help="number of random attention calls (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of random calls, and of the sample of mutants")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument(
+        "--mutants", action="store_true", help="run faulty kernels instead, and report which faults are found"
+    )
+    parser.add_argument("--all", action="store_true", help="run every mutant, not a sample")
+    parser.add_argument(
+        "--least", type=float, default=0.8, help="smallest share of mutants to find (default: %(default)s)"
+    )
     parser.add_argument(
         "--continue",
         type=Path,
         metavar="FILE",
         dest="passed_before",
-        help="what has passed; added to, and not run again",
+        help="record of passed cases: they are skipped, and new ones are added",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the outcomes to a file")
     arguments = parser.parse_args()

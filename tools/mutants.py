@@ -3,15 +3,15 @@
     python tools/mutants.py [--only PATTERN ...] [--continue] [--first-only] [--workers N] [--table FILE]
     python tools/mutants.py --check | --list
 
-A row (tools/mutant_rows) is a fault: one text of one file is replaced. It is planted in a copy of the sources. Faults
-of C++ are compiled at once, each behind a switch; those that no switch can turn on, one by one. Tests run until one
-fails: those that the row names, of which the cases of the short list run; the rest of the short list (`make test`); and
-all cases. At the end, the tests that failed run once more without any fault, and must pass. Tests of the project itself
-(docs, packaging, tools) need a checkout and are left out.
+A row (tools/mutant_rows) is a fault: one text of one file is replaced, in a copy of the sources. Faults of C++ are
+compiled together, each behind a switch; faults that no switch can turn on are compiled one by one. Tests run until one
+fails, in three stages: the tests that the row names, as far as the short list runs them; the rest of the short list
+(`make test`); all cases. At the end, the tests that failed run once more without any fault, and must pass. Tests of the
+project itself (docs, packaging, tools) need a checkout and are left out.
 
-A full run takes hours. build/mutants/seen.jsonl keeps the results. With ``--continue``, rows that a test saw are not
-run again, nor rows that all cases missed. It fails if a row no longer applies, if the short list sees fewer than 95 %
-of what all cases see, and if those see fewer than 97 % of all.
+A full run takes hours. build/mutants/seen.jsonl keeps the results. With ``--continue``, rows that a test detected are
+skipped, and rows that all cases missed. The run fails if a row no longer applies to the sources, if the short list
+detects fewer than 95 % of the faults that all cases detect, or if all cases detect fewer than 97 % of the faults.
 """
 
 from __future__ import annotations
@@ -122,14 +122,22 @@ def say(text: str) -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose file or name matches, or has it in it")
-    parser.add_argument("--list", action="store_true", help="print the rows, and run none")
-    parser.add_argument("--check", action="store_true", help="see whether every row applies, and run none")
-    parser.add_argument("--first-only", action="store_true", help="run the tests that a row names, and no others")
-    parser.add_argument("--continue", dest="going_on", action="store_true", help="leave out what earlier runs found")
-    parser.add_argument("--workers", default="2", help="processes of pytest-xdist (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build/mutants", help="for the copy and the record")
-    parser.add_argument("--table", type=Path, default=ROOT / "tests/mutants.md", help="written if all rows have run")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATTERN", help="run the rows whose file or name matches or contains this"
+    )
+    parser.add_argument("--list", action="store_true", help="print the rows; run none")
+    parser.add_argument("--check", action="store_true", help="check that every row applies to the sources; run none")
+    parser.add_argument("--first-only", action="store_true", help="run only the tests that a row names")
+    parser.add_argument(
+        "--continue", dest="going_on", action="store_true", help="skip the rows with a result from earlier runs"
+    )
+    parser.add_argument("--workers", default="2", help="number of processes of pytest-xdist (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build/mutants", help="folder for the copy of the sources and the record"
+    )
+    parser.add_argument(
+        "--table", type=Path, default=ROOT / "tests/mutants.md", help="table to write, if all rows have run"
+    )
     return parser.parse_args()
 
 

@@ -1,13 +1,13 @@
-"""``make pythons``: builds, verifies and tests the package with other versions of Python and torch.
+"""``make pythons``: build, verify and test the package with other versions of Python and torch.
 
-A row is one Python and one torch. The rows are every Python from 3.11 on that this machine has (of pyenv, and on PATH)
-with the torch that requirements.txt pins, one Python with the newest torch, and one with the oldest that pyproject.toml
-allows. ``make oldest`` runs the last row alone.
+A row is one Python with one torch. The rows are: every Python from 3.11 on that this machine has (pyenv, and PATH) with
+the torch that requirements.txt pins; one Python with the newest torch; one Python with the oldest torch that
+pyproject.toml allows. ``make oldest`` runs the last row alone.
 
-Each row has a virtual environment and a copy of the sources, both kept between runs, some gigabytes each: the
-registry's builds of torch come with CUDA. Only the module is compiled for it: the kernels of this checkout, if it has
-some, are for every Python and every torch. Then run ``transformer_fast verify``, the tests of TESTS, and those of
-INTERPRETED in Triton's interpreter. No GPU is needed.
+Each row has a virtual environment and a copy of the sources. Both are kept between runs and take some gigabytes,
+because the registry's builds of torch come with CUDA. Only the Python module is compiled per row; kernels that this
+checkout has compiled serve every Python and every torch. Then ``transformer_fast verify`` runs, the tests of TESTS, and
+the tests of INTERPRETED in Triton's interpreter. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -194,11 +194,13 @@ def say(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="rows to run, or parts of their names: python3.12, torch2.11")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows, and run none")
+    parser.add_argument("names", nargs="*", help="rows to run, by parts of their names: python3.12, torch2.11")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows; run none")
     parser.add_argument("--oldest", action="store_true", help="run the row with the oldest torch")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".venv-pythons", help="for environments and sources")
-    parser.add_argument("--workers", default="2", help="processes of pytest-xdist (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / ".venv-pythons", help="folder for environments and sources"
+    )
+    parser.add_argument("--workers", default="2", help="number of processes of pytest-xdist (default: %(default)s)")
     options = parser.parse_args()
     programs = pythons()
     known = rows(list(programs))

@@ -1,10 +1,10 @@
-"""``make release-check``: the wheel of a clean clone, used as a stranger uses it, with one table at the end.
+"""``make release-check``: install and use the wheel of a clean clone as a new user would; print one table at the end.
 
-A clone of the last commit makes the wheel for every torch and every Python (``make wheel-all``; its objects are kept).
-Then each row gets a new environment with the wheel and nothing else of this project; its packages are those of the row
-of ``make pythons``. There the kernels are compared with the reference, a model takes some steps of training, ``verify``
-runs, and the demo runs for some seconds from an empty folder. The last row has a torch for which there is no extension:
-the eager reference runs there, and says so.
+A clone of the last commit makes the wheel for every torch and every Python (``make wheel-all``; its object files are
+kept). Then each row gets a new environment with the wheel and nothing else of this project; its packages are those of
+the same row of ``make pythons``. There the kernels are compared with the reference, a model takes some training steps,
+``verify`` runs, and the demo runs for some seconds from an empty folder. The last row has a torch without an extension:
+the eager reference must run there, and must say so.
 """
 
 from __future__ import annotations
@@ -173,11 +173,11 @@ def say(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="rows to run, or parts of their names: python3.12, torch2.11")
-    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=[*CHECKS], help="only these (default: all)")
-    parser.add_argument("--wheel", type=Path, help="this wheel, not that of a clone")
+    parser.add_argument("names", nargs="*", help="rows to run, by parts of their names: python3.12, torch2.11")
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=[*CHECKS], help="checks to run (default: all)")
+    parser.add_argument("--wheel", type=Path, help="wheel to check (default: the wheel built from a clone)")
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / ".venv-pythons", help="of the environments of `make pythons`"
+        "--folder", type=Path, default=ROOT / ".venv-pythons", help="folder with the environments of `make pythons`"
     )
     options = parser.parse_args()
     if options.wheel and not options.wheel.is_file():

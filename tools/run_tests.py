@@ -1,7 +1,7 @@
-"""``make test`` and ``make test-all``: run all parts, also after a failure, and print one verdict at the end.
+"""``make test`` and ``make test-all``: run all parts, even after a failure, and print one verdict at the end.
 
 ``make test`` runs the short list (tests/support/short_list.py): the same cases on every machine. ``make test-all`` runs
-every case, and the tests of the tools. A part is a command of its own, whose output is shown as it comes.
+every case, and the tests of the tools. Each part is a command, whose output is shown while it runs.
 """
 
 from __future__ import annotations
@@ -106,9 +106,13 @@ def other_instruction_sets() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", default="auto", help="processes of pytest-xdist (default: as many as cores)")
-    parser.add_argument("--all", action="store_true", help="every case, and the tests of the tools")
-    parser.add_argument("--wheel", choices=("baseline", "all"), help="also a wheel, with kernels for these")
+    parser.add_argument(
+        "--workers", default="auto", help="number of processes of pytest-xdist (default: as many as cores)"
+    )
+    parser.add_argument("--all", action="store_true", help="run every case, and the tests of the tools")
+    parser.add_argument(
+        "--wheel", choices=("baseline", "all"), help="also test a wheel with kernels for these instruction sets"
+    )
     options = parser.parse_args()
     return run_all(parts(options.workers, options.wheel, options.all))
 

@@ -1,16 +1,16 @@
-"""``make sanitize``: the CPU kernels under GCC's sanitizers, on Linux; ``make sanitize-threads``: under
+"""``make sanitize``: test the CPU kernels under GCC's sanitizers, on Linux. ``make sanitize-threads``: under
 ThreadSanitizer.
 
-Module and kernels, those for AVX2 and the best that this machine runs, are built with the sanitizers in a copy of the
-sources under build, so that the extension in use is left alone; a second run builds only what changed. With each set of
-kernels run the tests of the ops, and random calls (tests/fuzz/fuzz.py). Any report fails. Before that, planted faults
-(tools/planted_faults.cpp) must be reported, in the memory of a tensor as torch gives it to kernels.
+The module and two sets of kernels (AVX2, and the best that this machine runs) are built with the sanitizers in a copy
+of the sources below build/, so the extension in use stays as it is. A second run builds only what changed. The tests of
+the ops and random calls (tests/fuzz/fuzz.py) run with each set of kernels. Any report fails. Before that, planted
+faults (tools/planted_faults.cpp) must be reported, in the memory of a tensor as torch gives it to kernels.
 
-What they cannot see: elements past a part of a buffer that lies inside the same allocation; and accesses by AVX-512's
-masked instructions, which GCC does not instrument (with AVX2 the same code copies the few elements of a row's end).
+Not detected: reads past a part of a buffer that stay inside the same allocation, and accesses by masked AVX-512
+instructions, which GCC does not instrument (with AVX2 the same code copies the last few elements of a row).
 
-ThreadSanitizer takes the end of a parallel loop for a race with GCC's OpenMP, which is built without it. LLVM's, put
-in its place, tells it what happens through a tool, Archer.
+ThreadSanitizer mistakes the end of a parallel loop of GCC's OpenMP, which is built without it, for a race. LLVM's
+OpenMP takes its place; its tool Archer tells ThreadSanitizer about synchronisation.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ THREADS = Sanitizer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", action="store_true", help="look for races, not for faults of memory")
-    parser.add_argument("--sets", help="instruction sets, as in avx2,avx512 (default: avx2, and this machine's best)")
-    parser.add_argument("--count", type=int, default=600, help="random calls with each set (default: %(default)s)")
+    parser.add_argument("--threads", action="store_true", help="look for data races instead of memory errors")
+    parser.add_argument("--sets", help="instruction sets, such as avx2,avx512 (default: avx2 and this machine's best)")
+    parser.add_argument("--count", type=int, default=600, help="number of random calls per set (default: %(default)s)")
     options = parser.parse_args()
     sanitizer = THREADS if options.threads else MEMORY
     environment = sanitized(sanitizer)  # says what is not installed before anything is built

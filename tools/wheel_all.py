@@ -1,11 +1,12 @@
-"""``make wheel-all``: one wheel for every torch of TORCHES and every Python from 3.11 on that is here.
+"""``make wheel-all``: one wheel for every torch of TORCHES and every Python from 3.11 on that this machine has.
 
-The module is compiled once for each pair of them, the kernels once for each instruction set. Of torch only headers are
-needed: those of the one in use, or of a wheel from the registry, half a gigabyte, of which they alone are kept. Ninja
-runs one compiler at a time (``MAX_JOBS``: more) and keeps the objects, so a run goes on where another was stopped.
+The module is compiled once per pair of torch and Python, the kernels once per instruction set. Only the headers of
+torch are needed: those of the installed torch, or those of a wheel from the registry (half a gigabyte, of which only
+the headers are kept). Ninja runs one compiler at a time (``MAX_JOBS``: more) and keeps object files, so the command
+continues an interrupted run.
 
-A module that needs a symbol which its torch has not is refused. The wheel is made by setup.py from what was compiled
-(``TRANSFORMER_FAST_PREBUILT``); where auditwheel and patchelf are installed, it gets the tag that auditwheel grants.
+A module that needs a symbol which its torch does not have is refused. setup.py makes the wheel from the compiled files
+(``TRANSFORMER_FAST_PREBUILT``). If auditwheel and patchelf are installed, the wheel gets the tag of auditwheel.
 """
 
 from __future__ import annotations
@@ -215,9 +216,9 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", default=TORCHES, help="minor versions of torch (default: %(default)s)")
-    parser.add_argument("--python", nargs="+", help="versions of Python, 3.12 (default: all that are here)")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel (default: dist)")
-    parser.add_argument("--compile-only", action="store_true", help="make no wheel; say where the libraries are")
+    parser.add_argument("--python", nargs="+", help="versions of Python, such as 3.12 (default: all installed ones)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
+    parser.add_argument("--compile-only", action="store_true", help="make no wheel; print the paths of the libraries")
     options = parser.parse_args()
     os.environ["TRANSFORMER_FAST_CUDA"] = "0"
     FOLDER.mkdir(parents=True, exist_ok=True)

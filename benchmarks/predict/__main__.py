@@ -1,4 +1,4 @@
-"""Times of the Triton kernels on an H100, predicted from their machine code: see README.md.
+"""Predict the times of the Triton kernels on an H100 from their machine code; README.md has the method.
 
 python benchmarks/predict                                       all cases, into benchmarks/results/static
 python benchmarks/predict full-b4h16k4096-p0.0-bfloat16-infer   one case of attention_cases.py
@@ -51,9 +51,9 @@ def case_named(name: str) -> Case:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="?", help="of attention_cases.py; without one, all of them are predicted")
+    parser.add_argument("case", nargs="?", help="case of attention_cases.py (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the record of all cases")
-    parser.add_argument("--packed", action="store_true", help="the same batch without its padding")
+    parser.add_argument("--packed", action="store_true", help="predict the packed batch, without padding")
     parser.add_argument(
         "--tile", type=tile, action="append", default=[], metavar="KERNEL=64x64,4,3[,128]", help=tile.__doc__
     )

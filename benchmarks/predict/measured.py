@@ -1,11 +1,11 @@
-"""Times on a GPU what predicted.json holds: the same launches, shapes, masks, lengths and dropout.
+"""Time the cases of predicted.json on a GPU: the same launches, shapes, masks, lengths and dropout.
 
     python -m benchmarks.predict.measured --out results
 
-Each case's launches run together and one by one, as replayed CUDA graphs over rotating tensors (benchmarks/harness.py).
-Before, their results are NaN, and a case whose results are not finite afterwards gets no time. measured.json and
-measured.md are written after every case; --resume goes on after the last of them. A case that fails is recorded with
-its error; where it leaves the device unusable, the rest run in a new process.
+The launches of a case run together and one by one, as replayed CUDA graphs over rotating tensors
+(benchmarks/harness.py). Results are filled with NaN before; a case whose results are not finite afterwards gets no
+time. measured.json and measured.md are written after every case; --resume continues after the last one. A case that
+fails is recorded with its error. If the failure makes the device unusable, the other cases run in a new process.
 """
 
 from __future__ import annotations
@@ -143,10 +143,12 @@ def write(out: Path, record: dict, on: dict, entries: list[dict]) -> dict:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of measured.json and measured.md")
-    parser.add_argument("--predicted", type=Path, default=RESULTS / "predicted.json", help="what `make predict` wrote")
-    parser.add_argument("--seconds", type=float, default=0.1, help="about how long each launch is timed")
-    parser.add_argument("--resume", action="store_true", help="leave out the cases that measured.json has")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for measured.json and measured.md")
+    parser.add_argument(
+        "--predicted", type=Path, default=RESULTS / "predicted.json", help="record that `make predict` wrote"
+    )
+    parser.add_argument("--seconds", type=float, default=0.1, help="approximate timing period per launch")
+    parser.add_argument("--resume", action="store_true", help="skip the cases that measured.json has")
     return parser.parse_args(given)
 
 

@@ -185,7 +185,7 @@ def test_train_help_is_in_parts_and_shows_every_default(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("text and place:", "the model:", "learning:", "--recipe NAME", "(default: 0.1)", "(default: yes)"):
+    for words in ("text and folder:", "the model:", "learning:", "--recipe NAME", "(default: 0.1)", "(default: yes)"):
         assert words in shown
 
 

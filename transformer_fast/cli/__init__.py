@@ -38,16 +38,24 @@ class Command(NamedTuple):
 
 BOTH = "backend", "device"
 COMMANDS = {
-    "demo": Command("train a small translator here, check and time every op, draw two pictures", ".demo", BOTH),
+    "demo": Command(
+        "train a small translator, check and time every op on this machine, draw two pictures", ".demo", BOTH
+    ),
     "train": Command("train a translator on two line-aligned files", "..translation.commands.train", ("backend",)),
-    "translate": Command("translate lines: standard input to output", "..translation.commands.translate", BOTH),
-    "score": Command("BLEU of translations against their references", "..translation.commands.score"),
-    "average": Command("the mean of a run's last checkpoints, as a model", "..translation.commands.average"),
-    "import": Command("a Marian or OPUS-MT model of Hugging Face, as a run", "..translation.commands.import_marian"),
-    "export": Command("a run, for Hugging Face transformers or CTranslate2", "..translation.commands.export"),
-    "verify": Command("parity table of every op here; exit code 1 if one fails", ".verify", BOTH),
-    "info": Command("versions, the extension's build, which backend and why", ".info", ("backend",)),
-    "plot": Command("draw the positional encoding, and a translation's attention", ".plot", BOTH),
+    "translate": Command(
+        "translate lines from standard input to standard output", "..translation.commands.translate", BOTH
+    ),
+    "score": Command("compute the BLEU of translations against their references", "..translation.commands.score"),
+    "average": Command("average the weights of a run's last checkpoints", "..translation.commands.average"),
+    "import": Command(
+        "import a Marian or OPUS-MT model of Hugging Face as a run", "..translation.commands.import_marian"
+    ),
+    "export": Command("export a run to Hugging Face transformers or CTranslate2", "..translation.commands.export"),
+    "verify": Command("print the error of every op on this machine; exit code 1 if one is too large", ".verify", BOTH),
+    "info": Command(
+        "print versions, the build of the extension, and the chosen backends with the reasons", ".info", ("backend",)
+    ),
+    "plot": Command("draw the positional encoding, and the attention of a translation", ".plot", BOTH),
 }
 NEEDED = {"demo": ("translation", "plots")}  # optional dependencies of commands that need several
 

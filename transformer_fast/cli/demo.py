@@ -31,10 +31,17 @@ say = partial(print, flush=True)  # training reports on standard error; keep the
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    command.add_argument("--out", default="demo", metavar="DIR", help="folder for what it makes (default: %(default)s)")
-    command.add_argument("--max-steps", type=int, metavar="N", help="updates of training (default: the recipe's)")
     command.add_argument(
-        "--max-time", metavar="T", default="5m", help="stop training after this long (default: %(default)s)"
+        "--out", default="demo", metavar="DIR", help="folder for the model and the pictures (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max-steps", type=int, metavar="N", help="number of training updates (default: that of the recipe)"
+    )
+    command.add_argument(
+        "--max-time",
+        metavar="T",
+        default="5m",
+        help="stop training after this time, such as 90s or 20m (default: %(default)s)",
     )
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    command.add_argument("--out", default=".", metavar="DIR", help="folder for the pictures (default: here)")
-    command.add_argument("--model", metavar="DIR", help="a trained model, for the attention")
-    command.add_argument("--text", help="the sentence to translate and draw, with --model")
+    command.add_argument(
+        "--out", default=".", metavar="DIR", help="folder for the pictures (default: the current folder)"
+    )
+    command.add_argument("--model", metavar="DIR", help="folder of a trained model; draws its attention too")
+    command.add_argument("--text", help="sentence to translate, with --model")
 
 
 def run(args: argparse.Namespace) -> int:

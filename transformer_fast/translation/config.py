@@ -67,81 +67,86 @@ class TrainConfig:
     """
 
     source: str = _option(dataclasses.MISSING, "source sentences, one per line, plain or .gz", free=True)
-    target: str = _option(dataclasses.MISSING, "their translations, line by line", free=True)
+    target: str = _option(dataclasses.MISSING, "translations of the source sentences, line by line", free=True)
     save: str = _option(dataclasses.MISSING, "folder of the run: checkpoints, tokenizer, log", free=True)
     valid_source: str | None = _option(None, "held-out source sentences", free=True, type=str)
     valid_target: str | None = _option(None, "held-out translations", free=True, type=str)
 
     max_time: float | None = _option(
-        None, "stop after this much training, resumed parts included, e.g. 20m", free=True, type=parse_duration
+        None,
+        "stop after this training time, such as 20m; time before a resume counts too",
+        free=True,
+        type=parse_duration,
     )
     max_steps: int = _option(100_000, "stop after this many updates", free=True)
 
     d_model: int = _option(256, "model width")
-    heads: int = _option(4, "attention heads")
-    layers: int = _option(3, "layers of the encoder, and of the decoder")
+    heads: int = _option(4, "number of attention heads")
+    layers: int = _option(3, "number of encoder layers, and of decoder layers")
     d_ff: int = _option(1024, "width of the feed-forward layers")
-    dropout: float = _option(0.1, "dropout of embeddings and of every sublayer's output")
-    attention_dropout: float | None = _option(
-        None, "dropout of attention weights (default: that of --dropout)", type=float
-    )
+    dropout: float = _option(0.1, "dropout of the embeddings and of each sublayer's output")
+    attention_dropout: float | None = _option(None, "dropout of attention weights (default: as --dropout)", type=float)
     activation_dropout: float | None = _option(
-        None, "dropout inside the feed-forward layers (default: that of --dropout)", type=float
+        None, "dropout inside the feed-forward layers (default: as --dropout)", type=float
     )
     norm: str = _option(
-        "layer", "LayerNorm, the classic Norm with an unbiased std, or RMSNorm", choices=("layer", "std", "rms")
+        "layer",
+        "norm: layer is LayerNorm, std divides by the unbiased deviation, rms is RMSNorm",
+        choices=("layer", "std", "rms"),
     )
-    norm_first: bool = _option(True, "pre-norm (recommended) or post-norm")
-    tie_weights: bool = _option(True, "one matrix for both embeddings and the output layer")
+    norm_first: bool = _option(True, "pre-norm layers (recommended); else post-norm")
+    tie_weights: bool = _option(True, "share one matrix between both embeddings and the output layer")
 
-    lowercase: bool = _option(False, "train on lower-cased text, and translate into it")
-    vocab_size: int = _option(8000, "pieces of the joint BPE vocabulary, at most")
+    lowercase: bool = _option(False, "lower-case the text; translations are lower-case too")
+    vocab_size: int = _option(8000, "largest number of pieces in the joint BPE vocabulary")
     max_length: int = _option(256, "leave out training pairs longer than this many tokens")
-    batch_tokens: int = _option(4096, "padded tokens of a batch, at most, on either side")
-    accumulate: int = _option(1, "batches whose gradients make one update, weighted by their tokens")
+    batch_tokens: int = _option(4096, "largest number of tokens per batch on each side, padding included")
+    accumulate: int = _option(1, "number of batches per update; gradients are weighted by tokens")
 
     lr: float = _option(1e-3, "peak learning rate, reached after the warmup")
-    warmup: int = _option(1000, "updates of linear warmup before the inverse square root decay")
-    cooldown: int = _option(0, "last updates of max_steps, during which the rate also falls linearly to zero")
+    warmup: int = _option(1000, "number of updates of linear warmup, before the inverse square root decay")
+    cooldown: int = _option(0, "number of last updates in which the rate also falls linearly to zero")
     label_smoothing: float = _option(0.1, "probability mass spread evenly over the vocabulary")
-    clip: float = _option(1.0, "largest gradient norm; 0 turns clipping off")
+    clip: float = _option(1.0, "largest gradient norm; 0: no clipping")
 
-    seed: int = _option(0, "decides initial weights, batches and dropout")
+    seed: int = _option(0, "seed of initial weights, batches and dropout")
     device: str = _option("auto", "auto, cpu, cuda or cuda:N", free=True)
     amp: str = _option(
         "auto",
-        "16-bit arithmetic; bf16 also on a CPU; auto is bf16 on a GPU that has it, else off",
+        "16-bit arithmetic: bf16 works on a CPU too; auto is bf16 on a GPU that supports it, else off",
         choices=("auto", "off", "bf16", "fp16"),
     )
     packed: bool = _option(
         True,
-        "leave padding out of every layer where there is a fused attention; the same losses, up to rounding and the "
-        "places of dropout",
+        "skip padding in every layer where attention is fused; the losses are the same up to rounding, and dropout "
+        "falls on other elements",
         free=True,
     )
-    shard: bool = _option(
-        False, "under torchrun, shard weights and optimizer over the processes (FSDP2), not all in each", free=True
-    )
+    shard: bool = _option(False, "under torchrun, shard weights and optimizer over the processes (FSDP2)", free=True)
     checkpoint_activations: bool = _option(
         False,
-        "compute each layer again in backward instead of keeping it: less memory, one more forward pass",
+        "recompute each layer in the backward pass: less memory, one more forward pass",
         free=True,
     )
     valid_every: int = _option(
-        1000, "updates between validations, each of which writes a checkpoint; 0: at the end of every epoch"
+        1000, "number of updates between validations; each writes a checkpoint; 0: after each epoch"
     )
-    patience: int = _option(0, "stop after so many validations without a better one; 0: never", free=True)
-    bleu_sentences: int = _option(1000, "validation sentences translated for BLEU; 0 measures the loss only", free=True)
-    keep_last: int = _option(3, "newest checkpoints kept, beside the best one", free=True)
+    patience: int = _option(0, "stop after this many validations without improvement; 0: no limit", free=True)
+    bleu_sentences: int = _option(
+        1000, "number of validation sentences translated for BLEU; 0: measure the loss only", free=True
+    )
+    keep_last: int = _option(3, "number of newest checkpoints to keep; the best one is kept too", free=True)
     average_last: int = _option(
-        0, "in the end also write the mean of the last so many checkpoints (of epochs, if --valid-every 0)", free=True
+        0, "at the end, also write the mean of this many last checkpoints (of epochs, if --valid-every 0)", free=True
     )
     ema: float = _option(
         0.0,
-        "validate and translate with a moving average of the weights, of this decay, such as 0.999; 0: off",
+        "decay of a moving average of the weights, such as 0.999, used to validate and translate; 0: off",
     )
-    tensorboard: bool = _option(False, "also log for TensorBoard, into the folder's tensorboard/", free=True)
-    resume: bool = _option(True, "continue the run in the folder, if there is one", free=True)
+    tensorboard: bool = _option(
+        False, "also write TensorBoard logs to tensorboard/ in the folder of the run", free=True
+    )
+    resume: bool = _option(True, "continue the run that the folder holds; if not, such a run is an error", free=True)
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):

@@ -10,12 +10,12 @@ from .. import RunFolder, average_checkpoints, save_average
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     command.description = (
-        "Write the mean of the weights of a run's last checkpoints (of epochs, where it validates each) into the run's"
-        " folder; `translate --which average` uses it."
+        "Average the weights of a run's last checkpoints (of epochs, if the run validates each) and write the result to"
+        " the run's folder. `translate --which average` uses it."
     )
-    command.add_argument("--model", required=True, metavar="DIR", help="the folder that `train --save` wrote")
+    command.add_argument("--model", required=True, metavar="DIR", help="folder of the run, which `train --save` wrote")
     command.add_argument(
-        "--last", type=int, default=10, metavar="N", help="how many checkpoints (default: %(default)s)"
+        "--last", type=int, default=10, metavar="N", help="number of checkpoints (default: %(default)s)"
     )
 
 

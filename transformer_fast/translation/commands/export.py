@@ -14,17 +14,25 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     command.description = "Write a run as a folder that Hugging Face transformers or CTranslate2 load."
     command.add_argument(
-        "--model", "--run", dest="model", required=True, metavar="DIR", help="run folder of `train` or `import`"
+        "--model",
+        "--run",
+        dest="model",
+        required=True,
+        metavar="DIR",
+        help="folder of the run, which `train` or `import` wrote",
     )
     command.add_argument("--to", choices=("hf", "ctranslate2"), required=True, help="target program")
-    command.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not be there yet")
+    command.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
     command.add_argument(
-        "--which", choices=("best", "last", "average"), default="best", help="checkpoint (default: %(default)s)"
+        "--which",
+        choices=("best", "last", "average"),
+        default="best",
+        help="checkpoint to export (default: %(default)s)",
     )
     command.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="of the weights, for ctranslate2 (default: none, fp32)",
+        help="type of the weights, with --to ctranslate2 (default: float32)",
     )
 
 

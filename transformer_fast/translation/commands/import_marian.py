@@ -10,17 +10,17 @@ from ..checkpoints import import_marian
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     command.description = (
-        "Make a run of a Hugging Face folder of a Marian or OPUS-MT model. `translate --model` takes it and searches as"
-        " the folder's generation_config.json says."
+        "Make a run from the Hugging Face folder of a Marian or OPUS-MT model. `translate --model` takes the run and"
+        " searches as the folder's generation_config.json says."
     )
     command.add_argument(
         "--from",
         dest="source",
         required=True,
         metavar="DIR",
-        help="config.json, model.safetensors or pytorch_model.bin, source.spm, target.spm, vocab.json",
+        help="folder with config.json, model.safetensors or pytorch_model.bin, source.spm, target.spm, vocab.json",
     )
-    command.add_argument("--save", required=True, metavar="DIR", help="folder of the run; must not be there yet")
+    command.add_argument("--save", required=True, metavar="DIR", help="folder of the new run; must not exist")
 
 
 def run(args: argparse.Namespace) -> int:

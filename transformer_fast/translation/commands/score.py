@@ -17,15 +17,17 @@ READING = {
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     command.description = (
-        "BLEU of a corpus, one reference a line, twice: sacreBLEU's default, to compare systems by, and without case,"
-        " as the papers on Multi30k report it. Under each stands sacreBLEU's signature, which says how it was"
-        " computed. Those papers tokenise with Moses before they score: give such files with --tokenized; else both"
-        " are split by sacreBLEU's own 13a, which is close to it, but not the same."
+        "Compute the BLEU of a corpus, with one reference per line. Two scores are printed: sacreBLEU's default, to"
+        " compare systems, and lower-cased BLEU, as papers on Multi30k report it. sacreBLEU's signature below each"
+        " score tells how it was computed. Those papers tokenise with Moses before they score: pass such files with"
+        " --tokenized. Other files are split by sacreBLEU's tokeniser 13a, which is similar but not the same."
     )
-    command.add_argument("--hypotheses", required=True, metavar="F", help="translations, one per line, plain or .gz")
-    command.add_argument("--references", required=True, metavar="F", help="the right ones, line by line")
     command.add_argument(
-        "--tokenized", action="store_true", help="the files are tokenised: also count their words as they stand"
+        "--hypotheses", required=True, metavar="F", help="translations to score, one per line, plain or .gz"
+    )
+    command.add_argument("--references", required=True, metavar="F", help="reference translations, line by line")
+    command.add_argument(
+        "--tokenized", action="store_true", help="the files are tokenised already; also score them without tokenising"
     )
 
 

@@ -13,7 +13,7 @@ from ..recipes import format_recipes
 
 # The first setting of each part of --help.
 GROUPS = {
-    "source": "text and place",
+    "source": "text and folder",
     "max_time": "when to stop (whichever comes first)",
     "d_model": "the model",
     "lowercase": "words and batches",
@@ -27,11 +27,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     command.usage = "%(prog)s --source F --target F --save DIR [options]"
     command.description = (
-        "Train a translator on two text files whose lines belong together. Learns a joint subword vocabulary, trains,"
-        " and writes checkpoints into --save; the same command again goes on where it stopped. Ctrl-C saves and ends."
+        "Train a translator on two text files; line i of one translates line i of the other. The command learns a joint"
+        " subword vocabulary, trains, and writes checkpoints to --save. Run it again to continue where it stopped."
+        " Ctrl-C saves a checkpoint and ends."
     )
     command.add_argument(
-        "--recipe", metavar="NAME", help="start from these settings, a name or a .toml file; flags beside it win"
+        "--recipe",
+        metavar="NAME",
+        help="take the settings of this recipe, a name or a .toml file; other flags override them",
     )
     command.add_argument("--quiet", action="store_true", help="no progress, only errors and warnings")
     command.add_argument("--list-recipes", action=_ListRecipes, nargs=0, help="show the named recipes and exit")

@@ -28,73 +28,89 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="DIR",
-        help="what `train --save` or `import --save` wrote; of several, the mean of their probabilities decides",
+        help="folder that `train --save` or `import --save` wrote; the mean probabilities of several models decide",
     )
-    command.add_argument("--average", action="store_true", help="one model with the mean weights of all that are given")
     command.add_argument(
-        "--which", choices=("best", "last", "average"), default="best", help="checkpoint (default: %(default)s)"
+        "--average", action="store_true", help="translate with one model, whose weights are the mean of all models"
     )
-    command.add_argument("--input", metavar="F", help="read this file, plain or .gz, not standard input")
-    command.add_argument("--output", metavar="F", help="write this file, not standard output")
     command.add_argument(
-        "--batch-tokens", type=int, metavar="N", default=8192, help="source tokens x beam in a batch, at most"
+        "--which", choices=("best", "last", "average"), default="best", help="checkpoint to use (default: %(default)s)"
+    )
+    command.add_argument("--input", metavar="F", help="file to read, plain or .gz (default: standard input)")
+    command.add_argument("--output", metavar="F", help="file to write (default: standard output)")
+    command.add_argument(
+        "--batch-tokens",
+        type=int,
+        metavar="N",
+        default=8192,
+        help="largest number of source tokens x beam per batch (default: %(default)s)",
     )
     command.add_argument(
         "--workers",
         type=int,
         metavar="N",
         default=1,
-        help="how many batches are translated at a time, each with its share of the processors (default: 1)",
+        help="number of batches translated at a time; each gets an equal share of the CPU cores (default: 1)",
     )
     command.add_argument("--quiet", action="store_true", help="no progress, only errors")
     number = {"type": int, "metavar": "N", "default": argparse.SUPPRESS}
     real = {"type": float, "metavar": "X", "default": argparse.SUPPRESS}
     flag = {"action": "store_true", "default": argparse.SUPPRESS}
     searching = command.add_argument_group(
-        "search", "defaults: those of the run, from its recipe or the imported model; else those named here"
+        "search", "the defaults are those of the run (its recipe, or the imported model), else those named here"
     )
-    searching.add_argument("--beam", **number, help="hypotheses; 1 is greedy (default: 5)")
+    searching.add_argument("--beam", **number, help="number of hypotheses; 1: greedy search (default: 5)")
     searching.add_argument("--length-penalty", **real, help="alpha of the length penalty (default: 0.6)")
     searching.add_argument(
         "--length-norm",
         choices=("gnmt", "power"),
         default=argparse.SUPPRESS,
-        help="divide by the GNMT penalty (default) or by length^alpha",
+        help="divide scores by the GNMT penalty (default) or by length^alpha",
     )
     searching.add_argument("--coverage-penalty", **real, help="beta of the GNMT penalty (default: 0)")
-    searching.add_argument("--no-repeat-ngram", **number, help="no N tokens in a row twice (default: off)")
-    searching.add_argument("--repetition-penalty", **real, help="on tokens already there (default: 1, off)")
+    searching.add_argument("--no-repeat-ngram", **number, help="never repeat a sequence of N tokens (default: off)")
+    searching.add_argument(
+        "--repetition-penalty", **real, help="penalty on tokens that the translation already has (default: 1, off)"
+    )
     span = {"type": _span, "metavar": "N|A,B", "default": argparse.SUPPRESS}
-    limit = "at most, end included: a number, or A,B for A * source length + B (default: 2,20)"
-    searching.add_argument("--max-length", **span, help=f"tokens of a translation {limit}")
-    searching.add_argument("--min-length", **span, help="tokens at least, in the same two forms")
-    searching.add_argument("--patience", **real, help="stop after X * beam have finished (default: 1)")
+    limit = "end token included: a number, or A,B for A * source length + B (default: 2,20)"
+    searching.add_argument("--max-length", **span, help=f"largest number of tokens in a translation, {limit}")
+    searching.add_argument("--min-length", **span, help="smallest number of tokens, in the same two forms")
+    searching.add_argument("--patience", **real, help="stop after X * beam finished hypotheses (default: 1)")
     searching.add_argument(
         "--slots",
         choices=("close", "keep"),
         default=argparse.SUPPRESS,
-        help="of hypotheses that finish: close them (default), or keep the beam wide",
+        help="close: a finished hypothesis narrows the beam (default); keep: the beam stays as wide",
     )
-    searching.add_argument("--early-stop", **flag, help="stop at the first that finish: --n-best, or the whole beam")
-    searching.add_argument("--no-unk", action="store_true", help="never say the unknown token")
+    searching.add_argument(
+        "--early-stop", **flag, help="stop at the first --n-best finished hypotheses (--slots keep: --beam)"
+    )
+    searching.add_argument("--no-unk", action="store_true", help="never write the unknown token")
     command.add_argument(
-        "--quantize", choices=("int8",), default=argparse.SUPPRESS, help="multiply with int8 weights, on a CPU"
+        "--quantize", choices=("int8",), default=argparse.SUPPRESS, help="quantise the weights to int8 (CPU only)"
     )
-    drawing = command.add_argument_group("drawing random translations, instead of searching for the best")
-    drawing.add_argument("--sample", **flag, help="draw --n-best translations of every line")
-    drawing.add_argument("--temperature", **real, help="below 1 bolder, above 1 wilder (default: 1)")
-    drawing.add_argument("--top-k", **number, help="from the N most likely tokens (default: all)")
-    drawing.add_argument("--top-p", **real, help="from the fewest tokens that make up X (default: 1)")
+    drawing = command.add_argument_group("sampling (random translations instead of a search)")
+    drawing.add_argument("--sample", **flag, help="draw --n-best random translations per line")
+    drawing.add_argument(
+        "--temperature", **real, help="divide logits by X: above 1 more random, below 1 less (default: 1)"
+    )
+    drawing.add_argument("--top-k", **number, help="draw from the N most likely tokens (default: all)")
+    drawing.add_argument(
+        "--top-p", **real, help="draw from the fewest tokens whose probabilities sum to X (default: 1)"
+    )
     drawing.add_argument("--seed", **number, help="seed of the random draws")
     telling = command.add_argument_group(
-        "output", "tab-separated columns: the line's number (--n-best), score, text, alignment"
+        "output", "tab-separated columns: line number (with --n-best), score, text, alignment"
     )
     telling.add_argument(
         "--n-best", type=int, metavar="N", default=1, help="number of translations per line, best first"
     )
-    telling.add_argument("--scores", action="store_true", help="the score before each translation")
+    telling.add_argument("--scores", action="store_true", help="write the score before each translation")
     telling.add_argument(
-        "--alignments", action="store_true", help="after each translation, pairs source-target of words, from 0"
+        "--alignments",
+        action="store_true",
+        help="write the alignment after each translation: source-target pairs of word numbers, from 0",
     )
 
 
