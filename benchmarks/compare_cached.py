@@ -48,10 +48,10 @@ class MarginSearch(Search):
         self.margins = [float("inf")] * len(self.found)
 
     @property
-    def _looked_at(self) -> int:
+    def _candidates_per_row(self) -> int:
         return self.candidates + 1
 
-    def _best_of(
+    def _best_per_unit(
         self, rows: Tensor, unit: Tensor, rank: Tensor, total: Tensor, token: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         width = rank.shape[1]
@@ -60,7 +60,7 @@ class MarginSearch(Search):
         best = grid.flatten(1).topk(min(self.candidates + 1, self.width * width), dim=1).values
         for index, scores in enumerate(best.tolist()):
             self._close(index, scores)
-        return super()._best_of(rows, unit, rank, total, token)
+        return super()._best_per_unit(rows, unit, rank, total, token)
 
     def run(self) -> list[list[Hypothesis]]:
         found = super().run()

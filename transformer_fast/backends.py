@@ -89,7 +89,7 @@ def current() -> str:
     "auto"."""
     name = _chosen.name
     if name is None:
-        name = _default if torch.compiler.is_compiling() or not _active else _of_backward() or _default
+        name = _default if torch.compiler.is_compiling() or not _active else _backend_of_forward() or _default
     return name if name in NAMES else _checked(name, "TRANSFORMER_FAST_BACKEND")
 
 
@@ -132,7 +132,7 @@ def _keep_for_backward(name: str | None) -> None:
         _stash(_KEY, name)
 
 
-def _of_backward() -> str | None:
+def _backend_of_forward() -> str | None:
     """Backend of the thread that began a backward pass, read in PyTorch's backward threads."""
     return _get(_KEY) if _has(_KEY) else None
 

@@ -108,14 +108,14 @@ class _Outcome(NamedTuple):
 @functools.cache
 def _outcome() -> _Outcome:
     """Load the extension once and log the outcome."""
-    outcome = _tried()
+    outcome = _load_and_describe()
     _LOG.info(
         "the C++ extension is %s", outcome.message if outcome.loaded else f"not loaded: {outcome.message}; {_MEANWHILE}"
     )
     return outcome
 
 
-def _tried() -> _Outcome:
+def _load_and_describe() -> _Outcome:
     path = _module_file()
     if path is None:
         return _Outcome(False, f"{_missing()}: {_REMEDY}")

@@ -19,7 +19,7 @@ _IN_GRAPHS = (FakeTensor, FunctionalTensor)
 """Tensor classes that torch.export and AOTAutograd pass to modules; the ops have rules for both."""
 
 
-def is_served(*values: Any) -> bool:
+def takes_fused_ops(*values: Any) -> bool:
     """Return True if the fused ops take these values in the current context.
 
     The ops refuse nested and sparse tensors, unknown tensor classes such as DTensor, and proxies of torch.fx. The ops

@@ -102,10 +102,10 @@ def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kept_weights_of_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are laid out once, and it computes as exactly with them; a model of another type stays as it is."""
     rearranged = []
-    copied = StepLinear._copied
+    copied = StepLinear._in_layout
     monkeypatch.setattr(
         StepLinear,
-        "_copied",
+        "_in_layout",
         lambda self, layout, copy_of: copied(self, layout, lambda: rearranged.append(layout) or copy_of()),
     )
     model, (src, _) = tiny().requires_grad_(False), batch()

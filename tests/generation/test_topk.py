@@ -149,5 +149,5 @@ def test_a_beam_chooses_as_its_tensors_say(monkeypatch: pytest.MonkeyPatch) -> N
         native = generate(tiny(1), src, **given)
         with monkeypatch.context() as patch:
             patch.setattr("transformer_fast.generation.beam.use_native", lambda _: False)
-            patch.setattr(Search, "_all_go_on", lambda *_: False)
+            patch.setattr(Search, "_all_continue", lambda *_: False)
             assert generate(tiny(1), src, **given) == native

@@ -211,7 +211,7 @@ def test_heavy_rows_first_changes_nothing_but_the_order(dialect, monkeypatch):
     tensors, call = TRITON.inputs(B, 1, 1, LQ, LK, D), TRITON.call(D, mask_of(dialect))
     plain = TRITON.outcome(tensors, call)
     monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 100)
-    with mock.patch.object(tile_map, "_most_first", wraps=tile_map._most_first) as ordering:
+    with mock.patch.object(tile_map, "_by_descending_work", wraps=tile_map._by_descending_work) as ordering:
         for name, t in TRITON.outcome(tensors, call).items():
             assert torch.equal(plain[name], t), name
     assert ordering.called

@@ -300,7 +300,7 @@ def test_what_the_kernels_do_not_serve_is_torchs(monkeypatch: pytest.MonkeyPatch
     )
     assert len(calls) == 6
     monkeypatch.setattr(module, "_backend", lambda asked, device, dtype: None)  # a machine without kernels
-    monkeypatch.setattr(module, "_at_once", lambda *call: None)
+    monkeypatch.setattr(module, "_eager_result", lambda *call: None)
     assert torch.equal(ours(Q, Q, Q), expected) and len(calls) == 7
 
 

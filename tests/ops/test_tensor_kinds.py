@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.torch_swaps import SWAPS
-from transformer_fast.tensors import is_served
+from transformer_fast.tensors import takes_fused_ops
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +151,11 @@ def test_tensors_without_kernels_get_torchs_numbers(kind: type[nn.Module], name:
 @pytest.mark.parametrize("name", UNSERVED)
 def test_each_kind_is_known_as_such(name: str) -> None:
     t = UNSERVED[name](torch.randn(N, L, E))
-    assert not is_served(t) and not is_served(None, 3, torch.ones(2), t) and is_served(None, 3, torch.ones(2))
+    assert (
+        not takes_fused_ops(t)
+        and not takes_fused_ops(None, 3, torch.ones(2), t)
+        and takes_fused_ops(None, 3, torch.ones(2))
+    )
 
 
 COMPUTED = {
@@ -174,7 +178,7 @@ def test_what_torch_computes_is_computed(kind: str, name: str) -> None:
 def test_kinds_that_the_ops_take(kind: type[nn.Module], name: str) -> None:
     module, args = make(kind), inputs(kind)
     assert_as_torch(module, lambda m: called(m, SERVED[name], args, True), plain, exactly=False)
-    assert is_served(*map(SERVED[name], args))
+    assert takes_fused_ops(*map(SERVED[name], args))
 
 
 @pytest.mark.parametrize("name", UNSERVED)
@@ -293,4 +297,4 @@ def test_tensors_that_this_package_makes_keep_modules_fused() -> None:
     ours = [kind for kind in kinds if kind.__module__.startswith("transformer_fast.")]
     assert len(ours) >= 4 and all(getattr(kind, "made_when_read", False) for kind in ours)
     mask = lazy_mask.LazyMask(tfast.AttentionMask.causal(), (1, 1, 3, 3), torch.device("cpu"))
-    assert is_served(mask)
+    assert takes_fused_ops(mask)

@@ -75,8 +75,8 @@ ROWS = (
     Fault(
         name="an answer may be one token too long",
         path=PACKAGE + "beam.py",
-        old="last = self._of_units(self.limits) <= self.tokens.shape[1]",
-        new="last = self._of_units(self.limits) < self.tokens.shape[1]",
+        old="last = self._per_unit(self.limits) <= self.tokens.shape[1]",
+        new="last = self._per_unit(self.limits) < self.tokens.shape[1]",
         tests=BEAM,
     ),
     Fault(

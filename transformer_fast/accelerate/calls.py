@@ -51,7 +51,7 @@ Held = tuple[tuple[str, Any], ...]
 """Attributes of a module that hold a replaced function, or a function that calls one, with their values."""
 
 
-class CallsOurs:
+class Redirected:
     """First base of a class whose methods call this package's functions; the last base is the module's former class."""
 
     made_from: tuple[type[nn.Module], Held, tuple[str, ...]]
@@ -99,7 +99,7 @@ def calls_of(module: nn.Module) -> Calls:
     calls = Calls({}, {})
     for name in REPLACEMENTS:
         try:
-            held = dict(_held(module, (name,)))
+            held = dict(_attributes_to_redirect(module, (name,)))
             if found := sorted({*held, *_methods(type(module), (name,))}):
                 calls.found[name] = found
         except Obstacle as obstacle:
@@ -107,19 +107,19 @@ def calls_of(module: nn.Module) -> Calls:
     return calls
 
 
-def calling_ours(module: nn.Module, names: tuple[str, ...]) -> type[nn.Module]:
+def redirected_class(module: nn.Module, names: tuple[str, ...]) -> type[nn.Module]:
     """Class for a module whose calls are redirected to the replacements of these names.
 
     Raises:
         Obstacle: if the functions cannot be replaced together.
     """
-    held = _held(module, names)
+    held = _attributes_to_redirect(module, names)
     for name, _ in held:
         module.__dict__.pop(PREFIX + name, None)  # left over from an earlier class of this package
     return _class(type(module), held, names)
 
 
-def _held(module: nn.Module, names: tuple[str, ...]) -> Held:
+def _attributes_to_redirect(module: nn.Module, names: tuple[str, ...]) -> Held:
     rebinding = _rebinding(names)
     return tuple(
         (name, value)
@@ -141,7 +141,7 @@ def _methods(original: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any
 
 @functools.cache
 def _class(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> type[nn.Module]:
-    return type(original.__name__, (CallsOurs, original), {
+    return type(original.__name__, (Redirected, original), {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,

@@ -13,7 +13,7 @@ from .. import backends
 from ..dialects.common import LastWeights
 from ..layers.linear import Linear
 from ..ops.linear import is_faster
-from .calls import CallsOurs, calling_ours, calls_of
+from .calls import Redirected, calls_of, redirected_class
 from .explained import explained
 from .huggingface import Attention, give_attention
 from .output_layer import NAME as FUSED_LOSS
@@ -121,7 +121,7 @@ class _Walk:
             return
         self.seen.add(id(module))
         if isinstance(module, torch.jit.ScriptModule):
-            self._leave(path, module, "it is compiled by torch.jit")
+            self._add_unchanged(path, module, "it is compiled by torch.jit")
             return
         for name, child in module._modules.items():
             if child is not None:
@@ -129,19 +129,19 @@ class _Walk:
         was = type(module)
         if id(module) in self.output_layers and was is not OutputLayer and not self._obstacle(module, "cross_entropy"):
             self._swap(path, module, OutputLayer, FUSED_LOSS)
-        elif isinstance(module, Accelerated | CallsOurs | Packed) or _is_ours(was):
-            self._leave(path, module, ALREADY)
+        elif isinstance(module, Accelerated | Redirected | Packed) or _is_ours(was):
+            self._add_unchanged(path, module, ALREADY)
             self.fused.add(id(module))
         elif was is nn.Linear:
-            self._linear(path, module)
+            self._visit_linear(path, module)
         elif was in SWAPS:
-            self._torch(path, module)
+            self._visit_torch(path, module)
         elif isinstance(module, tuple(SWAPS)) and parametrize.is_parametrized(module):
-            self._leave(path, module, "its parameters are computed by parametrizations")
+            self._add_unchanged(path, module, "its parameters are computed by parametrizations")
         elif was.__module__.startswith(("torch.nn.modules", "torch.nn.utils")):
             self.report.plain[was.__name__] += 1
         else:
-            self._other(path, module)
+            self._visit_other(path, module)
 
     def pack(self) -> None:
         """Let stacks of layers skip padding."""
@@ -150,29 +150,29 @@ class _Walk:
 
     def note(self, reason: str) -> None:
         """Add a row about the model."""
-        self._leave("", self.model, reason)
+        self._add_unchanged("", self.model, reason)
 
-    def _linear(self, path: str, module: nn.Linear) -> None:
+    def _visit_linear(self, path: str, module: nn.Linear) -> None:
         if id(module) not in self.applied and is_faster(module.weight) and not _is_replaced(module):
             self._swap(path, module, Linear, "layers.Linear")
         else:
             self.report.plain["Linear"] += 1
 
-    def _torch(self, path: str, module: nn.Module) -> None:
+    def _visit_torch(self, path: str, module: nn.Module) -> None:
         swap = SWAPS[type(module)]
         if reason := swap.obstacle(module) or self._obstacle(module, swap.op, on_gpu=swap.on_gpu):
-            self._leave(path, module, reason)
+            self._add_unchanged(path, module, reason)
         else:
             self._swap(path, module, swap.made, f"layers.{swap.made.__name__}")
 
-    def _other(self, path: str, module: nn.Module) -> None:
+    def _visit_other(self, path: str, module: nn.Module) -> None:
         family = next((base for base in SWAPS if isinstance(module, base)), None)
         reason = f"a subclass of nn.{family.__name__} may compute something else" if family else "unknown structure"
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-            self._leave(path, module, "its sizes are not known before its first call")
+            self._add_unchanged(path, module, "its sizes are not known before its first call")
             return
         for pattern in PATTERNS:
             if not _matches(pattern, module):
@@ -188,13 +188,13 @@ class _Walk:
         calls.keep(lambda op: "its forward was replaced" if _is_replaced(module) else self._device_obstacle(module, op))
         made = None
         try:
-            made = calling_ours(module, tuple(calls.found)) if calls.found else None
+            made = redirected_class(module, tuple(calls.found)) if calls.found else None
         except Obstacle as obstacle:
             calls.keep(lambda op, why=str(obstacle): why)
         if made is not None:
             self._swap(path, module, made, calls.ours(), calls.stays())
         elif calls or id(module) not in self.attention.parts:
-            self._leave(path, module, calls.stays() or reason)
+            self._add_unchanged(path, module, calls.stays() or reason)
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
         key = pattern, signature(module, pattern)
@@ -231,7 +231,7 @@ class _Walk:
             setattr(module, name, module.__dict__.pop(name))
         self.fused.add(id(module))
 
-    def _leave(self, path: str, module: nn.Module, reason: str) -> None:
+    def _add_unchanged(self, path: str, module: nn.Module, reason: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), None, reason))
 
 

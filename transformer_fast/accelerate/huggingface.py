@@ -145,7 +145,7 @@ def _changes(model: nn.Module, parts: list[Part]) -> list[Attribute]:
     """Copy the config of each module, and name our attention in the copies of parts that may use it."""
     stays = {key for part in parts if part.obstacle not in ("", ALREADY) for key in part.configs}
     memo: dict[int, Any] = {}
-    changes = [Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _held(m)]
+    changes = [Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _configs_in(m)]
     # The config of a part without attention of its own names our attention if all parts inside use it.
     todo = [c for part in parts if not part.obstacle and (part.calls or not stays) for c in part.configs.values()]
     for config in todo:  # the loop adds the configs inside these configs
@@ -176,12 +176,12 @@ def _parts(model: nn.Module) -> Iterator[Part]:
             seen.add(id(module))
             modules.append(module)
             todo.extend(module.children())
-        configs = {id(config): config for module in modules for _, config in _held(module)}
+        configs = {id(config): config for module in modules for _, config in _configs_in(module)}
         if configs:
             yield Part(paths[id(root)], root, modules, configs)
 
 
-def _held(module: nn.Module) -> list[tuple[str, Any]]:
+def _configs_in(module: nn.Module) -> list[tuple[str, Any]]:
     """Attributes of a module that are configs of transformers."""
     return [(name, value) for name, value in module.__dict__.items() if _is_config(value)]
 

@@ -276,7 +276,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _LazyLinear.apply(hidden, weight, bias)
 
 
-def is_served() -> bool:
+def takes_fused_ops() -> bool:
     """Return True if a call may skip the logits: no mode or transform observes single operations."""
     return not (
         torch.compiler.is_compiling()
@@ -314,7 +314,7 @@ def _cross_entropy(
         and target.shape == logits.shape[:1]
         and 0.0 <= label_smoothing <= 1.0
         and all(added.dtype == logits.node.root.weight.dtype for added in logits.node.added)
-        and is_served()
+        and takes_fused_ops()
     )
     if not serves:
         return None

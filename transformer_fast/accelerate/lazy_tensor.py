@@ -111,7 +111,7 @@ class Lazy(Tensor):
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _OUTSIDE:
-            args, kwargs = tree_map_only(Lazy, Lazy._outside, (args, kwargs))
+            args, kwargs = tree_map_only(Lazy, Lazy._detached_value, (args, kwargs))
         elif function in _DETACHED:  # a copy may be read after the weights have changed
             args[0].node.read()
         with torch._C.DisableTorchFunctionSubclass():
@@ -134,7 +134,7 @@ class Lazy(Tensor):
         result = function(*plain_args, **plain_kwargs)
         return next((lazy for lazy, value in plain.values() if result is value), result)
 
-    def _outside(self) -> Tensor:
+    def _detached_value(self) -> Tensor:
         """The detached value, for functions that read memory without PyTorch's operators."""
         return self.node.read().detach().requires_grad_(self.requires_grad)
 

@@ -31,11 +31,11 @@ class OutputLayer(Linear):
         possible."""
         if torch.compiler.is_compiling() or is_traced() or not self.training or not torch.is_grad_enabled():
             return super().forward(input)
-        if not self._leaves_out(input):
+        if not self._skips_logits(input):
             return super().forward(input)
         return lazy_logits.linear(input, self.weight, self.bias)
 
-    def _leaves_out(self, x: Any) -> bool:
+    def _skips_logits(self, x: Any) -> bool:
         weight, bias = self.weight, self.bias
         return (
             type(x) is Tensor
@@ -54,7 +54,7 @@ class OutputLayer(Linear):
             and x.shape[-1] == weight.shape[1]
             and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
             and is_plain(self)
-            and lazy_logits.is_served()
+            and lazy_logits.takes_fused_ops()
         )
 
 
@@ -65,10 +65,10 @@ def output_layers(model: nn.Module) -> set[int]:
     shape of an embedding that has more rows than columns.
     """
     modules = list(model.modules())
-    found = [head for m in modules if (head := _named(m)) is not None]
+    found = [head for m in modules if (head := _declared_output_layer(m)) is not None]
     if not found:
         tables = {tuple(m.weight.shape) for m in modules if isinstance(m, nn.Embedding)}
-        found = [m for m in modules if _is_linear(m) and tuple(m.weight.shape) in tables and _is_tall(m)]
+        found = [m for m in modules if _is_linear(m) and tuple(m.weight.shape) in tables and _widens(m)]
     return {id(head) for head in found if _is_linear(head) and head.weight.device.type == "cpu"}
 
 
@@ -78,11 +78,11 @@ def _is_linear(module: Any) -> bool:
     return not isinstance(module.weight, nn.parameter.UninitializedParameter) and module.weight.dtype in _FLOATS
 
 
-def _is_tall(module: nn.Linear) -> bool:
+def _widens(module: nn.Linear) -> bool:
     return module.out_features > module.in_features
 
 
-def _named(module: nn.Module) -> Any:
+def _declared_output_layer(module: nn.Module) -> Any:
     """Return the output layer that a model names."""
     get = getattr(type(module), "get_output_embeddings", None)
     try:

@@ -62,8 +62,8 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
 
 def signature(module: nn.Module, pattern: Pattern) -> Any:
     """Cache key of a probe's outcome: classes, plain attributes and shapes, not values."""
-    described: list[Any] = [type(child) for child, _ in _called(module, pattern)]
-    seen = {child for child, _ in _called(module, pattern)}  # named_modules skips these
+    described: list[Any] = [type(child) for child, _ in _black_boxes(module, pattern)]
+    seen = {child for child, _ in _black_boxes(module, pattern)}  # named_modules skips these
     for name, child in module.named_modules(seen):
         plain = tuple((k, v) for k, v in child.__dict__.items() if isinstance(v, int | float | str | bool))
         tensors = {**child._parameters, **child._buffers}
@@ -72,18 +72,18 @@ def signature(module: nn.Module, pattern: Pattern) -> Any:
     return tuple(described)
 
 
-def _called(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Module, Part]]:
+def _black_boxes(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Module, Part]]:
     """Modules that a pattern calls as black boxes: children, and children of the parts that it fuses."""
     for part, member in pattern.members(module) or ():
         if part.returns:
             yield member, part
         elif part.fused and (inner := pattern_of(member)):
-            yield from _called(member, inner)
+            yield from _black_boxes(member, inner)
 
 
 def _copy(module: nn.Module, pattern: Pattern) -> nn.Module:
-    memo: dict[int, Any] = {id(child): Witness(child, part.returns) for child, part in _called(module, pattern)}
-    for _, child in module.named_modules({child for child, _ in _called(module, pattern)}):
+    memo: dict[int, Any] = {id(child): Witness(child, part.returns) for child, part in _black_boxes(module, pattern)}
+    for _, child in module.named_modules({child for child, _ in _black_boxes(module, pattern)}):
         memo |= no_hooks(child)
         for parameter in child._parameters.values():
             if parameter is not None and id(parameter) not in memo:
@@ -115,20 +115,20 @@ def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[],
     yield setting(False), False
     yield setting(True), False
     fused = [member for part, member in pattern.members(trial) or () if part.fused]
-    for dropout in _not_proven(trial, fused):
+    for dropout in _dropouts_to_test(trial, fused):
         yield setting(True, (dropout, "p")), True
     for name in pattern.dropouts:
         yield setting(True, (trial, name)), True
 
 
-def _not_proven(module: nn.Module, fused: list[nn.Module]) -> Iterator[nn.Dropout]:
+def _dropouts_to_test(module: nn.Module, fused: list[nn.Module]) -> Iterator[nn.Dropout]:
     """Dropouts of a module, without those inside parts that were swapped earlier, unless the pattern fuses these
     parts."""
     for child in module.children():
         if type(child) in DROPOUTS:
             yield child
         elif not isinstance(child, Accelerated) or child in fused:
-            yield from _not_proven(child, fused)
+            yield from _dropouts_to_test(child, fused)
 
 
 def _trainable(call: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -153,7 +153,7 @@ class Rebinding:
             Obstacle: if the code imports such a function, or uses its name for another value too.
         """
         for name, value in _imports(code, namespace):
-            if self._reached(value, [], _names(code)) is not None:
+            if self._reachable_replacement(value, [], _names(code)) is not None:
                 raise Obstacle(f"{code.co_qualname} imports {name} inside itself")
         renamed = self._read(code, namespace, _GLOBAL)
         for step in _steps(code) if renamed else ():
@@ -176,13 +176,13 @@ class Rebinding:
         for place, step in enumerate(steps):
             if step.opname in kinds and step.argval in values:
                 attributes = [after.argval for after in takewhile(lambda s: s.opname in _ATTRIBUTE, steps[place + 1 :])]
-                if (new := self._reached(values[step.argval], attributes, mentioned)) is not None:
+                if (new := self._reachable_replacement(values[step.argval], attributes, mentioned)) is not None:
                     found[step.argval] = new
         for inner in code.co_consts if inside else ():
             found.update(self._read(inner, values, kinds, inside) if isinstance(inner, types.CodeType) else {})
         return found
 
-    def _reached(
+    def _reachable_replacement(
         self, value: Any, attributes: list[str], mentioned: frozenset[str], seen: tuple[types.ModuleType, ...] = ()
     ) -> Any:
         """Replacement of the value of a name; None if no replaced function is reached through the value.
@@ -198,7 +198,10 @@ class Rebinding:
         if value in seen:
             return None
         members = {name: vars(value).get(name) for name in attributes[:1] or mentioned}
-        new = {name: self._reached(old, attributes[1:], mentioned, (*seen, value)) for name, old in members.items()}
+        new = {
+            name: self._reachable_replacement(old, attributes[1:], mentioned, (*seen, value))
+            for name, old in members.items()
+        }
         if found := {name: copy for name, copy in new.items() if copy is not None}:
             vars(self._stand_ins.setdefault(value, StandIn(value))).update(found)
         return self._stand_ins[value] if found else None

@@ -37,12 +37,12 @@ def quiet() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         contextlib.nullcontext() if on_cpu else torch.device("cpu"),
         backends.backend("reference"),
-        _Wide(),
+        _Float64Mode(),
     ):
         yield
 
 
-class _Wide(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     """Mode that computes in float64 instead of float32 or the default dtype, and draws from its own generator.
 
     Many norms convert every input to float32. The trial compares formulas, not rounding.
@@ -60,7 +60,7 @@ class _Wide(TorchFunctionMode):
         kwargs = {k: torch.float64 if arg is torch.float32 else arg for k, arg in (kwargs or {}).items()}
         if func in _DRAW:
             kwargs["generator"] = kwargs.get("generator") or self.generator
-        elif func in _CANNOT_BE_GIVEN_ONE or (func in _DROP and _drops(func, args, kwargs)):
+        elif func in _TAKES_NO_GENERATOR or (func in _DROP and _drops(func, args, kwargs)):
             raise DrawsNumbersError(
                 f"it draws random numbers with {func.__name__}, whose probability a trial cannot set"
             )
@@ -140,7 +140,7 @@ _DRAW = {
     Tensor.log_normal_,
 }
 """Functions that take a generator."""
-_CANNOT_BE_GIVEN_ONE = {torch.rand_like, torch.randn_like, torch.randint_like, F.gumbel_softmax}
+_TAKES_NO_GENERATOR = {torch.rand_like, torch.randn_like, torch.randint_like, F.gumbel_softmax}
 _DROP: dict[Any, Callable[..., Drop]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
     **dict.fromkeys((torch.dropout, torch.alpha_dropout, torch.feature_dropout), _dropout),

@@ -55,7 +55,11 @@ class Line(NamedTuple):
 def mask_pictures(folder: str | os.PathLike[str]) -> list[Path]:
     """Draw one picture for each dialect, and one of a query without keys, into ``folder``; returns the paths."""
     pictures = [_lines(Path(folder) / f"mask_{name}.png", lines()) for name, lines in DIALECTS.items()]
-    return [*pictures, _added(Path(folder) / "mask_distance.png"), _empty_row(Path(folder) / "mask_empty_row.png")]
+    return [
+        *pictures,
+        _bias_picture(Path(folder) / "mask_distance.png"),
+        _empty_row_picture(Path(folder) / "mask_empty_row.png"),
+    ]
 
 
 def _keep_masks() -> list[Line]:
@@ -258,7 +262,7 @@ def _cells(axes: Axes, table: Tensor, colors: Colormap, rows: str, columns: str,
     axes.spines[:].set_color(RULE)
 
 
-def _added(path: Path) -> Path:
+def _bias_picture(path: Path) -> Path:
     """Draw the biases of ALiBi and of relative positions, smaller ones darker."""
     weight = -torch.tensor([[0.0], [0.4], [0.8], [1.2], [0.0], [0.2], [0.6], [1.0]])  # 4 buckets on either side
     masks = {
@@ -279,7 +283,7 @@ def _added(path: Path) -> Path:
     return save(figure, path)
 
 
-def _empty_row(path: Path) -> Path:
+def _empty_row_picture(path: Path) -> Path:
     """Draw a keep mask that leaves query 2 no key, and the query's weights in both modes of ``empty_rows``."""
     keep = torch.ones(5, 5, dtype=torch.bool).tril()
     keep[2] = False

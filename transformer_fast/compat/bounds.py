@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 from ..masks.checks import kind_of
-from ..ops.attention_checks import can_look
+from ..ops.attention_checks import can_read_values
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -74,7 +74,7 @@ def check_integers(op: str, name: str, t: Any, shape: str, device: torch.device)
 
 def check_range(op: str, name: str, t: Tensor, least: int, most: int, expected: str) -> None:
     """Raise for values outside [least, most]; values are checked on a CPU only."""
-    if can_look(t) and t.numel() > 0:
+    if can_read_values(t) and t.numel() > 0:
         low, high = (int(bound) for bound in torch.aminmax(t))
         if low < least or high > most:
             raise ValueError(f"{op}: {name} must lie in [{least}, {most}], {expected}, got {low} to {high}")

@@ -17,7 +17,7 @@ from ..masks import AttentionMask
 from ..masks.checks import kind_of
 from ..masks.packing import Packing, take, unpack
 from ..ops.attention import attention
-from ..ops.attention_checks import can_look
+from ..ops.attention_checks import can_read_values
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_packed import attention_packed
 from .bounds import check_dimensions, mask_of
@@ -96,7 +96,7 @@ def sequences(op: str, names: tuple[str, str], starts: Any, longest: Any, total:
     found = Sequences(starts, longest)
     if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
         raise TypeError(f"{op}: {of_longest} must be an int, got {type(longest).__name__}")
-    if can_look(starts):
+    if can_read_values(starts):
         host = starts.tolist()
         lengths = [end - start for start, end in itertools.pairwise(host)]
         if host[0] != 0 or (total is not None and host[-1] != total) or min(lengths, default=0) < 0:

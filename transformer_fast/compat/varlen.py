@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.attention_checks import can_look
+from ..ops.attention_checks import can_read_values
 from .bounds import bounds_of, check_integers, refuse_gradient
 from .ragged import Call, cached_attention, check_token_layout, ragged_attention, sequences
 
@@ -94,7 +94,7 @@ def varlen_attn(
 
 def _at_most(lengths: Tensor, used: Tensor) -> Tensor:
     """Numbers of keys in use, as int32; checked on a CPU."""
-    if used.shape == lengths.shape and can_look(used) and bool((used > lengths).any()):
+    if used.shape == lengths.shape and can_read_values(used) and bool((used > lengths).any()):
         raise ValueError(
             f"{_OP}: seqused_k must be at most the lengths of cu_seq_k, {lengths.tolist()}, got {used.tolist()}"
         )

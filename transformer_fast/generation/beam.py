@@ -112,11 +112,11 @@ class Search(SearchState):
 
     def step(self) -> None:
         total, parent, token = self._best_continuations()
-        last = self._of_units(self.limits) <= self.tokens.shape[1]
-        if self._all_go_on(total, token, last):
-            return self._go_on(torch.ones_like(token, dtype=torch.bool), total, parent, token)
-        valid = self._has_slot(total, self.finished)
-        self._keep_stuck(valid)
+        last = self._per_unit(self.limits) <= self.tokens.shape[1]
+        if self._all_continue(total, token, last):
+            return self._continue(torch.ones_like(token, dtype=torch.bool), total, parent, token)
+        valid = self._may_continue(total, self.finished)
+        self._record_stuck(valid)
 
         best = torch.arange(total.shape[1], device=total.device) < self.width
         ends = valid & (token == self.request.eos)
@@ -125,14 +125,14 @@ class Search(SearchState):
         self.finished += finished.sum(dim=1)
         alive = valid & ~ends & (self.finished < self.quota)[:, None]
         alive &= alive.cumsum(dim=1) <= self.width
-        alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), last)[:, None]
+        alive &= ~self._is_decided(total.masked_fill(~alive, -torch.inf), last)[:, None]
         cut = alive & best & last[:, None]
         self._record(parent[cut], token[cut], total[cut], finished=False)
         alive &= ~last[:, None]
 
-        self._go_on(alive, total, parent, token)
+        self._continue(alive, total, parent, token)
 
-    def _all_go_on(self, total: Tensor, token: Tensor, last: Tensor) -> bool:
+    def _all_continue(self, total: Tensor, token: Tensor, last: Tensor) -> bool:
         """Return True if all units keep all slots, so that there is nothing to record or decide. last (units,): True
         where answers may not be longer."""
         if total.shape[1] != self.width:
@@ -140,11 +140,11 @@ class Search(SearchState):
         stop = (token == self.request.eos) | (total == -torch.inf) | (last | (self.finished > 0))[:, None]
         return not bool(stop.any())
 
-    def _of_units(self, sentences: Tensor) -> Tensor:
+    def _per_unit(self, sentences: Tensor) -> Tensor:
         """Values per sentence repeated per unit, (sentences,) -> (units,)."""
         return sentences if self.groups == 1 else sentences.repeat_interleave(self.groups)
 
-    def _go_on(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
+    def _continue(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
         """Make the continuations that are alive the open hypotheses."""
         rows = parent[alive]
         self.tokens = torch.cat([self.tokens[rows], token[alive][:, None]], dim=1)
@@ -154,21 +154,21 @@ class Search(SearchState):
         self.attention = None if self.attention is None else self.attention[rows]
         self.decoding.select(rows)
 
-    def _has_slot(self, total: Tensor, finished: Tensor) -> Tensor:
+    def _may_continue(self, total: Tensor, finished: Tensor) -> Tensor:
         """(units, candidates) bool: those that may be. A slot that closed stays closed, and -inf is no hypothesis."""
         if self.keeps_slots:
             return total > -torch.inf
         slots = max(self.quota, self.width) - finished
         return (total > -torch.inf) & (torch.arange(self.width, device=total.device) < slots[:, None])
 
-    def _after_several(self) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _fused_steps(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Run as many fused steps as possible, and return the last one's `_best_continuations`; None if unsupported."""
         width = self.width
-        whole = self.groups == 1 and self._looked_at == self.candidates and len(self.unit) % width == 0
-        if not whole or self.attention is not None or not len(self.unit):
+        supported = self.groups == 1 and self._candidates_per_row == self.candidates and len(self.unit) % width == 0
+        if not supported or self.attention is not None or not len(self.unit):
             return None
         unit = self.unit.view(-1, width)
-        if bool((unit != unit[:, :1]).any()) or self._decides(unit[:, 0]):
+        if bool((unit != unit[:, :1]).any()) or self._needs_bookkeeping(unit[:, 0]):
             return None
         most = self._most_steps()
         found = self.decoding.beam(self.tokens, self.log_prob, width, self.candidates, most) if most else None
@@ -186,25 +186,25 @@ class Search(SearchState):
             whole_one[unit[:, 0]] = own
         return total, parent, token
 
-    def _decides(self, units: Tensor) -> bool:
+    def _needs_bookkeeping(self, units: Tensor) -> bool:
         """Return True if a step of one of these units does more than keep its best continuations, though none ends."""
         return bool((self.finished[units] >= (self.width if self.keeps_slots else 1)).any())
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
         """(units, candidates) each, best first: cumulative log-probability, row it continues, token it adds."""
-        if (found := self._after_several()) is not None:
+        if (found := self._fused_steps()) is not None:
             return found
         rows = torch.arange(len(self.unit), device=self.unit.device)
         if self.groups == 1:
-            best, token, normalizer = self._choose(self._looked_at)
-            self._remember_attention()
+            best, token, normalizer = self._choose(self._candidates_per_row)
+            self._record_attention()
             total = (self.log_prob.to(best.dtype) - normalizer)[:, None] + best
-            return self._best_of(rows, self.unit, total, total, token)
+            return self._best_per_unit(rows, self.unit, total, total, token)
         logits = self.decoding.next_logits(self.tokens)
-        self._remember_attention()
+        self._record_attention()
         logits, probable = self.rules.apply(logits, self.tokens, self.sentences(), self.start)
         known = self.log_prob.to(logits.dtype) - log_normalizer(probable)
-        width = min(self._looked_at, logits.shape[1])
+        width = min(self._candidates_per_row, logits.shape[1])
         chosen = logits.new_zeros(len(self.found), logits.shape[1])  # how often, by the groups before
         each = []
         for group in range(self.groups):
@@ -214,24 +214,24 @@ class Search(SearchState):
             best, token = best_tokens(given - self.config.diversity * chosen[sentence], width)
             rank = known[rows, None] + best
             possible = (known[rows, None] + given.gather(1, token)).masked_fill(best == -torch.inf, -torch.inf)
-            total, parent, token = self._best_of(rows, sentence, rank, possible, token)
-            taken = self._has_slot(total, self.finished[group :: self.groups])
+            total, parent, token = self._best_per_unit(rows, sentence, rank, possible, token)
+            taken = self._may_continue(total, self.finished[group :: self.groups])
             chosen.scatter_add_(1, token, taken.to(chosen.dtype))
             each.append((total, parent, token))
         total, parent, token = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
         return total, parent, token
 
     @property
-    def _looked_at(self) -> int:
+    def _candidates_per_row(self) -> int:
         """Continuations considered per row, which is as many as can survive. `benchmarks/compare_cached.py` asks for
         one more."""
         return self.candidates
 
-    def _remember_attention(self) -> None:
+    def _record_attention(self) -> None:
         if self.attention is not None:
             self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
 
-    def _best_of(
+    def _best_per_unit(
         self, rows: Tensor, unit: Tensor, rank: Tensor, total: Tensor, token: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The best continuations of some rows as each unit has them. rank, total, token (rows, width): of each row's
@@ -254,7 +254,7 @@ class Search(SearchState):
             return best, parent, torch.zeros_like(parent)
         return best, rows[parent], token[parent, flat % width]
 
-    def _decided(self, open_log_prob: Tensor, last: Tensor) -> Tensor:
+    def _is_decided(self, open_log_prob: Tensor, last: Tensor) -> Tensor:
         """(units,) bool: the `enough` best finished hypotheses are at least as good as what the open ones can become.
         last (units,): True where answers may not be longer.
 
@@ -271,14 +271,14 @@ class Search(SearchState):
                 bar[index] = torch.inf if config.early_stop is True else scores[self.enough - 1]
         # log P only falls and the coverage penalty only lowers a score, so the best score in reach has today's log P,
         # no coverage penalty, and the length that is penalised least.
-        lengths = self._of_units(self.limits)
+        lengths = self._per_unit(self.limits)
         if config.length_penalty <= 0 or config.early_stop == "now":
             lengths = torch.full_like(lengths, self.tokens.shape[1] + (not self.keeps_slots))
         reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
-        least = self._of_units(torch.tensor(bar, dtype=torch.float64, device=reachable.device))
+        least = self._per_unit(torch.tensor(bar, dtype=torch.float64, device=reachable.device))
         return (least >= reachable) & (least > -torch.inf) & ~(last & self.keeps_slots)
 
-    def _keep_stuck(self, valid: Tensor) -> None:
+    def _record_stuck(self, valid: Tensor) -> None:
         """Record the hypotheses of units in which none can go on, as cut off."""
         stuck = ~valid.any(dim=1)[self.unit]
         if bool(stuck.any()):

@@ -63,7 +63,7 @@ class DecoderCache:
         self._heads, self._width = layers[0].attn_1.h, layers[0].attn_1.d_k
         self._source_heads = layers[0].attn_2.h
         self._source = [concat_linears(layer.attn_2.k_linear, layer.attn_2.v_linear) for layer in layers]
-        self.cross = self._of_source(memory)
+        self.cross = self._source_states(memory)
         self._set_mask(None if mask is None else mask.squeeze(1))
         self._slots = list(range(batch))  # of the caller's rows
         self._sentences = list(range(batch))  # of the slots: their entries in `cross`
@@ -101,7 +101,7 @@ class DecoderCache:
                 self._cells = self._own_cells() if self._cells is None else self._cells
                 self._cells = self._cells[torch.tensor(origins)]
             else:
-                self._settle()
+                self._move_into_slots()
                 move_rows(self._states, moves, self.length)
         self._slots_changed()
 
@@ -119,14 +119,14 @@ class DecoderCache:
 
         rows: how many are in use."""
         self._in_cells = False
-        self._settle()
-        return self._with_room(rows)
+        self._move_into_slots()
+        return self._states_with_room(rows)
 
     def own_in_cells(self, rows: int, *, always: bool = False) -> tuple[Tensor, Tensor | None]:
         """The same, where positions need not lie in their slots, and the table of cells, int32 (rows, capacity): where
         they are, counted in d_k from the first of slot 0 of a layer and head. None: in their slots; `always`: only
         where there can be no table."""
-        states = self._with_room(rows)
+        states = self._states_with_room(rows)
         self._in_cells = states[0].numel() < 2**31 * self._width  # what int32 counts
         if always and self._cells is None and self._in_cells:
             self._cells = self._own_cells()
@@ -161,13 +161,13 @@ class DecoderCache:
         out = out.transpose(1, 2).reshape(-1, 1, heads, width)
         return out if self.grid is None else out.index_select(0, entries)
 
-    def _of_source(self, memory: Tensor) -> Tensor:
+    def _source_states(self, memory: Tensor) -> Tensor:
         """memory (B, S, d_model) -> its keys and values (layers, B, 2, heads, S, d_k)."""
         heads = self._source_heads
         source = [project(memory).unflatten(-1, (2, heads, -1)) for project in self._source]
         return torch.stack([states.permute(0, 2, 3, 1, 4) for states in source])
 
-    def _with_room(self, rows: int) -> Tensor:
+    def _states_with_room(self, rows: int) -> Tensor:
         """The states of self-attention with room for `span` more positions."""
         capacity = 0 if self._states is None else self._states.shape[4]
         if capacity < self.length + self.span:
@@ -181,7 +181,7 @@ class DecoderCache:
         first = torch.arange(slots, dtype=torch.int32) * (parts * heads * capacity)
         return first[:, None] + torch.arange(capacity, dtype=torch.int32)
 
-    def _settle(self) -> None:
+    def _move_into_slots(self) -> None:
         """Bring every position into its slot."""
         if self._cells is None:
             return
@@ -196,7 +196,7 @@ class DecoderCache:
 
     def _grow(self, rows: int, capacity: int) -> None:
         """Give self-attention a tensor of `_max_rows` and so many positions, with what the first `rows` slots hold."""
-        self._settle()
+        self._move_into_slots()
         shape = len(self.layers), self._max_rows, 2, self._heads, capacity, self._width
         known = None if self._states is None else self._states[:, :rows, :, :, : self.length]
         self._states = self.cross.new_empty(shape)
@@ -211,7 +211,7 @@ class DecoderCache:
             slots = torch.tensor(self._slots)
             self._order = slots.argsort().to(device), slots.to(device)
         self._drop_sentences()
-        self.grid = None if self._sentences == list(range(self.cross.shape[1])) else self._new_grid()
+        self.grid = None if self._sentences == list(range(self.cross.shape[1])) else self._source_grid()
 
     def _drop_sentences(self) -> None:
         """Drop the sources that no row reads any more."""
@@ -226,7 +226,7 @@ class DecoderCache:
         moved = dict(zip(kept, entries, strict=True))
         self._sentences = [moved[sentence] for sentence in self._sentences]
 
-    def _new_grid(self) -> tuple[Tensor, Tensor, int]:
+    def _source_grid(self) -> tuple[Tensor, Tensor, int]:
         """The rows of each sentence as the queries of one batch entry: the slots (sentences * width,) that they are
         read from, the entries (rows,) that the slots have among these, and the width.
 

@@ -184,7 +184,7 @@ class CachedDecoding(Decoding):
             self._session = new_session(self._decoder, self._out, self._cache, request.eos, config)
 
     def greedy(self, tokens: Tensor, most: int) -> Choice | None:
-        session, cache = self._prepared(len(tokens), most), self._cache
+        session, cache = self._prepared_session(len(tokens), most), self._cache
         if session is None:
             return None
         found = session.greedy(cache.enter(tokens[:, -1]), most)
@@ -192,7 +192,7 @@ class CachedDecoding(Decoding):
         return Choice(cache.leave(found.best), cache.leave(found.token), cache.leave(found.normalizer))
 
     def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> Any | None:
-        session, cache = self._prepared(len(tokens), most, cells=True), self._cache
+        session, cache = self._prepared_session(len(tokens), most, cells=True), self._cache
         if session is None:
             return None
         found = session.beam(tokens[:, -1], log_prob, cache.places(), width, candidates, most)
@@ -222,14 +222,14 @@ class CachedDecoding(Decoding):
         behind `held` positions."""
         assert isinstance(self._cache, SpanCache)
         self._cache.hold(held, 1)
-        session = self._prepared(len(newest), most)
+        session = self._prepared_session(len(newest), most)
         if session is None:
             return None
         tokens = session.greedy(newest, most).token
         self._cache.hold(held, tokens.shape[1])  # `select` keeps what the last step has written: all of these
         return tokens
 
-    def _prepared(self, rows: int, steps: int = 0, *, cells: bool = False) -> Any | None:
+    def _prepared_session(self, rows: int, steps: int = 0, *, cells: bool = False) -> Any | None:
         """As `Session.prepare`; None also where there is no session."""
         return None if self._session is None else self._session.prepare(rows, steps, cells=cells)
 
@@ -244,7 +244,7 @@ class CachedDecoding(Decoding):
 
     def _hidden(self, ids: Tensor) -> Tensor:
         """ids (rows,) in the order of the cache -> (rows, d_model)."""
-        session = self._prepared(len(ids))
+        session = self._prepared_session(len(ids))
         if session is None:
             return self._decoder(ids[:, None], None, None, None, cache=self._cache)[:, -1]
         return self._decoder.norm(session.step(ids))

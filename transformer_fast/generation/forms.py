@@ -135,10 +135,10 @@ def form_of(model: nn.Module) -> Form:
     kind = type(model).__name__
     lacks = [name for name in _ANNOTATED if not hasattr(model, name)]
     if lacks:
-        nearer = missing if len(missing) <= len(lacks) else lacks
+        absent = missing if len(missing) <= len(lacks) else lacks
         raise ValueError(
             "model must have encoder, decoder and out, like transformer_fast.Transformer, or encoder, decoder, "
-            f"src_embed, tgt_embed and generator, like The Annotated Transformer; {kind} has no {', '.join(nearer)}"
+            f"src_embed, tgt_embed and generator, like The Annotated Transformer; {kind} has no {', '.join(absent)}"
         )
     for name, expected in (("encode", ("src", "src_mask")), ("decode", ("memory", "src_mask", "tgt", "tgt_mask"))):
         method, module = getattr(model, name, None), getattr(model, f"{name}r")

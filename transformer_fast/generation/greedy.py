@@ -110,7 +110,7 @@ class GreedySearch(SearchState):
         ended = stuck | (token[:, -1] == self.request.eos)
         closed = ended | (self.limits[sentence] < self.tokens.shape[1])
         if bool(closed.any()):
-            self._close(closed.nonzero().squeeze(1), ended, stuck)
+            self._record_answers(closed.nonzero().squeeze(1), ended, stuck)
             rows = (~closed).nonzero().squeeze(1)
             self._row, self._sentence, self.tokens = self._row[rows], sentence[rows], self.tokens[rows]
             self.log_prob = self.log_prob[rows]
@@ -122,7 +122,7 @@ class GreedySearch(SearchState):
         log-probabilities, (rows, steps) each; and whether a row is stuck in the last, (rows,). Where every token is
         impossible (all logits -inf) the answer ends without that last token."""
         if self._draw is None:
-            choice = self._choose_several()
+            choice = self._choose_fused_steps()
             best, token, normalizer = self._choose(1) if choice is None else choice
             return token, best - normalizer.view_as(best), best[:, -1] == -torch.inf
         tokens = self.tokens
@@ -131,7 +131,7 @@ class GreedySearch(SearchState):
         log_prob = logits.gather(1, token[:, None]).squeeze(1) - log_normalizer(logits)
         return token[:, None], log_prob[:, None], allowed.amax(dim=1) == -torch.inf
 
-    def _choose_several(self) -> Choice | None:
+    def _choose_fused_steps(self) -> Choice | None:
         """Run as many fused steps as possible: `_choose` of each, (rows, steps). None if unsupported."""
         most = self._most_steps() if self._attention is None else 0
         found = self.decoding.greedy(self.tokens, most) if most else None
@@ -139,7 +139,7 @@ class GreedySearch(SearchState):
             refuse_nan(found.normalizer[:, -1], torch.cat([self.tokens, found.token[:, :-1]], dim=1))
         return found
 
-    def _close(self, leaving: Tensor, ended: Tensor, stuck: Tensor) -> None:
+    def _record_answers(self, leaving: Tensor, ended: Tensor, stuck: Tensor) -> None:
         """Record the answers of the rows that leave; ended, stuck (rows,): with EOS or without a last token."""
         maps = [None] * len(leaving) if self._attention is None else self._attention[leaving].unbind()
         columns = (t[leaving].tolist() for t in (self._sentence, self.tokens[:, 1:], ended, stuck, self.log_prob))

@@ -63,8 +63,8 @@ class Rules:
         if not self._active:
             return logits, logits
         begin = start[sentence]
-        known = self._force_end(self._reweigh(logits, tokens, begin), tokens, sentence, begin)
-        allowed = self._forbid(known, tokens, sentence, begin)
+        known = self._force_end(self._penalise_repetition(logits, tokens, begin), tokens, sentence, begin)
+        allowed = self._block_forbidden(known, tokens, sentence, begin)
         return allowed, allowed if self._config.renormalize else known
 
     def _force_end(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Rules:
         end[0, self._eos] = 0
         return torch.where(last, end, logits)
 
-    def _reweigh(self, logits: Tensor, tokens: Tensor, begin: Tensor) -> Tensor:
+    def _penalise_repetition(self, logits: Tensor, tokens: Tensor, begin: Tensor) -> Tensor:
         """The logits with the repetition penalty."""
         penalty = self._config.repetition_penalty
         if penalty == 1.0 or tokens.shape[1] == 1:
@@ -88,7 +88,7 @@ class Rules:
         after = torch.where(before > 0, before / penalty, before * penalty)
         return logits.scatter(1, ids, torch.where(chosen[:, -1:], after, before))
 
-    def _forbid(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
+    def _block_forbidden(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
         """The logits, -inf where a token may not follow."""
         n, steps = self._config.no_repeat_ngram, tokens.shape[1] - 1 - begin  # tokens chosen so far, (rows,)
         newest = int(steps.min()) if self._forced is not None or self._most > 1 else 0

@@ -31,7 +31,7 @@ class _Layer(NamedTuple):
     options: tuple[bool, str, float, str]  # norm_first, kind of the norms, eps, activation
 
 
-class _End(NamedTuple):
+class _OutputParts(NamedTuple):
     """Parts behind the last layer: parameters of a norm, or None, and the linear layer that makes logits."""
 
     norm_weight: Tensor | None
@@ -48,7 +48,7 @@ class Session:
         cache: DecoderCache,
         layers: list[_Layer],
         positions: PositionalEncoder,
-        end: _End | None,
+        end: _OutputParts | None,
     ) -> None:
         self._native, self._cache, self._layers, self._positions, self._end = native, cache, layers, positions, end
         self._rows, self._takes_rows = 0, False
@@ -157,16 +157,16 @@ def _layer(layer: DecoderLayer, project: object) -> _Layer | None:
     return _Layer(tensors, linears, (layer.norm_first, kind, _eps(layer.norm_1), layer.ff.activation))
 
 
-def _end(norm: nn.Module, out: nn.Module, kind: str, eps: float) -> _End | None:
+def _end(norm: nn.Module, out: nn.Module, kind: str, eps: float) -> _OutputParts | None:
     """The last norm and `out`; None if one is no plain module in fp32, or the norm another one than the layers'."""
     if not isinstance(out, StepLinear):
         return None
     if is_plain(norm, nn.Identity):
-        return _End(None, None, out)
+        return _OutputParts(None, None, out)
     if not is_plain(norm, *_KINDS) or (_KINDS[type(norm)], _eps(norm)) != (kind, eps):
         return None
     parameters = _parameters(norm)
-    return None if any(t is None or t.dtype != torch.float32 for t in parameters) else _End(*parameters, out)
+    return None if any(t is None or t.dtype != torch.float32 for t in parameters) else _OutputParts(*parameters, out)
 
 
 def _eps(norm: Norm | LayerNorm | RMSNorm) -> float:

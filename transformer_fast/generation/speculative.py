@@ -63,10 +63,10 @@ class SpeculativeSearch(SearchState):
         log_prob = torch.where((best == -torch.inf) & ~normalizer.isnan(), -torch.inf, best - normalizer).tolist()
         drafts = tokens[:, tokens.shape[1] - count :].tolist()
         rows = zip(self._open, limits, token.squeeze(2).tolist(), log_prob, drafts, strict=True)
-        going_on = [row for row, given in enumerate(rows) if not self._extend(*given)]
-        if len(going_on) < len(self._open):
-            self._open = [self._open[row] for row in going_on]
-            self.decoding.select(torch.tensor(going_on, dtype=torch.long))
+        open_rows = [row for row, given in enumerate(rows) if not self._extend(*given)]
+        if len(open_rows) < len(self._open):
+            self._open = [self._open[row] for row in open_rows]
+            self.decoding.select(torch.tensor(open_rows, dtype=torch.long))
         self._set_tokens()
 
     def _extend(self, answer: Answer, limit: int, chosen: list[int], log_probs: list[float], drafts: list[int]) -> bool:
@@ -102,14 +102,14 @@ class SpeculativeSearch(SearchState):
         unread = max(len(answer.tokens) - answer.drafted for answer in self._open)
         while (drafted := tokens.shape[1] - self.tokens.shape[1]) < count:
             held = lengths + drafted - unread
-            several = self._draft_several(tokens, held, count - drafted) if unread == 1 else None
+            several = self._draft_steps(tokens, held, count - drafted) if unread == 1 else None
             if several is None:
                 logits = self._draft.span_logits(tokens[:, -unread:], held, newest=True)
                 several = self._choose_each(logits, tokens).token.squeeze(2)
             tokens, unread = torch.cat([tokens, several], dim=1), 1
         return tokens
 
-    def _draft_several(self, tokens: Tensor, held: Tensor, most: int) -> Tensor | None:
+    def _draft_steps(self, tokens: Tensor, held: Tensor, most: int) -> Tensor | None:
         """(rows, steps) tokens that the draft chooses behind `tokens`, at most so many; None where it cannot take
         several steps at once."""
         most = self.rules.plain_steps(tokens.shape[1], most)

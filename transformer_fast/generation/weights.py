@@ -115,14 +115,16 @@ class StepLinear:
             return None
         if rows <= self._native_rows:
             if self._packed is None:
-                self._packed = self._copied("step", lambda: torch.ops.transformer_fast.pack_step_weight(self._weights))
+                self._packed = self._in_layout(
+                    "step", lambda: torch.ops.transformer_fast.pack_step_weight(self._weights)
+                )
             return self._packed
         if self._blocked is None and _has_onednn():
             reorder = torch.ops.mkldnn._reorder_linear_weight
-            self._blocked = self._copied("blocked", lambda: reorder(self.weight, COPIED_ROWS))
+            self._blocked = self._in_layout("blocked", lambda: reorder(self.weight, COPIED_ROWS))
         return self._blocked
 
-    def _copied(self, layout: str, copy_of: Callable[[], Tensor]) -> Tensor:
+    def _in_layout(self, layout: str, copy_of: Callable[[], Tensor]) -> Tensor:
         """The weights in a layout: what is kept of them, or a copy made now."""
         if not self.layout.keep:
             return copy_of()
@@ -153,7 +155,7 @@ class QuantizedLinear(StepLinear):
         """The weights for `quantized_linear`."""
         if self._packed is None:
             pack = torch.ops.transformer_fast.pack_quantized_weight
-            self._packed = self._copied("int8", lambda: pack(self._weights))
+            self._packed = self._in_layout("int8", lambda: pack(self._weights))
         return self._packed
 
 
@@ -229,7 +231,7 @@ def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> An
     if is_plain(module, *_PARENTS):
         children = {name: prepack(child, rows, layout) for name, child in module._modules.items() if child is not None}
     elif is_plain(module):
-        children = _stand_ins(module, rows, layout)
+        children = _step_children(module, rows, layout)
     if not children and not is_plain(module, *DROPOUTS):
         return module
     clone = _shallow_copy(module)
@@ -243,7 +245,7 @@ def _is_plain_inside(module: FeedForward) -> bool:
     return is_linear(module.linear_1) and is_linear(module.linear_2) and is_plain(module.dropout, *DROPOUTS)
 
 
-def _stand_ins(module: nn.Module, rows: int, layout: WeightLayout) -> dict[str, nn.Module]:
+def _step_children(module: nn.Module, rows: int, layout: WeightLayout) -> dict[str, nn.Module]:
     """By name, the children of a module that are called by what it computes, an adapter for example, as far as there
     are linear layers in them. Each remains an `nn.Linear`, since the module may read its weight, or its class."""
     children = {}
@@ -253,7 +255,7 @@ def _stand_ins(module: nn.Module, rows: int, layout: WeightLayout) -> dict[str, 
         if is_linear(child):
             children[name] = clone = _shallow_copy(child)
             clone.__dict__["forward"] = _step_linear([child], rows, layout)
-        elif is_plain(child) and (inner := _stand_ins(child, rows, layout)):
+        elif is_plain(child) and (inner := _step_children(child, rows, layout)):
             children[name] = clone = _shallow_copy(child)
             clone.__dict__["_modules"] = {**child._modules, **inner}
     return children

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from .. import backends, extension
 from ..ops.dropout import dropout as fused_dropout
-from ..tensors import is_served
+from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from .by_torch import by_torch
 from .hooks import is_plain
@@ -43,13 +43,13 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     Raises:
         ValueError, TypeError, RuntimeError: torch's own errors, for invalid calls.
     """
-    out = None if inplace is not False else _served(input, p, training)
+    out = None if inplace is not False else _fused_result(input, p, training)
     return TORCH(input, p, training, inplace) if out is None else out
 
 
 def builtin_dropout(input: Tensor, p: float, train: bool) -> Tensor:
     """``torch.dropout`` on the fused op, as :func:`dropout`."""
-    out = _served(input, p, train)
+    out = _fused_result(input, p, train)
     return TORCH_BUILTIN(input, p, train) if out is None else out
 
 
@@ -73,7 +73,7 @@ def dropout_of_any(
     x: Tensor, p: float, *, bias: Tensor | None = None, residual: Tensor | None = None, relu: bool = False
 ) -> Tensor:
     """:func:`transformer_fast.ops.dropout`, or torch's operators for tensors that the op does not take."""
-    if is_served(x, bias, residual):
+    if takes_fused_ops(x, bias, residual):
         return fused_dropout(x, p, bias=bias, residual=residual, relu=relu)
     x = x if bias is None else x + bias
     x = F.dropout(x.relu() if relu else x, p)
@@ -105,7 +105,7 @@ def apply_dropout(drop: nn.Module | float, x: Tensor, *, residual: Tensor | None
     return x if residual is None else residual + x
 
 
-def _served(x: Any, p: Any, training: Any) -> Tensor | None:
+def _fused_result(x: Any, p: Any, training: Any) -> Tensor | None:
     """Result of the fused op, or x itself in evaluation; None for calls that go to torch."""
     if torch.compiler.is_compiling() or is_traced():
         return None
@@ -113,7 +113,7 @@ def _served(x: Any, p: Any, training: Any) -> Tensor | None:
         return None
     if training is not True:
         return x if training is False else None
-    if x.device.type != "cpu" or x.dtype not in _DTYPES or not is_served(x) or x.dim() == 0 or x.numel() == 0:
+    if x.device.type != "cpu" or x.dtype not in _DTYPES or not takes_fused_ops(x) or x.dim() == 0 or x.numel() == 0:
         return None
     if backends.current() == "auto" and extension.module() is None:  # torch's is better than our reference
         return None

@@ -89,10 +89,10 @@ def encoder_masks(x: Tensor, mask: Tensor | TorchMask | None, padding: Tensor | 
     """Return the original masks in the form that ``torch.nn``'s encoder passes to layers: bool becomes 0 and -inf in
     x's dtype."""
     mask, padding, causal = original_masks(mask, padding, causal)
-    return _added(mask, x), _added(padding, x), causal
+    return _additive_mask(mask, x), _additive_mask(padding, x), causal
 
 
-def _added(mask: Tensor | None, x: Tensor) -> Tensor | None:
+def _additive_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=x.dtype).masked_fill_(mask, float("-inf"))

@@ -23,7 +23,7 @@ from ..masks.packing import PackedMask
 from ..ops.embedding import eager_embed
 from ..ops.multihead import evaluated_heads
 from ..ops.norm import eager_layer_norm
-from ..tensors import is_served
+from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from . import norm as _norm
 from .attention import packed_attention
@@ -53,7 +53,7 @@ class LayerNorm(_norm.LayerNorm):
             found = eager_layer_norm(input, self.weight, self.bias, self.eps, "layer", residual)
             if found is not None:
                 return found
-        if not one or not is_served(input, residual, *self._parameters.values()):
+        if not one or not takes_fused_ops(input, residual, *self._parameters.values()):
             return norm_by_torch(nn.LayerNorm, self, input, residual, dropout_p)
         if residual is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
             input = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -76,7 +76,7 @@ class RMSNorm(_norm.RMSNorm):
             found = eager_layer_norm(x, self.weight, None, self.eps, "rms", residual)
             if found is not None:
                 return found
-        if not one or not is_served(x, residual, *self._parameters.values()):
+        if not one or not takes_fused_ops(x, residual, *self._parameters.values()):
             return norm_by_torch(nn.RMSNorm, self, x, residual, dropout_p)
         if residual is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -95,7 +95,7 @@ class Embedding(nn.Embedding):
             found = eager_embed(input, self.weight, self.padding_idx)
             if found is not None:
                 return found
-        if not usual or not is_served(input, *self._parameters.values()) or input.dim() == 0:
+        if not usual or not takes_fused_ops(input, *self._parameters.values()) or input.dim() == 0:
             return by_torch(nn.Embedding, self, input)
         return ops.embed(input, self.weight, padding_idx=self.padding_idx)
 
@@ -124,7 +124,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         same = query is key and key is value
         given = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        served = is_served(query, key_padding_mask, attn_mask) and (same or is_served(key, value))
+        served = takes_fused_ops(query, key_padding_mask, attn_mask) and (same or takes_fused_ops(key, value))
         if not served or self.bias_k is not None or self.add_zero_attn:
             return self._by_torch(*given)
         if isinstance(attn_mask, PackedMask):
@@ -153,7 +153,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
             if found is not None:
                 return found
-        if not is_served(*self._parameters.values(), *self.out_proj._parameters.values()):
+        if not takes_fused_ops(*self._parameters.values(), *self.out_proj._parameters.values()):
             return self._by_torch(*given)
         q, k, v = (t.permute(batch, 2, length, 3) for t in self._projected(query, key, value, same))
         result = ops.attention(
@@ -237,7 +237,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """See ``torch.nn.TransformerEncoderLayer``."""
-        if not is_served(src, src_mask, src_key_padding_mask):
+        if not takes_fused_ops(src, src_mask, src_key_padding_mask):
             masks = original_masks(src_mask, src_key_padding_mask, is_causal)
             return by_torch(nn.TransformerEncoderLayer, self, src, *masks)
         masks = src_mask, src_key_padding_mask, is_causal
@@ -263,7 +263,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         """See ``torch.nn.TransformerDecoderLayer``."""
         own = tgt_mask, tgt_key_padding_mask, tgt_is_causal
         cross = memory_mask, memory_key_padding_mask, memory_is_causal
-        if not is_served(tgt, memory, *own, *cross):
+        if not takes_fused_ops(tgt, memory, *own, *cross):
             masks = (mask for pair in zip(original_masks(*own), original_masks(*cross)) for mask in pair)
             return by_torch(nn.TransformerDecoderLayer, self, tgt, memory, *masks)
         if not is_plain(self.self_attn, MultiheadAttention):

@@ -21,7 +21,7 @@ def packed_encoder(stack: nn.TransformerEncoder, src: Tensor, masks: TorchMasks)
     Args:
         src, masks: as ``nn.TransformerEncoder`` takes them.
     """
-    if (calls := _packs(stack, src)) is None:
+    if (calls := _can_pack(stack, src)) is None:
         return None
     try:
         keep, causal = _padding(stack, src, masks)
@@ -38,14 +38,14 @@ def packed_encoder(stack: nn.TransformerEncoder, src: Tensor, masks: TorchMasks)
     x, mask = take(_batch_first(stack, src), own), PackedMask(own, own, causal)
     for layer in stack.layers:
         x = layer(x, src_mask=mask)
-    return _restored(stack, x, own)
+    return _unpacked(stack, x, own)
 
 
 def packed_decoder(
     stack: nn.TransformerDecoder, tgt: Tensor, memory: Tensor, masks: TorchMasks, memory_masks: TorchMasks
 ) -> Tensor | None:
     """Output of a decoder; see :func:`packed_encoder`."""
-    if (calls := _packs(stack, tgt)) is None or memory.dim() != 3:
+    if (calls := _can_pack(stack, tgt)) is None or memory.dim() != 3:
         return None
     try:
         keep, causal = _padding(stack, tgt, masks)
@@ -66,7 +66,7 @@ def packed_decoder(
     mask, memory_mask = PackedMask(own, own, causal), PackedMask(own, source)
     for layer in stack.layers:
         x = layer(x, encoded, tgt_mask=mask, memory_mask=memory_mask)
-    return _restored(stack, x, own)
+    return _unpacked(stack, x, own)
 
 
 def takes_packed(layer: nn.Module) -> bool:
@@ -86,7 +86,7 @@ def takes_packed(layer: nn.Module) -> bool:
     )
 
 
-def _packs(stack: nn.Module, x: Tensor) -> PaddedCalls | None:
+def _can_pack(stack: nn.Module, x: Tensor) -> PaddedCalls | None:
     in_graph = torch.compiler.is_compiling() or is_traced()
     return None if in_graph or x.dim() != 3 or type(x) is not Tensor else padded_calls(stack)
 
@@ -106,7 +106,7 @@ def _batch_first(stack: nn.Module, x: Tensor) -> Tensor:
     return x if _is_batch_first(stack) else x.transpose(0, 1)
 
 
-def _restored(stack: nn.Module, tokens: Tensor, packing: Packing) -> Tensor:
+def _unpacked(stack: nn.Module, tokens: Tensor, packing: Packing) -> Tensor:
     tokens = tokens if stack.norm is None else stack.norm(tokens)  # type: ignore[operator]
     return _batch_first(stack, unpack(tokens, packing))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks.packing import PackedMask, Packing, packing_of, take, unpack
-from ..tensors import is_served
+from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from .by_torch import by_torch
 from .hooks import is_plain
@@ -30,7 +30,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """See ``torch.nn.TransformerEncoder``."""
-        if not is_served(src, mask, src_key_padding_mask):
+        if not takes_fused_ops(src, mask, src_key_padding_mask):
             return by_torch(nn.TransformerEncoder, self, src, mask, src_key_padding_mask, is_causal)
         packed = packed_encoder(self, src, (mask, src_key_padding_mask, bool(is_causal)))
         if packed is not None:
@@ -62,7 +62,7 @@ class TransformerEncoder(nn.TransformerEncoder):
             return None
         if torch.compiler.is_compiling() or is_traced() or type(src) is not Tensor or src.is_meta:
             return None
-        if not is_served(*self.layers.parameters()):
+        if not takes_fused_ops(*self.layers.parameters()):
             return None
         if torch.is_autocast_enabled(src.device.type) or not torch.backends.mha.get_fastpath_enabled():
             return None
@@ -93,7 +93,7 @@ class TransformerDecoder(nn.TransformerDecoder):
     ) -> Tensor:
         """See ``torch.nn.TransformerDecoder``."""
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-        if not is_served(tgt, memory, *masks):
+        if not takes_fused_ops(tgt, memory, *masks):
             return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         own_masks = tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)
         packed = packed_decoder(self, tgt, memory, own_masks, (memory_mask, memory_key_padding_mask, memory_is_causal))

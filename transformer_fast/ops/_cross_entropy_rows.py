@@ -54,10 +54,10 @@ def _losses(
     """
     if x.device.type == "cpu" and not target.is_floating_point():
         check_targets(target, ignore_index, weight.shape[0])
-    losses = x.new_empty(x.shape[0], dtype=_wide(x))
+    losses = x.new_empty(x.shape[0], dtype=_compute_dtype(x))
     for rows in _chunks(x, weight, chunk_elements):
         log_probabilities = _log_probabilities(x[rows], weight, bias)
-        wanted = _wanted(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
+        wanted = _smoothed_targets(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
         # A class with target 0 adds nothing, even if its logit is -inf.
         losses[rows] = -(wanted * log_probabilities.masked_fill_(wanted == 0, 0.0)).sum(1)
     return losses
@@ -91,7 +91,7 @@ def _gradients(
         if gradients[3]:
             by_class = log_probabilities if class_weight is None else log_probabilities * class_weight.to(grad.dtype)
             grad_target[rows] = by_class * (row_grad * (scale * (smoothing - 1.0)))
-        wanted = _wanted(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
+        wanted = _smoothed_targets(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
         of_logits = log_probabilities.exp_().mul_(wanted.sum(1, keepdim=True)).sub_(wanted).mul_(row_grad)
         if not target.is_floating_point():  # logits of ignored rows may be inf or NaN
             of_logits.masked_fill_((target[rows] == ignore_index).unsqueeze(1), 0.0)
@@ -123,7 +123,7 @@ def _scale(grad: Tensor) -> Tensor:
     return grad.abs().amax().clamp_(1e-30).log2_().ceil_().exp2_().nan_to_num_(1.0, 1.0)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _compute_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the arithmetic."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -136,10 +136,12 @@ def _chunks(x: Tensor, weight: Tensor, chunk_elements: int) -> Iterator[slice]:
 
 def _log_probabilities(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Log probabilities (rows, vocabulary) of rows of x, in the dtype of the arithmetic."""
-    return F.linear(x, weight, bias).log_softmax(1, dtype=_wide(x))
+    return F.linear(x, weight, bias).log_softmax(1, dtype=_compute_dtype(x))
 
 
-def _wanted(target: Tensor, class_weight: Tensor | None, smoothing: float, ignore_index: int, like: Tensor) -> Tensor:
+def _smoothed_targets(
+    target: Tensor, class_weight: Tensor | None, smoothing: float, ignore_index: int, like: Tensor
+) -> Tensor:
     """Smoothed targets times class weights, (rows, vocabulary), with the shape and dtype of ``like``.
 
     An ignored row is 0. A row whose target is outside the vocabulary is NaN (only a GPU gets here; a CPU raises).
@@ -158,7 +160,7 @@ def _wanted(target: Tensor, class_weight: Tensor | None, smoothing: float, ignor
 
 @torch.library.register_fake(f"transformer_fast::{_NAME}", lib=_LIBRARY)
 def _fake_losses(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=_wide(x))
+    return x.new_empty(x.shape[0], dtype=_compute_dtype(x))
 
 
 @torch.library.register_fake(f"transformer_fast::{_BACKWARD_NAME}", lib=_LIBRARY)
@@ -184,7 +186,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *(one if wanted else None for one, wanted in zip(made, asked, strict=True)), None, None, None, None
 
 
-def _refuse(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     raise RuntimeError(
         "linear_cross_entropy cannot be differentiated again: it has no second derivative. Run the forward under "
         'transformer_fast.backend("reference") to differentiate twice.'
@@ -195,4 +197,4 @@ for _device in ("CPU", "CUDA"):
     _LIBRARY.impl(_NAME, _losses, _device)
     _LIBRARY.impl(_BACKWARD_NAME, _gradients, _device)
 torch.library.register_autograd(f"transformer_fast::{_NAME}", _differentiate, setup_context=_keep, lib=_LIBRARY)
-torch.library.register_autograd(f"transformer_fast::{_BACKWARD_NAME}", _refuse, lib=_LIBRARY)
+torch.library.register_autograd(f"transformer_fast::{_BACKWARD_NAME}", _refuse_second_derivative, lib=_LIBRARY)

@@ -49,7 +49,7 @@ _PACKED = {
     "need_weights": "return_weights=True",
 }
 _DECODE = {
-    **{name: said for name, said in _SHARED.items() if not said.startswith("dropout_p")},
+    **{name: hint for name, hint in _SHARED.items() if not hint.startswith("dropout_p")},
     "return_softmax_lse": "return_logsumexp=True",
     "cache_seqlens": "lengths, which count the newest keys too",
     "block_table": "page_table=",
@@ -92,5 +92,5 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 def unknown_names(op: str, names: Iterable[str]) -> TypeError:
     """Error for unknown keyword arguments of an op; for the name of another library the message says what to write."""
     hints = HINTS[op]
-    said = [f"{name}; write {hints[name]}" if name in hints else name for name in names]
-    return TypeError(f"{op}() got an unexpected keyword argument: " + ". Also: ".join(said))
+    parts = [f"{name}; write {hints[name]}" if name in hints else name for name in names]
+    return TypeError(f"{op}() got an unexpected keyword argument: " + ". Also: ".join(parts))

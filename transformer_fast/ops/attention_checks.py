@@ -71,7 +71,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     raise shape_error("attention", wrong, tensors)
 
 
-def can_look(t: Tensor) -> bool:
+def can_read_values(t: Tensor) -> bool:
     """Return True if values can be read without waiting for a device and no graph is being made."""
     return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
 

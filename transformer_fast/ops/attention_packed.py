@@ -21,7 +21,7 @@ from ._names import unknown_names
 from ._plain import implementation
 from .attention import check_backend
 from .attention_checks import (
-    can_look,
+    can_read_values,
     check_options,
     check_tensors,
     dropout_number,
@@ -270,7 +270,7 @@ def _used(seqused_k: Any, sequences: PackedBatch, q: Tensor) -> Tensor:
         raise ValueError(f"attention_packed: seqused_k must be (B,) = ({B},), got shape {tuple(seqused_k.shape)}")
     if seqused_k.device != q.device:
         raise ValueError(f"attention_packed: q is on {q.device} but seqused_k on {seqused_k.device}")
-    if can_look(seqused_k) and bool(((seqused_k < 0) | (seqused_k > sequences.stored_keys)).any()):
+    if can_read_values(seqused_k) and bool(((seqused_k < 0) | (seqused_k > sequences.stored_keys)).any()):
         raise ValueError(
             "attention_packed: seqused_k must lie between 0 and the keys of each sequence, "
             f"{sequences.stored_keys.tolist()}, got {seqused_k.tolist()}"
@@ -286,7 +286,7 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
         parts = list(bias)
         if len(parts) != B:
             raise ValueError(f"attention_packed: bias must have one tensor per sequence, {B} in all, got {len(parts)}")
-        look = can_look(queries)
+        look = can_read_values(queries)
         for b, part in enumerate(parts):
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 raise TypeError(f"attention_packed: bias[{b}] must be a float tensor (H, Lq, Lk), got {kind_of(part)}")
@@ -303,7 +303,7 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
     if bias.device != q.device:
         raise ValueError(f"attention_packed: q is on {q.device} but the bias on {bias.device}")
     starts = F.pad((queries * keys).cumsum(0), (1, 0))
-    pairs = int(starts[-1]) if can_look(starts) else sizes(bias)[-1]
+    pairs = int(starts[-1]) if can_read_values(starts) else sizes(bias)[-1]
     if bias.dim() != 2 or sizes(bias)[0] not in (1, H) or sizes(bias)[1] != pairs:
         raise ValueError(
             f"attention_packed: bias must be (H, pairs) or (1, pairs) with H = {H} and pairs = {int(pairs)}, the sum "

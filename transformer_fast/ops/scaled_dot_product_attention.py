@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..tensors import is_served
+from ..tensors import takes_fused_ops
 from . import eager
 from .attention import MAX_TRITON_HEAD_DIM, attention
 
@@ -66,11 +66,11 @@ def scaled_dot_product_attention(
         >>> torch.allclose(out, expected, atol=1e-5)
         True
     """
-    out = _at_once(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = _eager_result(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if out is not None:
         return out
-    if _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-        leading = _leading(query, key, value, attn_mask, enable_gqa)
+    if _is_supported(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+        leading = _batch_shape(query, key, value, attn_mask, enable_gqa)
         if leading is not None:
             q, k, v = _heads(query, key, value, leading, enable_gqa)
             keep = bias = None
@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
     return TORCH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _at_once(
+def _eager_result(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -120,7 +120,7 @@ def _at_once(
     return extension.attention(by_triton, q, k, v, *parts, scale, 0.0, None, "zero")
 
 
-def _served(
+def _is_supported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -135,7 +135,7 @@ def _served(
         return False
     if type(dropout_p) not in (float, int) or not 0.0 <= dropout_p <= 1.0 or type(scale) not in (NoneType, float, int):
         return False
-    if not is_served(q, k, v, mask):
+    if not takes_fused_ops(q, k, v, mask):
         return False
     for t in (q, k, v) if mask is None else (q, k, v, mask):
         if not isinstance(t, Tensor) or t.dim() < 2 or t.device != q.device:
@@ -160,16 +160,16 @@ def _backend(asked: str, device: torch.device, dtype: torch.dtype) -> str | None
     if torch.compiler.is_compiling():
         name, _ = backends.choose("attention", device, dtype)
     else:
-        name = _chosen(asked, device, dtype)
+        name = _chosen_backend(asked, device, dtype)
     return None if name == "reference" and asked == "auto" else name
 
 
 @functools.cache
-def _chosen(asked: str, device: torch.device, dtype: torch.dtype) -> str:
+def _chosen_backend(asked: str, device: torch.device, dtype: torch.dtype) -> str:
     return backends.choose("attention", device, dtype)[0]
 
 
-def _leading(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> tuple[int, ...] | None:
+def _batch_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> tuple[int, ...] | None:
     """Batch dimensions of the result, heads last; None if the shapes do not fit."""
     E, S = k.shape[-1], k.shape[-2]
     if q.shape[-1] != E or E == 0 or v.shape[-2] != S:

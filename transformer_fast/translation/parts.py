@@ -104,13 +104,13 @@ def split_spans(text: str, fits: Callable[[int, int], bool]) -> list[Span]:
                 left, right = min(spaces, key=lambda span: abs(span[0] - middle))
                 return cut(begin, left) + cut(right, end)
         near = (at for away in range(end - begin) for at in (middle - away, middle + away) if begin < at < end)
-        at = next((at for at in near if _seen_apart(text, at)), middle)
+        at = next((at for at in near if _may_cut_before(text, at)), middle)
         return cut(begin, at) + cut(at, end)
 
     return cut(0, len(text))
 
 
-def _seen_apart(text: str, at: int) -> bool:
+def _may_cut_before(text: str, at: int) -> bool:
     """Return True if a text may be cut before this character: it is no combining mark and no joiner connects it."""
     character = text[at]
     joined = character == JOINER or text[at - 1] == JOINER or "\U0001f3fb" <= character <= "\U0001f3ff"

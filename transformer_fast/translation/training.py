@@ -160,7 +160,7 @@ class _Run:
                 if self.at_end:
                     self.validation.restore(self.at_end)
                 if stopped != "interrupted":
-                    self._say_finished(stopped)
+                    self._report_finished(stopped)
             if self.step != self.saved_step:
                 before = {"validation": self.validation.state(), "log_bytes": self.log.flush() if self.log else 0}
                 if stopped != "interrupted":
@@ -180,7 +180,7 @@ class _Run:
             average_scores=average_scores,
         )
 
-    def _say_finished(self, stopped: str) -> None:
+    def _report_finished(self, stopped: str) -> None:
         """Report that nothing was trained, where the result is, and how to continue training."""
         found = self.folder.path(self.validation.best_step or self.step)
         value = format_seconds(self.config.max_time) if stopped == "max_time" else getattr(self.config, stopped)
@@ -329,7 +329,7 @@ class _Run:
             self.log.begin(log_bytes, step)
             self._prune()
         self.progress.message(f"resumed {self.folder.root} at step {step:,}")
-        if said := self.validation.other_rule():
+        if said := self.validation.changed_rule():
             self.progress.message(said)
 
     def _continue(self, state: dict[str, Any]) -> int:

@@ -79,7 +79,7 @@ class Validation:
         self.best_sentences = state.get("best_sentences", self.config.bleu_sentences)
         self.without_better = state.get("without_better", 0)
 
-    def other_rule(self) -> str:
+    def changed_rule(self) -> str:
         """Message for a best step that was found by another rule than the next ones will be; else ""."""
         now, before = self.config.bleu_sentences, self.best_sentences
         if self.best_step is None or now == before:

@@ -46,12 +46,12 @@ def translate_chunks(
             running.append(pool.submit(_answer, translate, chunk, first, on_error is not None, backends.current()))
             first += len(chunk)
             if len(running) == 2 * workers:
-                yield from _reported(*running.popleft().result(), on_error)
+                yield from _with_errors_reported(*running.popleft().result(), on_error)
         while running:
-            yield from _reported(*running.popleft().result(), on_error)
+            yield from _with_errors_reported(*running.popleft().result(), on_error)
 
 
-def _reported(answers: list[T], errors: list[tuple[int, str]], on_error: OnError) -> list[T]:
+def _with_errors_reported(answers: list[T], errors: list[tuple[int, str]], on_error: OnError) -> list[T]:
     """Report the lines without an answer, and return the answers."""
     for error in errors:
         assert on_error is not None  # without it they were raised

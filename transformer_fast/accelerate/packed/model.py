@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...integrations.unpadded import Unpadded, current
 from ...layers.padded_calls import NO_SOURCE, PaddedCalls, padded_calls
 from ...masks.packing import Packing, take, unpack
-from ...tensors import is_served
+from ...tensors import takes_fused_ops
 from ...tracing import is_traced
 from .classes import Arguments, Forward, Packed, argument_names, part, positional_names
 
@@ -64,7 +64,7 @@ def model_forward(base: type[nn.Module]) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments(positional, args, kwargs)
         given = arguments.given
-        if torch.compiler.is_compiling() or is_traced() or not arguments.fits or not is_served(*given.values()):
+        if torch.compiler.is_compiling() or is_traced() or not arguments.fits or not takes_fused_ops(*given.values()):
             return base.forward(self, *args, **kwargs)
         changes: dict[str, Any] = {}
         if "use_cache" in names and given.get("use_cache") is None and given.get("past_key_values") is None:
@@ -79,7 +79,7 @@ def model_forward(base: type[nn.Module]) -> Forward:
         else:
             changes |= _labels(self, given, names, call)
         if call.head is not None and _head(self).__dict__.get(CALLED) is None:
-            return _tried(self, base.forward, arguments, changes, call)
+            return _first_run(self, base.forward, arguments, changes, call)
         return _run(self, base.forward, arguments.replaced(changes), call)
 
     return forward
@@ -92,7 +92,9 @@ def _run(model: nn.Module, forward: Forward, arguments: tuple[tuple[Any, ...], d
     return _with_padding(result, call.head) if call.head is not None and call.head_was_packed else result
 
 
-def _tried(model: nn.Module, forward: Forward, arguments: Arguments, changes: dict[str, Any], call: Unpadded) -> Any:
+def _first_run(
+    model: nn.Module, forward: Forward, arguments: Arguments, changes: dict[str, Any], call: Unpadded
+) -> Any:
     """Run the first call with packed logits. If the model did not call its output layer, run the model again,
     padded."""
     head, state = _head(model), torch.get_rng_state()

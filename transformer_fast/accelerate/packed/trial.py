@@ -47,11 +47,11 @@ def judge(stack: Stack) -> None:
     for layer in stack.layers:
         kind = type(layer), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
         if kind not in seen and not stack.obstacle:
-            stack.obstacle = _tried(layer, stack)
+            stack.obstacle = _layer_obstacle(layer, stack)
         seen.add(kind)
 
 
-def _tried(layer: nn.Module, stack: Stack) -> str:
+def _layer_obstacle(layer: nn.Module, stack: Stack) -> str:
     """Reason why a layer cannot run on packed tokens, or ""."""
     name, names = type(layer).__name__, positional_names(type(layer).forward)
     if not names or MASK not in names:
@@ -59,14 +59,16 @@ def _tried(layer: nn.Module, stack: Stack) -> str:
     try:
         trial, given = _copy(layer).eval(), _arguments(layer, stack, names)
         for rows in (_ROWS[:-1], _ROWS):
-            if reason := _compared(trial, given, names, rows):
+            if reason := _difference_on_packed(trial, given, names, rows):
                 return f"{name}: {reason}"
     except Exception as error:
         return f"a trial call of {name} failed: {first_line(error)}"
     return ""
 
 
-def _compared(trial: nn.Module, given: dict[str, Any], names: tuple[str, ...], rows: tuple[str, ...]) -> str:
+def _difference_on_packed(
+    trial: nn.Module, given: dict[str, Any], names: tuple[str, ...], rows: tuple[str, ...]
+) -> str:
     """Compare a layer with and without padding on the first rows of its arguments."""
     count, calls, kind = len(rows), PaddedCalls(), type(trial)
     cut = {name: value[:count] if isinstance(value, Tensor) else value for name, value in given.items()}

@@ -24,7 +24,7 @@ from ...layers.embedding import is_lookup
 from ...layers.hooks import in_role, is_plain
 from ...layers.padded_calls import padded_calls
 from ...layers.torch_modules import Embedding
-from ...tensors import is_served
+from ...tensors import takes_fused_ops
 
 Kind = Callable[[nn.Module], bool]
 """Test for a child module."""
@@ -192,7 +192,7 @@ def _accelerated_class(
 
     @functools.wraps(original.forward)  # for torch.export, which reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        served = is_served(*args, *kwargs.values(), *self._parameters.values())
+        served = takes_fused_ops(*args, *kwargs.values(), *self._parameters.values())
         if pattern.named:
             ordered, ours = _by_name(names, args, kwargs)
         else:

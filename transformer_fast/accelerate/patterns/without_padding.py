@@ -76,7 +76,7 @@ def _packed(
     if any(isinstance(arg, PackedMask) for arg in args):  # a layer inside a stack that is packed already
         return None
     memory, masks = args[:-2], map(normal, args[-2:])
-    own, packed_args = _of_decoder(x, *memory, *masks) if memory else _of_encoder(x, *masks)
+    own, packed_args = _packed_decoder_arguments(x, *memory, *masks) if memory else _packed_encoder_arguments(x, *masks)
     if all(mask.queries.is_full and mask.keys.is_full for mask in packed_args if isinstance(mask, PackedMask)):
         return None
     if own.total == 0:
@@ -85,14 +85,16 @@ def _packed(
     return own, packed_args
 
 
-def _of_encoder(x: Tensor, mask: Any = None) -> tuple[Packing, tuple[Any, ...]]:
+def _packed_encoder_arguments(x: Tensor, mask: Any = None) -> tuple[Packing, tuple[Any, ...]]:
     own = packing_of(padding_of(mask, x.shape[1]), *x.shape[:2], x.device)
     if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to a sequence without tokens
         raise StaysPaddedError(NO_SOURCE)
     return own, (PackedMask(own, own),)
 
 
-def _of_decoder(x: Tensor, memory: Tensor, src_mask: Any, trg_mask: Any) -> tuple[Packing, tuple[Any, ...]]:
+def _packed_decoder_arguments(
+    x: Tensor, memory: Tensor, src_mask: Any, trg_mask: Any
+) -> tuple[Packing, tuple[Any, ...]]:
     _, cross, own = packed_masks(memory[..., 0], x[..., 0], src_mask, trg_mask)
     check_sources(cross)
     return own.queries, (take(memory, cross.keys).unsqueeze(0), cross, own)

@@ -52,7 +52,7 @@ def _from_settings(settings: dict[str, Any], eos: int, vocabulary: int, where: s
         return CheckpointError(f"{where} sets {name} to {settings[name]!r}: {reason}")
 
     for name, value in settings.items():
-        if name not in READ | NO_MATTER and not _off(value):
+        if name not in READ | NO_MATTER and not _has_no_effect(value):
             raise refuse(name, "this option cannot be imported")
     beam, sample = settings.get("num_beams") or 1, bool(settings.get("do_sample"))
     penalty = float(settings.get("repetition_penalty") or 1.0)
@@ -128,6 +128,6 @@ def to_settings(config: GenerationConfig, *, eos: int) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _off(value: object) -> bool:
+def _has_no_effect(value: object) -> bool:
     """Return True if the value of an unknown setting has no effect, such as a penalty or group of 1."""
     return not value or (type(value) in (int, float) and value == 1)

@@ -55,7 +55,7 @@ def from_marian(
     wanted = model_tensors(model)
     found: dict[str, Tensor] = {}
     for ours, tensor in wanted.items():
-        shape = _their_shape(ours, tensor)
+        shape = _marian_shape(ours, tensor)
         values = {theirs: given[theirs] for theirs in names[ours] if theirs in given}
         first = next(iter(values), "")
         for theirs, value in values.items():
@@ -101,7 +101,7 @@ def _embedding_names(tie_weights: bool | str) -> dict[str, tuple[str, ...]]:
     return {"encoder.embed.lut.weight": (source,), "decoder.embed.lut.weight": (target,), "out.weight": (out,)}
 
 
-def _their_shape(ours: str, tensor: Tensor) -> torch.Size:
+def _marian_shape(ours: str, tensor: Tensor) -> torch.Size:
     if ours in POSITIONS:
         return tensor.shape[1:]
     return tensor[None].shape if ours == "out.bias" else tensor.shape

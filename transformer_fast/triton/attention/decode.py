@@ -27,7 +27,7 @@ from .tiles import (
     distance_arguments,
     padded_head_dim,
     tensor_arguments,
-    within_reach,
+    with_32_bit_offsets,
 )
 
 # Target number of programs (a few per multiprocessor); the number of parts per row is at most MOST_PARTS.
@@ -123,7 +123,7 @@ def division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> Division:
     return division(*q.shape, k.shape[1], capacity_of(k, page_table), q.element_size())
 
 
-def most_registers(bits: int, block_d: int, block_rows: int, masked: bool, whole_pages: bool) -> int | None:
+def register_limit(bits: int, block_d: int, block_rows: int, masked: bool, whole_pages: bool) -> int | None:
     """Register limit per thread with which one more program fits and nothing spills; None lets the compiler choose. It
     depends on masking, on the number of parts, and on pages of whole tiles."""
     if (bits, block_d, block_rows) == (16, 64, 32):
@@ -168,7 +168,7 @@ def decode_launches(
     elif key_ids is None:
         masked = causal_offset is not None or window is not None
         whole_pages = parts > 1 and page_size > 0 and page_size % keys == 0
-        registers = most_registers(q.element_size() * 8, block_d, block_rows, masked, whole_pages)
+        registers = register_limit(q.element_size() * 8, block_d, block_rows, masked, whole_pages)
     warps *= block_rows // 16
     rows = B * H * Lq
 
@@ -268,7 +268,7 @@ def attention_decode(
         page_table = page_table.contiguous()
     if query_ids is not None and key_ids is not None:
         query_ids, key_ids = (t if t.stride(1) == 1 else t.contiguous() for t in (query_ids, key_ids))
-    q, k, v = (within_reach(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
+    q, k, v = (with_32_bit_offsets(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
     run_kept(
         call,
         (q, k, v, lengths.contiguous(), page_table, distance_bias, query_ids, key_ids, sinks),

@@ -11,7 +11,7 @@ from ..configs import LONG, attention_config
 from ..launch_cache import run_kept
 from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
-from .tiles import mask_arguments, sequence_arguments, tensor_arguments, within_reach
+from .tiles import mask_arguments, sequence_arguments, tensor_arguments, with_32_bit_offsets
 
 
 def call_kind(keys: int, params: AttentionParams) -> str:
@@ -153,7 +153,7 @@ def run_call(
 def _packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
     """View (T, H, D) as (B, H, longest, D) in which every batch entry is the whole tensor; the kernel adds the first
     row of a sequence."""
-    return within_reach(t.transpose(0, 1))[:, :longest].expand(batches, -1, -1, -1)
+    return with_32_bit_offsets(t.transpose(0, 1))[:, :longest].expand(batches, -1, -1, -1)
 
 
 def kernel_views(
@@ -167,6 +167,6 @@ def kernel_views(
         written: True if the kernels write to the tensors, which then must not be copied.
     """
     if params.packed is None:
-        return [t if written else within_reach(t) for t in (*queries, *keys)]
+        return [t if written else with_32_bit_offsets(t) for t in (*queries, *keys)]
     packed, B = params.packed, params.packed.cu_seqlens_q.shape[0] - 1
     return [_packed_view(t, B, packed.max_q) for t in queries] + [_packed_view(t, B, packed.max_k) for t in keys]

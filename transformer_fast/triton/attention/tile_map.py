@@ -197,23 +197,23 @@ def tile_lists(
 
 def length_order(lengths: Tensor) -> Tensor:
     """Batch indices by length, longest first: int32 (B,). Cached on the lengths."""
-    return get_or_compute(lengths, ("order",), (), lambda: _most_first(lengths))
+    return get_or_compute(lengths, ("order",), (), lambda: _by_descending_work(lengths))
 
 
 def packed_order(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     """Sequence indices of a packed batch, most (query, key) pairs first: int32 (B,). Cached on cu_seqlens_k."""
 
     def order() -> Tensor:
-        return _most_first(cu_seqlens_q.diff().long() * cu_seqlens_k.diff())
+        return _by_descending_work(cu_seqlens_q.diff().long() * cu_seqlens_k.diff())
 
     return get_or_compute(cu_seqlens_k, ("order",), (cu_seqlens_q,), order)
 
 
-def _most_first(work: Tensor) -> Tensor:
+def _by_descending_work(work: Tensor) -> Tensor:
     return torch.sort(work, descending=True, stable=True).indices.to(torch.int32)
 
 
-def _without_repeats(mask: Tensor) -> Tensor:
+def _without_broadcast(mask: Tensor) -> Tensor:
     for dim in range(mask.dim()):
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)
@@ -246,7 +246,7 @@ def pack_launch(mask: Tensor, bits: Tensor) -> Launch:
 
 
 def _pack(mask: Tensor) -> Tensor:
-    mask = _without_repeats(mask)
+    mask = _without_broadcast(mask)
     words = blocks_of(mask.shape[3], CHUNK_KEYS) * (CHUNK_KEYS // 32)
     bits = torch.empty((*mask.shape[:3], words), dtype=torch.int32, device=mask.device)
     _run(pack_launch(mask, bits), mask)
@@ -259,7 +259,7 @@ def bits_arguments(keep: Tensor | None, key_keep: Tensor | None) -> dict[str, ob
     keep_strides, key_strides = ([0] * 4 if t is None else _strides(t, 8) for t in (keep_bits, key_bits))
     return {
         "keep": keep_bits, "keep_batch": keep_strides[0], "keep_head": keep_strides[1], "keep_query": keep_strides[2],
-        "keep_word": 0 if keep is None or _without_repeats(keep).shape[3] == 1 else 1,
+        "keep_word": 0 if keep is None or _without_broadcast(keep).shape[3] == 1 else 1,
         "key_keep": key_bits, "key_keep_batch": key_strides[0], "key_keep_head": key_strides[1],
     }  # fmt: skip
 
@@ -280,7 +280,7 @@ def classes_launch(classes: Tensor, params: AttentionParams, queries: int, keys:
 
 def _classes(params: AttentionParams, B: int, queries: int, keys: int, tile: tuple[int, int]) -> Tensor:
     """Class of each tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
-    masks = [_without_repeats(t) for t in (params.keep, params.key_keep) if t is not None]
+    masks = [_without_broadcast(t) for t in (params.keep, params.key_keep) if t is not None]
     parts = [*masks, *[t for t in (params.query_ids, params.key_ids) if t is not None]]
     batches = B if params.lengths is not None else max(t.shape[0] for t in parts)
     heads = max([t.shape[1] for t in masks], default=1)
@@ -317,8 +317,8 @@ def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: boo
     row_order = batch_order = None
     if ordered:
         work = counts.sum(3)
-        row_order = _most_first(work)
-        batch_order = _most_first(work.sum((1, 2))) if batches > 1 else None
+        row_order = _by_descending_work(work)
+        batch_order = _by_descending_work(work.sum((1, 2))) if batches > 1 else None
     arguments = bits | {
         "tile_list": lists, "tile_counts": counts, "tile_order": row_order, "batch_order": batch_order,
         "map_batch": heads * tile_rows if batches > 1 else 0, "map_head": tile_rows if heads > 1 else 0,

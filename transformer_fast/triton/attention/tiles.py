@@ -137,7 +137,7 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
     return (q * sign).contiguous(), abs(scale) or 1.0, sign
 
 
-def within_reach(t: Tensor) -> Tensor:
+def with_32_bit_offsets(t: Tensor) -> Tensor:
     """The tensor, or a contiguous copy if offsets within a tile could exceed 32 bits (see WIDEST_STRIDE)."""
     reach = 256 * t.stride(-2) + t.shape[-1] * t.stride(-1)
     return t.contiguous() if reach > 256 * WIDEST_STRIDE else t
@@ -244,7 +244,7 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     if bias is not None and packed is not None:  # the kernel computes its rows
         strides = [0, bias.stride(0) if bias.shape[0] > 1 else 0, 0, 1]
     elif bias is not None:
-        bias = within_reach(bias)
+        bias = with_32_bit_offsets(bias)
         strides = [s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True)]
     # Only reads of a bias use MASK_UNIT. Without a bias it is constant, so that lengths do not recompile.
     aligned = bias is not None and packed is None and all(n % 16 == 0 for n in (Lk, *strides[:3]))

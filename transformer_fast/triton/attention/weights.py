@@ -27,7 +27,7 @@ from .tiles import (
     load_rows,
     mask_arguments,
     tensor_arguments,
-    within_reach,
+    with_32_bit_offsets,
 )
 
 # (query rows, keys, warps) of a tile, by bits of the type and padded head size.
@@ -168,7 +168,7 @@ def _weights_kernel(
 def weights_launches(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], params: AttentionParams) -> list[Launch]:
     """Kernel launch of :func:`attention_weights`."""
     (q, k, logsumexp), (out,) = inputs, outputs
-    q, k = within_reach(q), within_reach(k)
+    q, k = with_32_bit_offsets(q), with_32_bit_offsets(k)
     masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
     unit = 16 if k.shape[2] % 16 == 0 else 1
     rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
