@@ -1,3 +1,3 @@
-"""Tests run on one thread each; the benchmarks do not."""
+"""Tests run on one thread each; benchmarks use all threads."""
 
 import one_thread  # noqa: F401

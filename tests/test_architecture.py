@@ -1,4 +1,4 @@
-"""The rules of the house: which package imports which, and what no file may have."""
+"""Structure of the package: allowed imports, sizes of files, and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ORDER = (
     *("integrations", "generation", "accelerate"),
     *("translation", "cli"),
 )
-"""Packages, and modules of the root: each imports only those before it. Late and type-only imports count."""
+"""Packages and root modules in order: each imports only earlier ones. Late and type-only imports count."""
 
 MOST_LINES, MOST_PARAMETERS = 400, 12
 
 OPS = {"attention", "attention_decode", "attention_packed"}
-"""Functions with the parameters of PyTorch's and its peers' of the same purpose, wherever they are computed."""
+"""Functions with the parameters of a PyTorch or peer function, and functions that compute them."""
 
 
 def name_of(path: Path) -> str:
@@ -47,7 +47,7 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def imports(module: str) -> tuple[tuple[str, str], ...]:
-    """Return (module, name) of all that a module of the package imports from it; the name is "" for a module."""
+    """Return (module, name) of everything that a module of the package imports from it; name is "" for a module."""
     found = []
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(parsed(MODULES[module])):
@@ -63,12 +63,12 @@ def imports(module: str) -> tuple[tuple[str, str], ...]:
 
 
 def room(module: str) -> str:
-    """Return the package, or the module of the root, that a module belongs to."""
+    """Return the package, or the root module, that a module belongs to."""
     return module.split(".")[1] if "." in module else ""
 
 
 def across() -> Iterator[tuple[str, str, str]]:
-    """Yield (module, imported module, imported name) of all imports between rooms."""
+    """Yield (module, imported module, imported name) of all imports between packages."""
     for module in MODULES:
         if room(module) not in ("", "_moved", "__main__"):
             for target, name in imports(module):
@@ -120,7 +120,7 @@ def test_files_are_short() -> None:
 
 
 def test_functions_have_few_parameters() -> None:
-    """Kernels have as many as a launch passes; `compat`, and models as `nn.Transformer`, those of their peers."""
+    """Exempt are kernels, which have all arguments of a launch, and functions and models with a peer's signature."""
     found = []
     for module, path in MODULES.items():
         allowed = {"models": {"__init__"}}.get(room(module), OPS)
@@ -132,14 +132,14 @@ def test_functions_have_few_parameters() -> None:
 
 
 def is_kernel(function: ast.FunctionDef) -> bool:
-    """Return True for a Triton kernel or device function, and for what passes its arguments on."""
+    """Return True for a Triton kernel or device function, and for a function that passes its arguments on."""
     if function.name.endswith(("_kernel", "_launches")):
         return True
     return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def test_a_field_has_a_name() -> None:
-    """No number picks from what a number picked, or a third thing from what a call returns.
+    """No index into an indexed value, and no third element of a call's result.
 
     Sizes of a tensor have no names, and neither has the state of a textbook's decoder.
     """
@@ -162,7 +162,7 @@ def is_number(node: ast.expr) -> bool:
 
 
 def test_the_sources_that_are_compiled_together_exist() -> None:
-    """`setup.py` names them; a build from scratch would miss one that was renamed."""
+    """`setup.py` names them; a full build would miss a renamed one."""
     tracked("setup.py")
     (units,) = (
         node.value

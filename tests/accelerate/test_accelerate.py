@@ -1,4 +1,4 @@
-"""accelerate: how it is called, what it leaves as it was, what it says, and how it is undone."""
+"""accelerate: ways to call it, modules that it leaves unchanged, its report, and undo."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ STATEMENTS = [
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("order", [1, -1])
 def test_every_way_to_import(order: int) -> None:
-    """The name is a function and a package. All ways are tried in one fresh process, in either order.
+    """The name is a function and a package. One fresh process tries all ways to import it, in either order.
 
-    None of them imports transformers for a model without one of its parts.
+    None of them imports transformers for a model without a part of transformers.
     """
     code = ["import sys, torch", *STATEMENTS[::order], "assert 'transformers' not in sys.modules"]
     subprocess.run([sys.executable, "-c", "\n".join(code)], check=True)
@@ -72,7 +72,7 @@ class OtherAttention(nn.MultiheadAttention):
 
 
 class Named(nn.Module):
-    """The names of the classic norm, and another formula."""
+    """Module with the attribute names of the classic norm and another formula."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def kinds(model: nn.Module) -> list[type]:
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
-    """Return why parts were left, by their paths."""
+    """Return the reasons to leave modules, by path."""
     return {row.path: row.why for row in tfast.accelerate(model).left}
 
 
@@ -180,7 +180,7 @@ def test_a_model_of_ours_runs_on_the_fused_ops_already() -> None:
 
 
 def test_what_holds_swapped_modules_says_how_many() -> None:
-    """Its own code may do anything, so it is named; that it holds nothing fast would not be true."""
+    """The code of a container may do anything, so the report names it with the number of fused modules inside."""
     found = reasons(nn.ModuleDict({"annotated": annotated()}))
     assert set(found) == {"annotated", "annotated.generator"}
     assert re.fullmatch(r"unknown structure; \d\d of the modules inside it run on the fused ops", found["annotated"])
@@ -207,7 +207,7 @@ def test_the_report_is_a_table() -> None:
 
 
 def test_what_was_left_for_one_reason_is_one_line() -> None:
-    """The rows stay in the data."""
+    """The report's data keeps one row per module."""
     m = nn.ModuleDict({f"part{i}": nn.Sequential(Broken(4), nn.LayerNorm(4)) for i in range(3)})
     m["model"], m["other"] = hw.make_model(11, 11, 1, D, 12, 2), OtherAttention(4, 2)
     report = tfast.accelerate(m)
@@ -251,7 +251,7 @@ def test_layers_around_another_attention_call_it() -> None:
 
 
 def test_hooks_of_the_model_and_backward_hooks_fire() -> None:
-    """Forward hooks of its parts are those of tests/layers/test_children.py."""
+    """tests/layers/test_children.py tests forward hooks of parts."""
     m, fired, x = stock(), [], torch.randn(2, 3, D, requires_grad=True)
     m.register_forward_hook(lambda module, args, out: fired.append("forward"))
     tfast.accelerate(m)
@@ -301,7 +301,7 @@ def test_weights_come_beside_the_fused_kernel() -> None:
 
 
 class Adapted(nn.Linear):
-    """A low-rank adapter as a subclass of Linear."""
+    """Low-rank adapter that is a subclass of Linear."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__(inner.in_features, inner.out_features)
@@ -312,7 +312,7 @@ class Adapted(nn.Linear):
 
 
 class Wrapped(nn.Module):
-    """The same around the layer that was there."""
+    """Low-rank adapter around an existing layer."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], di
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_people_do_to_their_modules(name: str, after: bool) -> None:
-    """Done before, it is seen and named; done after, it is honoured all the same."""
+    """A change before accelerate is found and named; a change after it takes effect."""
     make, change, left = CHANGES[name]
     m, fast, _ = pair(make)
     if not after:

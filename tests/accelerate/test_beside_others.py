@@ -1,4 +1,4 @@
-"""accelerate leaves the program around a model as it found it: other threads, random numbers, an interrupted call."""
+"""accelerate leaves the rest of the program unchanged: other threads, random numbers, interrupted calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ D = 16
 
 
 class OwnDropout(nn.Module):
-    """The names of a classic feed-forward, and a dropout whose probability stands in its code."""
+    """Module with the names of a classic feed-forward network and a dropout probability in its code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_left_behind(name: str) -> None:
-    """The state of the generators is not restored but never moved, so other threads see nothing either."""
+    """The random generators are never advanced, so other threads do not see a restored state either."""
     model, before = MODELS[name](), surroundings()
     tfast.accelerate(model)
     assert surroundings() == before
@@ -69,7 +69,7 @@ def test_the_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
 
 
 def test_a_module_that_draws_by_itself_is_left() -> None:
-    """Its pattern is refused; the function that it calls is ours all the same."""
+    """The pattern is refused, but the call of dropout is redirected."""
     model = OwnDropout()
     pattern = next(pattern for pattern in engine.PATTERNS if engine._matches(pattern, model))
     assert "it draws random numbers with dropout" in (probe.probe(model, pattern) or "")
@@ -169,12 +169,12 @@ def test_a_thread_beside_it_computes_and_draws_as_ever() -> None:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """The classes of a model's modules, and the objects that they hold."""
+    """Return the classes of a model's modules, and the objects that they hold."""
     return [(type(m), {k: id(v) for k, v in m.__dict__.items()}) for m in model.modules()]
 
 
 def test_an_interrupt_anywhere_is_undone() -> None:
-    """A KeyboardInterrupt at the n-th line that runs in the files of accelerate."""
+    """Raise KeyboardInterrupt at the n-th line that runs in the files of accelerate."""
     folder = str(Path(engine.__file__).parent)
     model = nn.Sequential(bert(), nn.TransformerEncoderLayer(D, 2, 32), nn.MultiheadAttention(D, 2))
     model[0].bert.encoder.layer[0].attention.output.attn = torch.ones(1)  # something with the name of kept weights

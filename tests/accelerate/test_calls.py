@@ -1,4 +1,5 @@
-"""accelerate on calls of torch's functions: ways to reach one, and those that are left, with the reason."""
+"""accelerate on calls of torch's functions: forms of calls that it redirects, and those that it leaves, with the
+reason."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ this = sys.modules[__name__]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_however_it_is_called(form: type[nn.Module]) -> None:
-    """A module of the same class that was not accelerated stays torch's."""
+    """A module of the same class that was not accelerated still calls torch's function."""
     model, fast, report = pair(form)
     x = torch.randn(2, 5, 16)
     place = "chosen" if hasattr(model, "chosen") else "attend"
@@ -68,7 +69,7 @@ def test_a_copy_reads_globals_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Elsewhere:
-    """Another library's function of the same name."""
+    """Module that calls another library's function of the same name."""
 
     @staticmethod
     def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class Elsewhere:
 
 
 class Choice(Base):
-    """One of two libraries, by a branch, an argument and in a loop."""
+    """Module that calls one of two libraries, chosen by a branch, by an argument and in a loop."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, given: Any = Elsewhere) -> Tensor:
         chosen = Elsewhere if self.training else F
@@ -89,7 +90,7 @@ class Choice(Base):
 
 
 class BothNames(Base):
-    """A name that stands for the module's own method, too."""
+    """Module whose method has the name of the function."""
 
     def scaled_dot_product_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT).softmax(-1) @ v
@@ -151,7 +152,7 @@ class InAFunctionThatImports(Base):
 
 
 class TwoThings(Base):
-    """The name of a global and of an attribute."""
+    """Module that uses one name for a global and for an attribute."""
 
     def scaled_dot_product_attention(self, q: Tensor) -> Tensor:
         return q
@@ -211,7 +212,7 @@ def test_where_torch_s_is_never_called(form: type[nn.Module]) -> None:
 
 
 def test_a_function_of_one_name_stays_where_another_is_redirected() -> None:
-    """Dropout is left, attention is not."""
+    """Dropout stays torch's, attention is redirected."""
 
     class Mixed(Base):
         dropout = 0.0
@@ -262,7 +263,7 @@ class WithEps(GptNorm):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("eps", [1e-3, 1e-6, 1e-12])
 def test_a_norm_around_the_function_of_torch(bias: bool, eps: float) -> None:
-    """Known by numbers: by its eps too, also where the difference is below every tolerance on ordinary rows."""
+    """The probe tells eps apart even if the difference is below every tolerance on ordinary rows."""
     model, fast, report = pair(lambda: WithEps(8, bias, eps))
     assert [row.now for row in report.swapped] == ["fused LayerNorm of weight, bias and eps"]
     for scale in (1.0, eps**0.5):

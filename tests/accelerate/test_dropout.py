@@ -1,4 +1,4 @@
-"""accelerate on dropout: modules, and calls of torch's functions in code of any structure."""
+"""accelerate on dropout modules, and on calls of torch's dropout in code of any structure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
 
 
 def is_ours(call: Callable[[], Tensor]) -> bool:
-    """Return True where a call runs our op."""
+    """Return True if a call runs this package's op."""
     return "dropout" in seen(call)
 
 
@@ -35,7 +35,7 @@ def leaf(x: Tensor = X) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
 def test_the_mask_the_scale_and_the_gradient(p: float, dtype: torch.dtype) -> None:
-    """The mask is the reference's from the same seed. Its share is tested with the op."""
+    """The mask equals the reference's mask of the same seed. The op's tests test its share."""
     x = torch.ones(500, 400, dtype=dtype, requires_grad=True)
     y, again = from_one_seed(lambda: dropout(x, p), lambda: dropout(x, p))
     with tfast.backend("reference"):
@@ -56,7 +56,7 @@ def test_nothing_to_drop_returns_the_input_itself(p: float) -> None:
 
 
 class Labelled(Tensor):
-    """A subclass of somebody else."""
+    """Tensor subclass of a user."""
 
 
 SERVED_BY_TORCH: dict[str, Callable[[Any], Tensor]] = {
@@ -112,7 +112,7 @@ def test_a_wrong_call_gets_torchs_error(what: str) -> None:
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1), (2, 0, 1)])
 def test_the_order_of_the_strides_stays(order: tuple[int, ...]) -> None:
-    """A view of torch's result can be made of ours: (L, B, D) tensors of transposed (B, L, D)."""
+    """A view that works on torch's result works on ours: (L, B, D) tensors of transposed (B, L, D)."""
     x = leaf(torch.randn(4, 5, 6))
     y = dropout(x.permute(order), 0.4)
     assert y.stride() == F.dropout(x.permute(order), 0.4).stride() == x.permute(order).stride()
@@ -151,7 +151,7 @@ def test_many_are_one_line() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_graphs_hold_what_they_held(training: bool, tmp_path: Path) -> None:
-    """Compiled, exported, traced and scripted: torch's dropout, which a compiler knows how to fuse."""
+    """Compiled, exported, traced and scripted models contain torch's dropout, which a compiler can fuse."""
     torch._dynamo.reset()
     m, fast, report = pair(nn.Sequential(nn.Linear(48, 48), nn.Dropout(0.4), Calls()).train(training))
     assert len(report.swapped) == 2
@@ -251,7 +251,7 @@ def test_a_class_with_more_names_than_an_instruction_has_room_for(source: str) -
 
 
 def test_a_module_whose_call_was_overridden() -> None:
-    """Only its methods are copied: what its __call__ does stays."""
+    """Only methods are copied, so an overridden __call__ stays."""
 
     class Counted(Calls):
         calls = 0

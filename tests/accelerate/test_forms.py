@@ -1,4 +1,4 @@
-"""accelerate on hand-written modules, form by form: known by structure, and only where the numbers prove it."""
+"""accelerate on hand-written modules of every form: recognised by structure, and swapped only if the numbers agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_fast.testing import assert_as_exact_as_eager
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name: str) -> None:
-    """Numbers, copies, dropout, what the program around it sees, and undo."""
+    """Compare numbers, copies, dropout, side effects on the program, and undo."""
     make, arguments = FORMS[name]
     m, args, close = make().eval(), arguments(), {"atol": 2e-5, "rtol": 2e-5}
     plain, expected, keys = copy.deepcopy(m), results(m, args), list(m.state_dict())
@@ -51,7 +51,7 @@ def test_every_form(name: str) -> None:
 @pytest.mark.cover(10)
 @pytest.mark.parametrize("name", FORMS)
 def test_bf16_by_the_gate(name: str) -> None:
-    """In bfloat16 no further from fp64 than the module itself is."""
+    """In bfloat16 the swapped module passes the gate against the module itself."""
     make, arguments = FORMS[name]
     m, args = make().eval(), arguments()
 

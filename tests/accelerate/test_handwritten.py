@@ -1,4 +1,4 @@
-"""accelerate on hand-written modules: what it leaves alone, what a module leaves behind, hooks, whole models."""
+"""accelerate on hand-written modules: modules that it leaves alone, stored weights, hooks, whole models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("proven_once")
 
 
 def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
-    """A swapped layer draws what transformer_fast.layers draws: exact with the shared mask."""
+    """A swapped layer draws the masks that transformer_fast.layers draws, exactly."""
     m = reference.DecoderLayer(D, 2, dropout=0.3)
     ours = tfast.layers.DecoderLayer(D, 2, dropout=0.3)
     ours.load_state_dict(m.state_dict())
@@ -134,7 +134,7 @@ def test_hooks_on_what_a_pattern_fuses() -> None:
 
 @pytest.mark.parametrize("name", ["d2l encoder", "d2l decoder that counts on"])
 def test_a_hook_inside_a_d2l_stack_s_attention(name: str) -> None:
-    """The block then runs as it was written, with lengths: its attention would not understand a mask."""
+    """The block then runs its own forward on lengths, since its attention does not take a mask."""
     make, arguments = FORMS[name]
     (plain, m, _), args = pair(make().eval()), arguments()
     seen: list[int] = []
@@ -191,7 +191,7 @@ def test_padding_of_embeddings_gets_no_gradient() -> None:
 
 
 def test_an_attribute_of_a_module_is_not_hidden() -> None:
-    """Whatever a pattern calls what it knows, the module's own names stay its own."""
+    """Attributes of a module stay visible, even those with the name of a pattern's attribute."""
 
     class Own(hw.AnnotatedAttention):
         def calls(self) -> str:
@@ -258,7 +258,7 @@ def test_known_names_with_one_child_more_are_left() -> None:
 
 
 def losses(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Tensor:
-    """Train for ten steps."""
+    """Return the losses of ten training steps."""
     optimizer, values = torch.optim.Adam(model.parameters(), lr=1e-3), []
     for _ in range(10):
         loss = call(model)

@@ -1,4 +1,4 @@
-"""accelerate on models of Hugging Face transformers: attention through their interface, inside of one model alone."""
+"""accelerate on models of transformers: their attention is redirected in this model only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def given(name: str) -> dict[str, Tensor]:
 
 
 def assert_same(fast: nn.Module, model: nn.Module, name: str) -> None:
-    """Compare logits and gradients."""
+    """Assert that logits and gradients agree."""
     ours, theirs = (models.outcome(m, given(name)) for m in (fast, model))
     if "attention_mask" in given(name) and "decoder_input_ids" not in given(name):
         for found in (ours, theirs):
@@ -55,7 +55,7 @@ def assert_same(fast: nn.Module, model: nn.Module, name: str) -> None:
 
 
 def calls_of(model: nn.Module, name: str) -> list[str]:
-    """Return whose attention runs in a call, once for each layer."""
+    """Return the attention implementation that ran in a call, once per layer."""
     with torch.no_grad():
         return seen(lambda: model(**given(name)))
 
@@ -66,7 +66,7 @@ def configs(model: nn.Module) -> list[transformers.PretrainedConfig]:
 
 
 def implementations(model: nn.Module) -> list[str]:
-    """Return the implementation of every config that a module holds, and of those inside it."""
+    """Return the implementation of every config that a module holds, and of the configs inside these."""
     held = configs(model)
     held += [v for c in held for v in vars(c).values() if isinstance(v, transformers.PretrainedConfig)]
     return [config._attn_implementation for config in held]
@@ -74,7 +74,7 @@ def implementations(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_every_model(name: str) -> None:
-    """Outputs and gradients, whose attention ran, what the report says, a second time, and undo."""
+    """Compare outputs and gradients, the attention that ran, the report, a second call, and undo."""
     model, fast, report = pair(make(name))
     parts, before = PARTS[name], implementations(model)
     rows = {row.path: row.was for row in report.swapped if row.now == NOW}
@@ -108,7 +108,7 @@ def test_what_would_be_refused_is_named_with_the_reason(name: str, path: str, ki
 
 
 def test_models_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, on a GPU, and where somebody has chosen another attention."""
+    """Models on the meta device, on a GPU, and with an attention that the user chose stay as they are."""
     with torch.device("meta"):
         meta = transformers.BertForMaskedLM(models.config_of(case(BERT)))
     chosen, gpu = make(BERT), make(BERT)
@@ -139,7 +139,7 @@ def test_two_models_of_one_config() -> None:
     ("GPT2LMHeadModel", "transformer.h.0.attn", 1),
 ])  # fmt: skip
 def test_a_part_of_a_model(name: str, path: str, calls: int) -> None:
-    """The part computes on ours, under the masks that the rest of the model makes for it."""
+    """The part runs on our attention, with the masks that the rest of the model makes for it."""
     model = make(name)
     fast = copy.deepcopy(model)
     part = fast.get_submodule(path)
@@ -154,7 +154,7 @@ def test_a_part_of_a_model(name: str, path: str, calls: int) -> None:
 
 
 class Sentences(nn.Module):
-    """A module that holds models of transformers, with a config of its own to look into."""
+    """Module that holds models of transformers and has its own config."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_module_that_holds_models_of_transformers() -> None:
 
 
 def test_modes_and_a_change_of_mind() -> None:
-    """The config is the model's own: set_attn_implementation and train work on it, undo takes it away."""
+    """The config stays the model's own: set_attn_implementation and train change it, undo restores it."""
     model, fast, report = pair(models.make(case(BERT), hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1))
     fast.train()
     assert not torch.equal(fast(**given(BERT))[0], fast(**given(BERT))[0])
@@ -190,7 +190,7 @@ def test_modes_and_a_change_of_mind() -> None:
 
 
 def test_a_bias_of_relative_positions_is_not_made_dense_when_the_name_is_set_later() -> None:
-    """T5's layers are copies of their classes once their own dropout was replaced."""
+    """The classes of T5's layers are copies after their dropout was redirected."""
     encoder = models.make(case("T5ForConditionalGeneration"), "eager", dropout_rate=0.1).encoder
     encoder.config._attn_implementation_internal = "flex_attention"  # so that accelerate leaves it
     assert not [row for row in tfast.accelerate(encoder).swapped if row.now == NOW]
@@ -200,7 +200,7 @@ def test_a_bias_of_relative_positions_is_not_made_dense_when_the_name_is_set_lat
 
 
 def test_a_part_that_stays_is_not_noted_as_one_that_may() -> None:
-    """What compiles asks for the class of a config; another part of the same model must not answer for Bloom."""
+    """Compiled code asks for the class of a config, so another part must not answer for Bloom."""
     both = nn.ModuleList([make("BloomForCausalLM"), make(BERT)])
     for config in (transformers.BloomConfig, transformers.BertConfig):
         if dispatch._CHECKED in vars(config):

@@ -1,4 +1,4 @@
-"""accelerate on the blocks of Hugging Face transformers: what a user's model computes is what it computed before."""
+"""accelerate on the blocks of transformers: results stay the same."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_evaluation_and_gradients_are_as_exact_as_eager_s(name: str, side: str) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_16_bits(name: str, dtype: torch.dtype | str) -> None:
-    """Models of these types, and models in float32 under autocast."""
+    """Test models in 16-bit dtypes, and float32 models under autocast."""
     eager, fast = pair(name)
     exact, results = copy.deepcopy(eager), []
     inner = torch.float32 if dtype == "autocast" else dtype
@@ -161,7 +161,7 @@ def test_generation_writes_the_same_tokens(name: str, beams: int) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_captured_hidden_states_and_attentions(name: str) -> None:
-    """transformers captures them with hooks that it installs when they are first asked for, and never takes away."""
+    """transformers captures outputs by hooks that it installs at the first request and never removes."""
     eager, fast = pair(name)
     for model in (eager, fast):
         model.eval().set_attn_implementation("eager")  # only the blocks differ
@@ -236,7 +236,7 @@ def test_export(name: str) -> None:
 
 
 class LowRank(nn.Module):
-    """A stand-in for a linear layer, as a library for fine-tuning puts it there."""
+    """Replacement of a linear layer, as a library for fine-tuning makes it."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_a_linear_layer_may_be_replaced_before_or_after(name: str) -> None:
 
 @pytest.mark.parametrize("name", [GPT2, "BertLMHeadModel"])
 def test_a_decoder_with_and_without_an_encoder(name: str) -> None:
-    """Cross-attention, and caches given by hand."""
+    """Test cross-attention and caches that the caller passes."""
     settings = {"is_decoder": True, "add_cross_attention": True, "pad_token_id": 0}
     eager, fast, _ = accelerated.pair(models.make(case(name), "eager", **settings))
     ids, memory = torch.randint(4, 40, (2, 6)), torch.randn(2, 3, models.WIDTH)
@@ -336,7 +336,7 @@ def test_a_layer_that_computes_something_else_is_left(name: str, path: str, line
 
 @pytest.mark.parametrize("library", ["onednn", "aten"])
 def test_linear_layers_of_gpt2(library: str) -> None:
-    """Their weight is (in, out). They are swapped where oneDNN is the faster library."""
+    """GPT-2's linear layers have a weight (in, out). They are swapped if oneDNN is the faster library."""
     conv = transformers.pytorch_utils.Conv1D
     with products_by(library):
         layer, fast, report = accelerated.pair(conv(256, 512))

@@ -1,4 +1,4 @@
-"""accelerate's fused loss: logits that are not made, and what happens where somebody looks at them."""
+"""accelerate's fused loss: logits are not computed unless something reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("small_calls")
 
 
 def both(use: Callable[[Tensor, Tensor], Tensor], **options: Any) -> tuple[LazyLogits, Tensor]:
-    """Run a loss on eager logits and on ours: the same loss and the same gradients; both logits."""
+    """Assert equal losses and gradients of eager and of lazy logits; return both logits."""
     eager, fast = pair(**options)
     ids, targets = batch()
     logits = []
@@ -79,7 +79,7 @@ def test_the_loss_of_logits_that_were_read_is_not_fused(fused: list[Any]) -> Non
 
 
 class Doubled(torch.autograd.Function):
-    """Somebody's own function."""
+    """Custom autograd function of a user."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
 def test_a_loss_that_is_changed_in_place(change: Callable[[Tensor], Any]) -> None:
-    """As in the loops that people write, where the loss is scaled for accumulation."""
+    """Training loops scale the loss in place for accumulation."""
 
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
         loss = loss_of(logits, targets)

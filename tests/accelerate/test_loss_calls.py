@@ -1,4 +1,4 @@
-"""accelerate's fused loss: which layers and calls it is for, what is compiled or traced, and the memory."""
+"""accelerate's fused loss: supported layers and calls, compiled and traced models, and memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ NOT_LEFT_OUT: dict[str, Callable[[Gpt, Tensor], Tensor]] = {
 
 
 class Other(Tensor):
-    """A subclass of somebody else."""
+    """Subclass of a user."""
 
 
 @pytest.mark.parametrize("call", NOT_LEFT_OUT.values(), ids=NOT_LEFT_OUT)
@@ -121,7 +121,7 @@ def test_the_report_and_undo() -> None:
 
 
 class NoLossInIt(nn.Module):
-    """The loss is somewhere else."""
+    """Model whose loss is computed outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class NoLossInIt(nn.Module):
 
 
 class Pruned(nn.Linear):
-    """Somebody's own class."""
+    """Linear layer of a user's own class."""
 
 
 def with_head(change: Callable[[Gpt], Any], tied: bool = True) -> Gpt:
@@ -164,7 +164,7 @@ def test_a_model_whose_loss_is_somewhere_else() -> None:
 
 
 def test_nobody_gets_it_who_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No output changes its type, and no optimizer gets a hook."""
+    """Without fused_loss no output changes its type, and no optimizer gets a hook."""
     monkeypatch.setattr(lazy_logits, "_watch_optimizers", pytest.fail)
     m = Gpt()
     assert "fused loss" not in str(tfast.accelerate(m))
@@ -216,7 +216,7 @@ print(peak() - before)
 
 @pytest.mark.slow("two processes, one of which makes 600 MiB of logits and gradients")
 def test_no_logits_in_memory() -> None:
-    """4,096 rows of 20,000 logits are 312 MiB; a few chunks of 2**23 of them are less than a third of that."""
+    """4,096 rows of 20,000 logits take 312 MiB; chunks of 2**23 logits take less than a third of that."""
     grown = {}
     for name in ("eager", "fast"):
         run = subprocess.run([sys.executable, "-c", MEMORY, name], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""accelerate's fused loss as a part of the graph, and logits that are read when the weights have changed."""
+"""accelerate's fused loss in autograd: hooks, gradients of logits, and logits read after the weights changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("small_calls")
 
 
 def test_hooks_and_gradients_of_logits() -> None:
-    """Also those that come after the loss was computed."""
+    """Hooks may be added after the loss was computed."""
     eager, fast = pair()
     ids, targets = batch()
     seen: dict[nn.Module, list[Any]] = {eager: [], fast: []}
@@ -70,7 +70,7 @@ def test_several_gradients_at_once() -> None:
 
 
 def test_logits_after_the_step_are_those_of_before() -> None:
-    """The loop of many tutorials: backward, step, and then the accuracy."""
+    """Tutorials compute the accuracy after backward and step."""
     eager, fast = pair(bias=True)
     ids, targets = batch()
     optimizers = [torch.optim.SGD(model.parameters(), lr=5.0) for model in (eager, fast)]

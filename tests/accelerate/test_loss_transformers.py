@@ -1,4 +1,4 @@
-"""accelerate's fused loss in the models of Hugging Face transformers: losses and gradients are those of eager ones."""
+"""accelerate's fused loss in models of transformers: losses and gradients are those of the eager models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Both = tuple[Any, Any, Callable[[], dict[str, Tensor]]]
 
 
 def accelerated(eager: nn.Module) -> nn.Module:
-    """Return a copy with the fused loss alone, so that everything else computes the same."""
+    """Return a copy with the fused loss only; the rest of the model stays the same."""
     fast = copy.deepcopy(eager)
     assert [row.now for row in tfast.accelerate(fast, fused_loss=True).swapped].count("fused loss") == 1
     for module, original in zip(fast.modules(), eager.modules(), strict=True):
@@ -44,7 +44,7 @@ def accelerated(eager: nn.Module) -> nn.Module:
 
 @functools.cache
 def pair(name: str) -> tuple[nn.Module, nn.Module]:
-    """Return an eager model in training, and an accelerated copy, made once."""
+    """Return an eager model in training mode and an accelerated copy; both are made once."""
     eager = models.make(models.named(name.split()[0]), **MODELS[name]).double().train()
     for buffer_name, buffer in eager.named_buffers():
         if buffer_name == "final_logits_bias":
@@ -53,7 +53,7 @@ def pair(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 def both(name: str) -> Both:
-    """Return copies of both models, and a function that makes one batch after another."""
+    """Return copies of both models, and a function that makes new batches."""
     case, seeds = models.named(name.split()[0]), itertools.count()
 
     def batch() -> dict[str, Tensor]:
@@ -70,18 +70,18 @@ def both(name: str) -> Both:
 
 @pytest.fixture(params=MODELS)
 def each(request: pytest.FixtureRequest) -> Both:
-    """Every model."""
+    """Parametrize a test with every model."""
     return both(request.param)
 
 
 @pytest.fixture
 def gpt2() -> Both:
-    """One model."""
+    """Fixture of GPT-2 only."""
     return both("GPT2LMHeadModel")
 
 
 def compare(eager: nn.Module, fast: nn.Module) -> None:
-    """Hold gradients equal. Models of one stack convert their logits to float32 before the loss, also in float64."""
+    """Assert equal gradients. Models of one stack convert their logits to float32 before the loss, even in float64."""
     tolerances = {"rtol": 1e-9, "atol": 1e-13} if eager.config.is_encoder_decoder else {"rtol": 1e-5, "atol": 1e-7}
     actual, expected = ({name: p.grad for name, p in m.named_parameters()} for m in (fast, eager))
     assert sum(g is not None for g in expected.values()) > 5
@@ -132,7 +132,7 @@ def test_evaluation_and_generation(each: Both, fused: list[Any]) -> None:
 
 
 class Adapter(nn.Module):
-    """A module that low-rank adaptation puts around the head."""
+    """Low-rank adapter around the head."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_a_head_with_an_adapter_is_left_to_it(gpt2: Both, accelerate_first: bool
 
 
 def test_gradient_checkpointing(gpt2: Both, fused: list[Any]) -> None:
-    """Checkpoints are of the layers, as the library makes them: the head is outside, and stays fused."""
+    """transformers checkpoints the layers; the head is outside, so its loss stays fused."""
     eager, fast, batch = gpt2
     given = batch()
     for model in (eager, fast):

@@ -1,4 +1,4 @@
-"""``accelerate(model, packed=True)``: what a call of a model of transformers brings, and which calls keep padding."""
+"""``accelerate(model, packed=True)``: calls of transformers models, and calls that keep their padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DROPOUTS = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
 
 
 def both(name: str, **settings: Any) -> tuple[nn.Module, nn.Module, tfast.accelerate.Report]:
-    """A model with padding, the same without, and the report of the second; both on the fused ops."""
+    """Return a padded model, its copy without padding, and the copy's report; both run on the fused ops."""
     padded = packed.make(name, **settings)
     without = copy.deepcopy(padded)
     tfast.accelerate(padded)

@@ -1,4 +1,4 @@
-"""``accelerate(model, packed=True)`` looks into what may read several positions, whatever its name is."""
+"""``accelerate(model, packed=True)`` inspects every submodule that may read several positions, whatever its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D = 16
 
 
 class Renamed(EncoderLayer):
-    """The classic layer, its feed-forward network under another name."""
+    """Classic layer whose feed-forward network has another name."""
 
     @property
     def ff(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""``accelerate(model, packed=True)`` under PyTorch's wrappers for several devices, on one process."""
+"""``accelerate(model, packed=True)`` under PyTorch's wrappers for several devices, in one process."""
 
 from __future__ import annotations
 

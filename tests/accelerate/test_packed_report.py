@@ -1,4 +1,4 @@
-"""The report of a packed model: `explain` on a batch, reasons that are logged once, none in inference mode."""
+"""Report of a packed model: `explain` for a batch, reasons that are logged once, and inference mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``accelerate(model, packed=True)``: stacks of torch.nn, hand-written ones and our own model, at every token."""
+"""``accelerate(model, packed=True)`` on stacks of torch.nn, hand-written stacks and `Transformer`: equal at every
+token."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def lengths(numbers: Tensor, longest: int) -> Tensor:
 
 
 def outcome(model: nn.Module, call: Call, keep: Tensor) -> list[Tensor]:
-    """The output at tokens, and the gradient of each parameter for a weighted sum of it."""
+    """Return the output at tokens, and the gradients of a weighted sum of it."""
     model.zero_grad(set_to_none=True)
     out = call(model)[keep]
     (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
@@ -43,7 +44,7 @@ def outcome(model: nn.Module, call: Call, keep: Tensor) -> list[Tensor]:
 
 
 def hold(plain: nn.Module, call: Call, keep: Tensor, *, reasons: tuple[str, ...] = ()) -> tfast.accelerate.Report:
-    """Compare a model with its copy without padding by the gate of every kernel."""
+    """Compare a model with its copy without padding by the gate."""
     fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     report = tfast.accelerate(fast, packed=True)
     found = [outcome(model, call, keep) for model in (fast, plain, exact)]
@@ -101,7 +102,7 @@ def test_an_encoder_of_torch_returns_zeros_at_padding(last_norm: bool, evaluatio
 
 
 class Tensorflow(nn.Module):
-    """The tutorial's model, called with keep masks."""
+    """The tutorial's model with keep masks as arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Tensorflow(nn.Module):
 
 
 class D2l(nn.Module):
-    """The textbook's encoder and decoder, called with keep masks."""
+    """The textbook's encoder and decoder with keep masks as arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class D2l(nn.Module):
 
 
 class BertEncoder(handwritten.Annotated):
-    """Blocks of BERT in front of an annotated decoder; their masks are (B, 1, L, L), with equal rows."""
+    """Blocks of BERT before an annotated decoder; their masks are (B, 1, L, L), with equal rows."""
 
     def __init__(self) -> None:
         super().__init__(VOCABULARY, D, 2, 32, 2, 0.0)
@@ -153,7 +154,7 @@ class BertEncoder(handwritten.Annotated):
 
 
 def layers_alone(model: nn.Module) -> nn.Module:
-    """The model with a part that its stacks are not known by, so that each layer takes the padding out by itself."""
+    """Return the model with its stacks hidden, so that each layer removes the padding by itself."""
     for stack in (m for m in model.modules() if hasattr(m, "pos_encoding")):
         stack.add_module("other", nn.Identity())
     return model
@@ -190,7 +191,8 @@ def test_models_of_the_classic_texts(name: str, integers: bool) -> None:
 
 @functools.cache
 def sides(name: str) -> tuple[nn.Module, nn.Module, tfast.accelerate.Report]:
-    """A model without padding, the same with it, both on the fused ops, and the report of the first."""
+    """Return a model without padding, the same model with padding, and the report of the first; both run on the fused
+    ops."""
     torch.manual_seed(0)
     fast = MODELS[name]()
     padded = copy.deepcopy(fast)
@@ -224,7 +226,7 @@ def test_any_padding(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("left", [0, 1, 4])
 def test_a_window_of_a_decoder_is_kept(left: int) -> None:
-    """As an AttentionMask, which the plain model does not take; the weights that the model leaves have it too."""
+    """The window is an AttentionMask, which the plain model does not take; the stored weights show it too."""
     fast, padded, report = sides("annotated")
     report.padded_calls.reasons.clear()
     keep = lengths(TARGETS, TARGET)
@@ -300,7 +302,7 @@ def test_a_dense_mask_of_an_encoder_is_padding_where_its_rows_are_the_tokens(out
 
 @pytest.mark.parametrize("name", ["tensorflow", "d2l"])
 def test_weights_are_those_of_the_plain_model(name: str) -> None:
-    """A decoder of the tutorial returns them, with their gradient; an encoder of the textbook leaves them."""
+    """A decoder of the tutorial returns weights with gradients; an encoder of the textbook stores them."""
     src_keep, keep = lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET)
     given_ = ids_and_masks(src_keep, keep)
     plain = MODELS[name]().eval()

@@ -1,4 +1,4 @@
-"""``accelerate(model, packed=True)``: models of transformers give the plain model's numbers at every token."""
+"""``accelerate(model, packed=True)`` on models of transformers: equal to the plain model at every token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS = {
     )
     for name in names.split()
 }  # fmt: skip
-"""Classes, and by padding the reason for which their calls keep it."""
+"""Classes, and for each padding side the reason why their calls keep padding."""
 SETTINGS = {"M2M100ForConditionalGeneration": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}}
 SEQ2SEQ = {name: {"decoder_start_token_id": 1} for name in MODELS if name.startswith(("T5", "MT5"))}
 
@@ -81,7 +81,7 @@ DRAWN = (
 
 @functools.cache
 def sides(name: str) -> tuple[nn.Module, nn.Module]:
-    """A model without padding, and the same with it, both on the fused ops."""
+    """Return a model without padding and the same model with padding; both run on the fused ops."""
     padded = packed.make(name, **SEQ2SEQ.get(name, {}))
     without = copy.deepcopy(padded)
     tfast.accelerate(padded)
@@ -130,7 +130,7 @@ EVERY = [str(case) for case in models.language_models() if case.name not in {*mo
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", EVERY)
 def test_no_model_is_wrong(name: str) -> None:
-    """Every other language model of transformers, with padding of every kind."""
+    """Every other language model of transformers, with padding on each side."""
     try:
         plain = packed.make(name)
         packed.step(plain, packed.batch(name, "right"))

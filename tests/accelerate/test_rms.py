@@ -1,4 +1,4 @@
-"""accelerate on RMSNorm: torch's, and hand-written ones that look alike and are not."""
+"""accelerate on RMSNorm: torch's module, hand-written ones, and similar modules that it must leave."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_is_left(make: Callable[[], nn.Module], why: str) -> None:
 
 
 class GatedRMSNorm(rms.LlamaRMSNorm):
-    """Mamba's: the norm of one argument, and of a product of two."""
+    """Mamba's norm: of one argument, or of a product of two."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         return super().forward(hidden_states if gate is None else hidden_states * F.silu(gate))

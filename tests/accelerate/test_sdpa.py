@@ -1,4 +1,4 @@
-"""accelerate on models that call torch's scaled_dot_product_attention: their code stays, its calls are ours."""
+"""accelerate on models that call torch's scaled_dot_product_attention: the calls are redirected."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_compiled_in_one_graph_and_exported(name: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("part", ["module", "method"])
 def test_backward_computes_it_again(part: str, reentrant: bool) -> None:
-    """Activation checkpointing of a module, or of a method, with dropout: the second time is the first, bit by bit."""
+    """Activation checkpointing with dropout: the recomputed forward equals the first one bit for bit."""
     _, fast, _ = pair(Attribute)
     fast.dropout_p = 0.4
     x, results = torch.randn(2, 5, 16, requires_grad=True), []
@@ -113,7 +113,7 @@ def test_a_function_inside_that_backward_calls_again() -> None:
 
 
 def test_threads() -> None:
-    """Models that were accelerated and others, at the same time."""
+    """Accelerated and other models run at the same time."""
     model, fast, _ = pair(Attribute)
     x, found = torch.randn(2, 5, 16), {}
 

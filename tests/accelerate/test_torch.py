@@ -1,4 +1,4 @@
-"""accelerate on the modules of torch.nn: same numbers, same masks, same gradients."""
+"""accelerate on the modules of torch.nn: equal outputs, masks and gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.nn's own, of mismatch
 
 
 def compare(module: nn.Module, call: Callable[[nn.Module, list[Tensor]], Any], *inputs: Tensor) -> None:
-    """Outputs and every gradient of a module and of an accelerated copy, by the gate against fp64 and close in fp32."""
+    """Compare outputs and gradients of a module and an accelerated copy, by the gate in fp64 and closely in fp32."""
     _, fast, report = pair(module)
     assert report.swapped and list(fast.state_dict()) == list(module.state_dict())
     results = []
@@ -151,7 +151,7 @@ def test_the_whole_transformer(batch_first: bool, training: bool) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"norm": nn.LayerNorm(E)}, {"mask_check": False}], ids=str)
 def test_where_torch_takes_the_padding_out_so_do_we(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluation, no gradients, padding at the end: padded positions are 0 in both, before the last norm."""
+    """In evaluation without gradients, padded positions are 0 in both before the last norm."""
     packed: list[bool] = []
     attention = tfast.ops.attention_packed
     monkeypatch.setattr(
@@ -251,7 +251,7 @@ def test_dropout_acts_on_weights_and_sublayers_and_only_in_training() -> None:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_the_dropout_is_the_reference_s_own(norm_first: bool) -> None:
-    """Exact with the shared mask, gradients included: attention, layers and the whole model."""
+    """With equal masks results are exact, gradients included: attention, layers and the whole model."""
     m = nn.Transformer(E, H, 1, 1, 24, dropout=0.25, batch_first=True, norm_first=norm_first)
     tfast.accelerate(m)
     x, memory = torch.randn(N, S, E, requires_grad=True), torch.randn(N, L, E)

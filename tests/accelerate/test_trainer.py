@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, accelerated and trained by its Trainer: losses are those of the plain models.
+"""Accelerated models of transformers in its Trainer: the losses are those of the plain models.
 
 The vocabulary is large enough that the fused loss runs: 4 x 48 tokens of 8,192 words.
 """
@@ -49,7 +49,7 @@ def data(seq2seq: bool) -> list[dict[str, Tensor]]:
 
 
 class Recorder(transformers.Trainer):
-    """Keeps the loss of each batch."""
+    """Callback that records the loss of each batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +62,7 @@ class Recorder(transformers.Trainer):
 
 
 def train(model: nn.Module, folder: Path, settings: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    """Return the losses of some steps, and the trained parameters of a copy."""
+    """Train a copy for some steps; return the losses and the trained parameters."""
     model = copy.deepcopy(model)
     arguments = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=ROWS, max_steps=STEPS, use_cpu=True, report_to=[], disable_tqdm=True,

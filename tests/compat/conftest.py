@@ -1,4 +1,4 @@
-"""Memory that PyTorch leaves uninitialised starts as NaN; each backend that a CPU has."""
+"""Fixtures: uninitialised memory starts as NaN, and each backend of the CPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ import transformer_fast as tfast
 
 @pytest.fixture(params=["native", "reference"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The backend of the test's calls."""
+    """Run the test on one backend."""
     with tfast.backend(request.param):
         yield request.param

@@ -1,4 +1,4 @@
-"""``attention_mask_of``: block masks become the form that they are, and ``flex_attention`` computes with them."""
+"""``attention_mask_of`` recognises the form of block masks, and ``flex_attention`` computes with them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_long_masks_are_evaluated_again_and_never_kept(name, monkeypatch):
 
 @st.composite
 def combinations(draw):
-    """Lq, Lk, and a function of a set of keys and any band."""
+    """Cases (Lq, Lk, mask function): a set of visible keys within any band."""
     Lq, Lk = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     lower, upper = draw(st.integers(-9, 3)), draw(st.integers(-3, 9))
     parts = []
@@ -156,7 +156,7 @@ def test_a_band_of_one_set_of_keys_needs_no_dense_mask(drawn):
 
 
 def test_blocks_count_before_the_function():
-    """Blocks of 4 x 4: row 0 has a full one and one by the function, row 1 has the second alone."""
+    """Blocks of 4 x 4: row 0 has a full block and a partial one, row 1 only the second."""
     numbers, indices = torch.tensor([[[1, 1]]]), torch.tensor([[[[1, 0], [1, 0]]]])
     full, of_full = torch.tensor([[[1, 0]]]), torch.tensor([[[[0, 1], [0, 1]]]])
     given = {"BLOCK_SIZE": 4, "mask_mod": causal, "seq_lengths": (7, 8)}

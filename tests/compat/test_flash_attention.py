@@ -1,4 +1,4 @@
-"""``flash_attn_func`` and its packed forms against plain statements of what flash-attention documents."""
+"""``flash_attn_func`` and its packed forms against a plain computation of flash-attention's documentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs(Lq: int, Lk: int, Hkv: int, dtype=torch.float64):
 
 
 def plain(q, k, v, causal=False, window=(-1, -1), softcap=0.0, slopes=None, scale=None):
-    """out (B, Lq, H, D), logsumexp (B, H, Lq) and weights (B, H, Lq, Lk), batch entry by batch entry."""
+    """Return out (B, Lq, H, D), logsumexp (B, H, Lq) and weights (B, H, Lq, Lk), computed per batch entry."""
     allowed, results = seen(q.shape[1], k.shape[1], causal, window), []
     for b in range(q.shape[0]):
         own = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
@@ -132,7 +132,7 @@ def test_wrong_calls_say_what_is_expected(call, error, said):
 
 @pytest.mark.parametrize("name", [name for name in compat.__all__ if name.startswith("flash")])
 def test_names_and_order_of_the_arguments(name):
-    """The options come in flash-attention's order: its callers pass them by position."""
+    """Callers of flash-attention pass options by position, so the order must be the same."""
     order = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"]
     names = list(inspect.signature(getattr(compat, name)).parameters)
     if name == "flash_attn_with_kvcache":

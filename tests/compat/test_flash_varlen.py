@@ -1,4 +1,4 @@
-"""``flash_attn_varlen_func`` and its packed forms: sequence by sequence what ``flash_attn_func`` is."""
+"""``flash_attn_varlen_func`` and its packed forms: each sequence equals ``flash_attn_func`` on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WINDOWS = [(-1, -1), (1, 1), (2, -1)]
 
 
 def plain(q, k, v, lengths_q, lengths_k, causal=False, window=(-1, -1), softcap=0.0, slopes=None):
-    """out (Tq, H, D), logsumexp (H, Tq) and the weights of each sequence."""
+    """Return out (Tq, H, D), logsumexp (H, Tq) and the weights per sequence."""
     parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
     results = []
     for b, (a, c, d) in enumerate(parts):

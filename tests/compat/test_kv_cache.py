@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache`` against a cache kept sequence by sequence, as flash-attention documents it."""
+"""``flash_attn_with_kvcache`` against a plain cache per sequence, as flash-attention documents it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, LEFT = [3, 0, 4], [2, 0, 3]
 
 
 def stored(kind):
-    """Two caches, how a call names them, and where key j of sequence b is: a pair of indices."""
+    """Return two caches, the arguments that name them, and the index pair of key j of sequence b."""
     count, size = (9, 4) if kind == "pages" else (5, S)
     caches = [torch.randn(count, size, HKV, D, dtype=torch.float64) for _ in range(2)]
     given, table = {}, torch.randperm(9).view(B, 3)
@@ -80,7 +80,7 @@ def test_one_length_for_all_and_a_full_cache(backend):
 
 
 def test_generation_is_attention_of_the_whole_sequence():
-    """Token by token, in a cache of bfloat16 that requires a gradient, which no call records."""
+    """Generate token by token with a bfloat16 cache that requires a gradient; no call records it."""
     q, k, v = (torch.randn(B, S, heads, D).bfloat16() for heads in (H, HKV, HKV))
     caches = [torch.full_like(k, torch.nan).requires_grad_() for _ in range(2)]
     steps = []

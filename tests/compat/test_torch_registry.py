@@ -1,4 +1,4 @@
-"""torch's registry of flash implementations activates our kernels for CPUs, and takes them out again."""
+"""torch's registry of flash implementations can activate our CPU kernels and remove them again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def activated() -> Iterator[Callable[[], None]]:
-    """Ours, in this test alone; called, it ends that."""
+    """Activate our kernels in this test; calling the fixture removes them."""
     before = set(torchs.list_flash_attention_impls())
     register_flash_attention_impl()
     assert set(torchs.list_flash_attention_impls()) == before | {"transformer_fast"}

@@ -1,4 +1,4 @@
-"""``varlen_attn`` against plain statements of what torch documents, and its signature against the installed one."""
+"""``varlen_attn`` against a plain computation of torch's documentation; its signature against the installed torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WINDOWS = [(-1, -1), (-1, 0), (2, 0), (1, 1), (2, -1)]
 
 
 def plain(q, k, v, lengths_q, lengths_k, window, scale=None):
-    """out (Tq, H, D) and logsumexp (H, Tq)."""
+    """Return out (Tq, H, D) and logsumexp (H, Tq)."""
     parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
     results = [plain_attention(a, c, d, seen(len(a), len(c), False, window), scale=scale) for a, c, d in parts]
     return torch.cat([out for out, _, _ in results]), torch.cat([rows for _, rows, _ in results], 1)
@@ -44,7 +44,7 @@ def test_every_option(lengths_q, lengths_k, Hkv, window, scale, backend):
 @pytest.mark.parametrize("in_a_pool", [False, True])
 @pytest.mark.parametrize("lengths_q", [[1, 1, 1, 1], [3, 0, 5, 2]])
 def test_keys_in_use(window, in_a_pool, lengths_q, backend):
-    """The last query is at the last key in use; what is stored behind it is NaN."""
+    """The last query is at the last key in use; the keys behind it are NaN."""
     used, room = [7, 4, 2, 0], [9, 4, 5, 3]
     q = torch.randn(sum(lengths_q), H, D, dtype=torch.float64)
     caches = torch.randn(2, 4, 2, 9, D, dtype=torch.float64)

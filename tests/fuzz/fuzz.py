@@ -1,4 +1,4 @@
-"""Random calls of attention, each held to the gate of tests/support/helpers.py: ``make fuzz SEED=0 COUNT=2000``.
+"""Random calls of attention, each checked by the gate of tests/support/helpers.py: ``make fuzz SEED=0 COUNT=2000``.
 
 A configuration is a pure function of the seed and its number, so that one that fails is repeated alone:
 
@@ -146,7 +146,7 @@ def check_decode(c: Config) -> None:
 
 
 def as_given(t: Tensor, c: Config) -> Tensor:
-    """A query, key or value: of a subclass, where the mask's tensors are."""
+    """Return a query, key or value, as a tensor subclass if the configuration has subclasses."""
     return given(t, c) if c.given == GIVEN[3] else t
 
 
@@ -161,7 +161,7 @@ def check(c: Config, backend: str) -> None:
 
 
 def small_tiles() -> dict[object, object]:
-    """Tiles of 32 x 32 for every attention kernel, for the interpreter: an item for each entry of the table."""
+    """Yield once per tile-table entry, with tiles of 32 x 32 for every attention kernel in the interpreter."""
     from transformer_fast.triton import configs
 
     return dict.fromkeys(configs.ATTENTION, configs.AttentionConfig(32, 32, 4, 1))

@@ -1,4 +1,4 @@
-"""Which calls of attention tests/fuzz/fuzz.py makes: a pure function of the seed and a number."""
+"""Configurations of tests/fuzz/fuzz.py: a call of attention as a pure function of the seed and a number."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Config:
 
 
 def config(seed: int, number: int, backend: str = "native") -> Config:
-    """Configuration ``number`` of a seed."""
+    """Return configuration ``number`` of a seed."""
     chance = random.Random(seed * 1_000_003 + number)
     choose = chance.choice
     kind = choose(("padded",) * 6 + ("packed",) * 3 + ("decode",))

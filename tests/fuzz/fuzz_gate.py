@@ -1,4 +1,4 @@
-"""The gate of tests/support/helpers.py for a random call of tests/fuzz/fuzz.py: its outputs and all its gradients."""
+"""Gate for a random call of tests/fuzz/fuzz.py: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hold(
     weights: list[Tensor] = []
 
     def outcome(call, dtype: torch.dtype | None, seed: Tensor) -> list[Tensor]:
-        """The outputs, then the gradients."""
+        """Return the outputs, then the gradients."""
         leaves = [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in qkv]
         added = None if bias is None else (bias if dtype is None else bias.to(dtype)).detach().requires_grad_(learned)
         own = {
@@ -132,7 +132,7 @@ def hold(
 
 
 def worse(some: list[Tensor], others: list[Tensor], exact: list[Tensor]) -> list[Tensor]:
-    """Element by element what is further from exact."""
+    """Return, element by element, the value that is further from exact."""
     return [torch.where((b - x).abs() > (a - x).abs(), b, a) for a, b, x in zip(some, others, exact, strict=True)]
 
 

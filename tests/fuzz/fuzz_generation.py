@@ -32,7 +32,7 @@ from compare_cached import DTYPES, TIES, margins
 
 BOS, EOS, VOCAB = 0, 1, 12
 SCORES = {"fp32": 1e-3, "bf16": 0.5}
-"""How far scores may lie apart: sums over up to twenty tokens of logits of about twenty."""
+"""Largest difference of equal scores: sums over up to twenty tokens of logits of about twenty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Config:
 
 
 def config(seed: int, number: int) -> Config:
-    """Configuration `number` of a seed."""
+    """Return configuration `number` of a seed."""
     chance = random.Random(seed * 1_000_003 + number)
     pick = lambda *values: chance.choice(values)  # noqa: E731
     options: dict[str, Any] = {
@@ -109,7 +109,7 @@ def config(seed: int, number: int) -> Config:
 
 
 def make_model(c: Config, index: int) -> Transformer:
-    """Random, and far from ties; what is said depends on what was read and said."""
+    """Make a random model that is far from ties; its answers depend on the source and the prefix."""
     torch.manual_seed(c.number * 10 + index)
     model = Transformer(VOCAB, VOCAB, 16, c.layers, c.heads, 0.1, **c.form)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def make_model(c: Config, index: int) -> Transformer:
 
 
 def make_batch(c: Config) -> dict[str, Any]:
-    """What `generate` is given beside models and options."""
+    """Return the arguments of `generate` besides models and options."""
     generator = torch.Generator().manual_seed(c.number)
     shape = c.sentences, c.width
     lengths = torch.randint(1, c.width + 1, (c.sentences,), generator=generator)
@@ -146,7 +146,7 @@ def may_draft(c: Config) -> bool:
 
 
 def check(c: Config) -> tuple[int, int]:
-    """Raise AssertionError unless both ways agree. Returns how many sentences there were and how many were ties."""
+    """Raise AssertionError unless both searches agree. Returns the number of sentences and the number of ties."""
     models, given = [make_model(c, index) for index in range(c.models)], make_batch(c)
 
     def decode(cache: bool) -> list:

@@ -1,4 +1,4 @@
-"""The tensors of a random call of tests/fuzz/fuzz.py, and its mask in the form of the oracle."""
+"""Tensors of a random call of tests/fuzz/fuzz.py, and its mask in the form of the oracle."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformer_fast.masks.distance import relative_buckets
 
 
 class Watched(Tensor):
-    """A subclass of Tensor that changes nothing."""
+    """Tensor subclass that changes nothing."""
 
 
 def given(t: Tensor, c: Config) -> Tensor:
-    """A tensor of the mask as the configuration gives it."""
+    """Return a tensor of the mask in the form of the configuration."""
     if c.given == "from inference mode":
         with torch.inference_mode():
             return t.clone()
@@ -28,14 +28,15 @@ def given(t: Tensor, c: Config) -> Tensor:
 
 
 def given_mask(mask: AttentionMask, c: Config) -> AttentionMask:
-    """A mask whose tensors are as the configuration gives them."""
+    """Return a mask with tensors in the form of the configuration."""
     fields = {field.name for field in dataclasses.fields(mask)}
     tensors: dict[str, Any] = {name: given(t, c) for name, t in mask.tensors().items() if name in fields}
     return dataclasses.replace(mask, **tensors)
 
 
 def used_before(tensors: Iterable[Tensor], call: Callable[[], object], c: Config) -> None:
-    """Call with other values in these tensors, and put theirs back in a way that PyTorch does not count."""
+    """Call with other values in these tensors; then restore the values in a way that PyTorch does not count as a
+    write."""
     if c.given != GIVEN[1] or DEVICE.type != "cpu":
         return
     kept = {id(t): (t, t.clone()) for t in tensors}
@@ -49,7 +50,7 @@ def used_before(tensors: Iterable[Tensor], call: Callable[[], object], c: Config
 
 
 def normal(shape: tuple[int, ...], c: Config, generator: torch.Generator) -> Tensor:
-    """(B, heads, L, D) or (T, heads, D) of normal numbers in the layout of the configuration."""
+    """Return normal numbers (B, heads, L, D) or (T, heads, D) in the layout of the configuration."""
     *batch, heads, length, dim = shape if len(shape) == 4 else (shape[1], shape[0], shape[2])
     draw = lambda *size: torch.randn(size, generator=generator).to(DTYPES[c.dtype]).to(DEVICE)  # noqa: E731
     if c.layout == "heads behind":
@@ -66,7 +67,7 @@ def normal(shape: tuple[int, ...], c: Config, generator: torch.Generator) -> Ten
 
 
 def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dict[str, object]]:
-    """The mask as somebody would give it, and its normal form for the oracle."""
+    """Return the mask as a user would pass it, and its normal form for the oracle."""
 
     def bools(*shape: int) -> Tensor:
         return (torch.rand(shape, generator=generator) > 0.35).to(DEVICE)
@@ -108,7 +109,7 @@ def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dic
 
 @dataclasses.dataclass
 class Special:
-    """What a call adds by document, by distance and in its sinks. Those of ``leaves`` have gradients."""
+    """Documents, distance biases and sinks of a call. Those of ``leaves`` have gradients."""
 
     ids: tuple[Tensor, Tensor] | None
     leaves: dict[str, Tensor]
@@ -130,7 +131,7 @@ class Special:
         return {"query_ids": query_ids, "key_ids": key_ids}
 
     def dense_bias(self, leaves: dict[str, Tensor], Lq: int, Lk: int, dtype: torch.dtype) -> Tensor | None:
-        """(B|1, H, Lq, Lk), from the definitions."""
+        """Return the bias (B|1, H, Lq, Lk), computed from the definitions."""
         distances = torch.arange(Lk) - torch.arange(Lq).unsqueeze(1) - self.offset
         added = []
         if "alibi" in leaves:
@@ -143,7 +144,7 @@ class Special:
 
 
 def draw_special(c: Config, generator: torch.Generator, B: int, Lq: int, Lk: int) -> Special:
-    """Of a padded batch or a cache; a packed batch is one row of tokens."""
+    """Draw the special parts of a padded batch or a cache; a packed batch is one row of tokens."""
     ids = None
     if "documents" in c.parts:
         numbers = [
@@ -172,7 +173,7 @@ def window_of(c: Config) -> AttentionMask:
 
 
 def bounds_of(c: Config) -> dict[str, int | None]:
-    """For the oracle, the causal and the window offset of a call that has no other mask."""
+    """Return the causal and the window offset for the oracle, of a call that has no other mask."""
     window = window_of(c)
     ends = [end for end in (0 if c.causal else None, window.causal_offset) if end is not None]
     return {"causal": min(ends, default=None), "window": window.window_offset}

@@ -1,4 +1,4 @@
-"""A fixed share of the random calls of tests/fuzz/fuzz.py, on the C++ kernels; on Triton's in tests/interpreter."""
+"""A fixed part of the random calls of tests/fuzz/fuzz.py on the C++ kernels; tests/interpreter runs them on Triton."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.parametrize("name", ["fuzz", "fuzz_generation"])
 def test_the_program_runs_by_itself(name):
-    """``make fuzz`` starts it without pytest's paths."""
+    """``make fuzz`` starts the program without pytest's paths."""
     path = Path(__file__).parent / f"{name}.py"
     plain = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
     done = subprocess.run([sys.executable, path, "--count", "1"], env=plain, capture_output=True, text=True)
@@ -57,7 +57,7 @@ FEW_QUERIES = {
 @pytest.mark.parametrize("what", FEW_QUERIES)
 @pytest.mark.parametrize("number", (3, 1090, 1879))
 def test_few_queries_with_large_scores(what, number):
-    """Found by fuzzing: two queries and 65 keys, so that there is more than one tile."""
+    """Found by fuzzing: two queries and 65 keys, which is more than one tile."""
     backend = "native" if fuzz.DEVICE.type == "cpu" else "triton"
     plain = {"parts": (), "causal": 0, "bias": "none", "dropout_p": 0.1, "empty_rows": "zero", "outputs": "out"}
     shape = {"kind": "padded", "B": 3, "Lq": 2, "Lk": 65, "dtype": "fp32"}
@@ -66,7 +66,7 @@ def test_few_queries_with_large_scores(what, number):
 
 
 def test_some_queries_with_large_scores():
-    """Found by fuzzing: a score of three queries was one long sum over D, 2.1 times as wrong as eager."""
+    """Found by fuzzing: scores of three queries were one long sum over D, with 2.1 times eager's error."""
     backend = "native" if fuzz.DEVICE.type == "cpu" else "triton"
     shape = {"kind": "decode", "B": 1, "H": 6, "Hkv": 3, "Lq": 3, "Lk": 31, "D": 128, "Dv": 128, "dtype": "fp32"}
     masks = {"parts": ("window", "documents"), "causal": 0, "window": (128, 0, 0), "documents": 50, "offset": -13}

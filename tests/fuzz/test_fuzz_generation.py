@@ -1,4 +1,4 @@
-"""A fixed share of the random options of tests/fuzz/fuzz_generation.py: with a cache and without, the same answers."""
+"""A fixed part of the random options of tests/fuzz/fuzz_generation.py: equal answers with and without a cache."""
 
 import fuzz_generation as fuzz
 import pytest
@@ -33,7 +33,7 @@ def test_the_share_has_everything_in_it():
 
 
 def test_a_difference_that_is_no_tie_is_found(monkeypatch):
-    """An answer that is not the cache's: a mask moved in the wrong place, for instance."""
+    """Change an answer of the cached search, as a mask at the wrong place would."""
     every = (fuzz.config(1, number) for number in range(100))
     chosen = next(c for c in every if c.options.get("beam") == 3 and c.dtype == "fp32" and c.sentences > 1)
     real = fuzz.generate

@@ -1,3 +1,3 @@
-"""In these tests every tensor that PyTorch leaves uninitialised starts as NaN."""
+"""Fixture for all tests here: tensors that PyTorch leaves uninitialised start as NaN."""
 
 from helpers import poisoned  # noqa: F401

@@ -1,4 +1,4 @@
-"""Every way to search, for every form of model and every option, has the answers of the modules without a cache."""
+"""Every search, form of model and option gives the answers of the modules without a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformer_fast.layers import MultiHeadAttention
 
 
 def other_heads(seed: int, layers: int) -> nn.Module:
-    """A model of which so many layers have two heads, in one of their attentions."""
+    """Return a model in which this many layers have two heads in one of their attentions."""
     model = tiny(seed)
     for layer in model.decoder.layers[:layers]:
         layer.attn_2 = MultiHeadAttention(2, 32)
@@ -69,7 +69,7 @@ WAYS = "cached", "by modules", "kept weights", "drafts", "int8"
 
 
 def possible(form: str, search: str, way: str) -> bool:
-    """Say if a model of this form can be searched so in this way."""
+    """Return True if a model of this form supports the search."""
     options = SEARCHES[search]
     if way in ("drafts", "int8") and (form == "the layers differ" or not extension.load()):  # they need a cache
         return False
@@ -77,7 +77,7 @@ def possible(form: str, search: str, way: str) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each of form, search and way is a parameter of its own, and what cannot be is no case."""
+    """Parametrize with form, search and way; unsupported combinations are left out."""
     if "way" in metafunc.fixturenames:
         rows = [row for row in itertools.product(FORMS, SEARCHES, WAYS) if possible(*row)]
         metafunc.parametrize(("form", "search", "way"), rows)
@@ -110,7 +110,7 @@ def test_every_way_has_the_answers_of_the_modules(form: str, search: str, way: s
 @pytest.mark.parametrize("search", ["greedy", "drafts", "beam"])
 @pytest.mark.parametrize("form", ["pre-norm", "post-norm", "two models"])
 def test_past_blocks_of_the_cache_and_the_positional_table(form: str, search: str) -> None:
-    """Answers of many lengths, by the step in one call and by the modules."""
+    """Search answers of many lengths with the fused step and with modules."""
     models = [never_ending(tiny(seed, max_len=40, norm_first=form == "pre-norm")) for seed in (0, 1)]
     model, growth = (models, 10.0) if form == "two models" else (models[0], 20.0)
     given, options = (batch(3)[0], torch.tensor([7, 1, 3])), {"max_length": (growth, 10)}
@@ -125,7 +125,7 @@ def test_past_blocks_of_the_cache_and_the_positional_table(form: str, search: st
 
 @pytest.mark.parametrize("options", [{}, {"draft_tokens": 4}, {"beam": 3}], ids=str)
 def test_a_mask_that_is_no_length_and_a_source_with_nothing_to_read(options: dict) -> None:
-    """The caller's mask stays as it was, though sentences that end leave the cache and others take their places."""
+    """Finished sentences leave the cache and others take their slots; the caller's mask must not change."""
     model, (src, _) = tiny(5), batch(6, seed=2)
     mask = torch.rand(6, 1, 7, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[3] = False
@@ -154,7 +154,7 @@ def test_an_empty_batch(options: dict) -> None:
 
 
 def test_sizes_at_which_every_unit_of_work_is_cut() -> None:
-    """Quantised: wider than a panel, deeper than a group, more rows than one sum takes."""
+    """Quantised weights wider than a panel, deeper than a group, with more rows than one sum takes."""
     torch.manual_seed(3)
     model = Transformer(70, 70, 36, 1, 3, 0.1, d_ff=50, norm="layer").eval()
     with torch.no_grad():

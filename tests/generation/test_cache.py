@@ -1,4 +1,4 @@
-"""The cache: its logits against fp64, its slots, and what a step with it runs and leaves."""
+"""Cache of generation: its logits against fp64, its slots, and the work of a step."""
 
 import gc
 
@@ -16,7 +16,7 @@ from transformer_fast.testing import assert_as_exact_as_eager
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_logits_are_as_exact_as_without(dtype):
-    """Rows that continue, double, end and change slots, for given tokens: each step's logits against fp64."""
+    """Compare the logits of each step with fp64, for rows that continue, fork, end and change slots."""
     exact_model, model = tiny(5, torch.float64), tiny(5).to(dtype)
     src, lengths = batch(5, seed=5)
     generator = torch.Generator().manual_seed(1)
@@ -38,7 +38,7 @@ def test_logits_are_as_exact_as_without(dtype):
 
 @pytest.mark.parametrize("options", [{}, {"alignments": True}, {"beam": 3}], ids=str)
 def test_a_cache_is_free_when_its_call_ends(options):
-    """Without waiting for the collector of circles: it holds more than anything else of a search."""
+    """The cache, the largest object of a search, must be freed without a garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -84,7 +84,7 @@ def test_rows_of_a_cache_move(monkeypatch, dtype):
 
 
 def test_a_step_runs_one_position_and_copies_what_moved():
-    """The decoder sees one position a row; a part of somebody's own, or with a hook, is called as it is."""
+    """The decoder computes one position per row; a custom part, or one with a hook, is called."""
     widths, hooked = [], []
     model = tiny(1)
     model.decoder.layers[0].ff.register_forward_pre_hook(lambda layer, inputs: widths.append(inputs[0].shape[1]))

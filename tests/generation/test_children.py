@@ -1,5 +1,5 @@
-"""Every part of every model that generation serves, changed in every way that a user may change it: the answers are
-those of a loop that calls the model for every step. The parts come from the models, none is listed here."""
+"""Every part of every model that generation supports, changed in every way that a user may change it: the answers are
+those of a loop that calls the model at every step. The parts are collected from the models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEEP = torch.tensor([[[True, True, True]], [[True, True, False]]])
 
 
 class TorchModel(nn.Module):
-    """PyTorch's own layers with the interface that generation takes."""
+    """PyTorch's layers with the interface that generation takes."""
 
     class Part(nn.Module):
         def __init__(self, stack: nn.Module) -> None:
@@ -80,7 +80,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @functools.cache
 def made(name: str) -> nn.Module:
-    """A model in evaluation mode, whose answers are far from ties. To be copied before it is changed."""
+    """Return a model in evaluation mode with answers far from ties. Copy it before changing it."""
     torch.manual_seed(4)
     model = MODELS[name]().eval().requires_grad_(False)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def made(name: str) -> nn.Module:
 
 
 def next_logits(model: nn.Module, src: Tensor, keep: Tensor, tokens: Tensor) -> Tensor:
-    """The model's logits of the token behind each prefix (B, t)."""
+    """Return the model's logits of the token after each prefix (B, t)."""
     length = tokens.shape[1]
     causal = torch.ones(1, length, length, dtype=torch.bool).tril()
     logits = model(src, tokens, keep, causal)
@@ -105,7 +105,7 @@ Answers = list[list[tuple[list[int], float]]]
 
 
 def slow_greedy(model: nn.Module) -> Answers:
-    """The most likely token at every step, and the log-probability of all."""
+    """Choose the most likely token at every step; also return the log-probability of the answer."""
     tokens, total = torch.full((2, 1), BOS), torch.zeros(2)
     found: Answers = [[], []]
     for _ in range(LONGEST):
@@ -119,7 +119,7 @@ def slow_greedy(model: nn.Module) -> Answers:
 
 
 def slow_beams(model: nn.Module) -> Answers:
-    """The best that has ended of beams of `BEAM`, and its score; none where all go on to the limit."""
+    """Return the best finished hypothesis of beams of `BEAM`, and its score; None if all reach the limit."""
     beams = [[((), 0.0)] for _ in SRC]
     found: Answers = [[] for _ in SRC]
     for length in range(1, LONGEST + 1):
@@ -141,7 +141,7 @@ def slow_beams(model: nn.Module) -> Answers:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy of all modules with the same parameters; `copy.deepcopy` takes as long as everything else here."""
+    """Return a copy of all modules with shared parameters; `copy.deepcopy` would take most of the test's time."""
     clone = type(model).__new__(type(model))
     clone.__dict__.update(
         {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(model).items()}
@@ -151,7 +151,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def quantised(model: nn.Module) -> nn.Module:
-    """A copy of a model whose linear layers are the reference's with int8 weights, in all modules that are plain."""
+    """Return a copy of a model whose plain linear layers are the reference's with int8 weights."""
     model = copied(model)
     parts = ["decoder", "out" if hasattr(model, "out") else "generator"]
     if form_of(model).has_own_encoder():
@@ -177,12 +177,12 @@ MODES: dict[str, tuple[GenerationConfig, Callable[[nn.Module], Any], float]] = {
 
 
 CANNOT = AttributeError, TypeError, NotImplementedError, ValueError
-"""Raised by a model in which a list of modules was put into an adapter, for example."""
+"""Errors of models that cannot run after a change, for example with a list of modules inside an adapter."""
 
 
 def assert_slow_ones(model: nn.Module, mode: str, what: str, **options: Any) -> None:
-    """The answers are those of the loop. Where the model itself cannot be called so changed, it cannot be searched, and
-    a search with int8 weights may say that it needs the cache."""
+    """Assert that the answers are those of the loop. If the changed model cannot be called, the search must fail too; a
+    search with int8 weights may say that it needs the cache."""
     config, slow, tolerance = MODES[mode]
     config = replace(config, max_length=LONGEST, **options)
     given = {"src_lengths": LENGTHS, **MARKS, "config": config}
@@ -211,14 +211,14 @@ def assert_slow_ones(model: nn.Module, mode: str, what: str, **options: Any) -> 
 
 
 def bent(out: Any) -> Any:
-    """Another value for what a module gives, position by position."""
+    """Return another value for a module's output, position by position."""
     if isinstance(out, tuple):
         return (bent(out[0]), *out[1:])
     return 0.7 * out + 0.5 * torch.sin(3 * out + 1) if out.is_floating_point() else (out + 1) % VOCAB
 
 
 class Adapter(nn.Module):
-    """Stands in the place of a module, and has none of its attributes."""
+    """Module that replaces another module and has none of its attributes."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_a_changed_part_is_called(form: str, name: str) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["decoder.layers.0.ff", "decoder.layers.0.norm_2", "decoder.embed", "encoder.norm"])
 def test_a_part_that_is_changed_after_the_first_search(name: str, change: str) -> None:
-    """What is kept of the weights is that of the model as it was."""
+    """Kept copies of the weights must follow the change."""
     model = copied(made("ours"))
     for mode in ("greedy", "int8"):
         assert_slow_ones(model, mode, "unchanged", keep_weights=True)
@@ -302,7 +302,7 @@ def test_a_hook_on_a_layer_sees_what_it_sees_without_a_cache() -> None:
 
 
 def test_an_adapter_keeps_what_it_stores_unless_its_linear_layers_are_laid_out() -> None:
-    """A module without linear layers in it is called itself, not a copy."""
+    """A module without linear layers inside is called itself, not a copy."""
 
     class Keeps(nn.LayerNorm):
         def forward(self, x: Tensor, **options: Any) -> Tensor:
@@ -316,7 +316,7 @@ def test_an_adapter_keeps_what_it_stores_unless_its_linear_layers_are_laid_out()
 
 
 def test_the_output_of_several_linear_layers_says_nothing_of_the_vocabulary() -> None:
-    """An adapter of low rank beside the generator's layer."""
+    """A low-rank adapter stands beside the generator's layer."""
 
     class LowRank(nn.Module):
         def __init__(self, base: nn.Linear) -> None:

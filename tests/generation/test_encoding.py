@@ -1,4 +1,4 @@
-"""A CPU encodes a batch in parts, each as wide as its longest source; the encoder's outputs are those of the whole."""
+"""On a CPU a batch is encoded in parts, each as wide as its longest source; outputs equal those of the whole batch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WIDTH = 40
 
 
 class Renamed(Encoder):
-    """An encoder of somebody's own."""
+    """Encoder of a user's own class."""
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The shapes of what encoders are given."""
+    """Record the shapes of the encoders' inputs."""
     shapes: list[tuple[int, int]] = []
     forward = Encoder.forward
     monkeypatch.setattr(
@@ -33,7 +33,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def sources(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Ids (B, WIDTH), and a keep mask (B, 1, WIDTH) of these lengths."""
+    """Return ids (B, WIDTH), and a keep mask (B, 1, WIDTH) of these lengths."""
     src = torch.randint(2, 30, (len(lengths), WIDTH), generator=torch.Generator().manual_seed(3))
     return src, (torch.arange(WIDTH) < torch.tensor(lengths)[:, None]).unsqueeze(1)
 

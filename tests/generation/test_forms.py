@@ -1,4 +1,4 @@
-"""Generation from The Annotated Transformer's model, whose generator is a module of its own, against its own loop."""
+"""Generation from The Annotated Transformer's model, against the text's own decoding loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ D, LONGEST = 32, 24
 
 
 class NoMethods(hw.EncoderDecoder):
-    """The five modules alone, called by forward."""
+    """Model with the five modules only, called by forward."""
 
     encode = decode = None
 
@@ -34,7 +34,7 @@ class NoMethods(hw.EncoderDecoder):
 
 
 class SaysMore(hw.EncoderDecoder):
-    """A decode that does more than the annotated text's."""
+    """Model whose decode does more than that of the annotated text."""
 
     def decode(self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None) -> Tensor:
         return super().decode(memory, src_mask, tgt, tgt_mask) + torch.linspace(-3, 3, D)
@@ -46,7 +46,7 @@ class OtherArguments(hw.EncoderDecoder):
 
 
 def annotated(seed: int = 0, kind: type[nn.Module] = hw.EncoderDecoder) -> nn.Module:
-    """A model whose choices are far from ties, and depend on what was read and said."""
+    """Return a model with choices far from ties, which depend on the source and the prefix."""
     torch.manual_seed(seed)
     m = hw.make_model(VOCAB, VOCAB, 2, D, 48, 4)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def accelerated_once() -> nn.Module:
 
 
 def accelerated() -> nn.Module:
-    """A copy of the model with its modules swapped, which takes a second."""
+    """Return an accelerated copy of the model; accelerate takes a second, so the copy is cached."""
     return copy.deepcopy(accelerated_once())
 
 
@@ -89,7 +89,7 @@ def tied(m: nn.Module) -> None:
 
 
 def own_loop(m: nn.Module, given: tuple[Tensor, Tensor]) -> list[list[int]]:
-    """``greedy_decode`` of the annotated text, for a batch: without a cache, and cut at EOS."""
+    """Decode a batch with ``greedy_decode`` of the annotated text: without a cache, cut at EOS."""
     src, lengths = given
     mask = (torch.arange(src.shape[1]) < lengths[:, None]).unsqueeze(1)
     with torch.no_grad():
@@ -105,7 +105,7 @@ def said(m: nn.Module, given: tuple[Tensor, Tensor], **options: object) -> list[
 
 
 def steps(m: nn.Module, longest: int = LONGEST) -> Decoding:
-    """What takes the steps of this model, which is left in evaluation mode."""
+    """Return the decoding of this model, which stays in evaluation mode."""
     src, lengths = batch()
     options = {"src_lengths": lengths, "max_length": longest, "src_mask": None, "pad": None, **MARKS}
     with torch.inference_mode():

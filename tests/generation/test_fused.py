@@ -1,4 +1,4 @@
-"""A decoding step in one call, against the modules that it stands for and fp64; and when the modules are called."""
+"""Fused decoding step against its modules and fp64; and the cases in which modules are called instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tiny(dtype: torch.dtype = torch.float32, **form: object) -> tfast.Transforme
 @pytest.mark.parametrize("rows", [9, 100])  # with natively packed weights, and in oneDNN's layout
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, rows: int) -> None:
-    """Rows that double, end and change slots, for given tokens. A source without a token is read too."""
+    """Rows fork, end and change slots, for given tokens. One source has no token."""
     monkeypatch.setattr(weights, "NATIVE_ROWS", dict.fromkeys(extension.INSTRUCTION_SETS, 24 if rows > 24 else 512))
     generator = torch.Generator().manual_seed(rows)
     src, lengths = torch.randint(2, VOCAB, (5, 6), generator=generator), torch.tensor([6, 1, 0, 4, 6])
@@ -61,7 +61,7 @@ def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, ro
 
 
 def test_positions_are_found_in_the_slots_that_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past two blocks of the cache; and with steps of the modules, for which rows are settled."""
+    """Decode past two blocks of the cache, and with steps of modules, which move positions into their slots."""
     generator = torch.Generator().manual_seed(0)
     models = tiny(torch.float64), tiny(), tiny()
     src = torch.randint(2, VOCAB, (3, 6), generator=generator)
@@ -93,7 +93,7 @@ def test_positions_are_found_in_the_slots_that_wrote_them(monkeypatch: pytest.Mo
 def calls_of_modules(
     change: Callable[[tfast.Transformer], object] = lambda model: None, **options: object
 ) -> tuple[int, list]:
-    """How often a decoder layer was called in a cached search, and its answers."""
+    """Return the number of calls of a decoder layer in a cached search, and the answers."""
     model, calls = tiny(), []
     hook = register_module_forward_hook(lambda *_: None) if options.pop("hooked", False) else None
     change(model)
@@ -113,7 +113,7 @@ def test_no_module_is_called() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts what goes through the dispatcher."""
+    """Counter of the ops that go through the dispatcher."""
 
     count = 0
 
@@ -171,7 +171,7 @@ def test_modules_are_called_with_the_reference_and_under_autocast() -> None:
 
 
 def test_rms_norm_without_an_eps_has_that_of_torch() -> None:
-    """On rows so small that it decides about their size."""
+    """Rows are so small that eps decides their size."""
     models = [tiny(norm="rms") for _ in range(3)]
     for model, eps in zip(models, (None, torch.finfo(torch.float32).eps, 1e-6), strict=True):
         model.decoder.embed.scale = 1e-4

@@ -1,5 +1,5 @@
-"""Decoding steps for CUDA graphs, as far as that can be seen without a GPU: the same answers from steps that run the
-same ops on the same shapes and addresses, and in which nothing waits for a value on the device."""
+"""Decoding steps for CUDA graphs, tested without a GPU: steps run the same ops on the same shapes and addresses, none
+waits for a value on the device, and the answers are equal."""
 
 import functools
 
@@ -19,7 +19,7 @@ from transformer_fast.generation.rules import Rules
 
 
 class Recording(TorchDispatchMode):
-    """What a graph would record: each op with shapes, numbers, and the addresses of what was there before the step."""
+    """Record of a step as a graph would make it: each op with shapes, numbers, and addresses of earlier tensors."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def recorded(step):
 
 
 class FakeCapture:
-    """Where a GPU would replay a graph, the step runs again and must do what was recorded."""
+    """Replacement of a graph capture: replay runs the step again and checks that it does what was recorded."""
 
     def __init__(self):
         self.captured = self.replayed = 0
@@ -77,7 +77,7 @@ class FakeCapture:
 
 @pytest.fixture
 def capture(monkeypatch):
-    """`graph=True` works on this CPU, on steps that run again."""
+    """Let `graph=True` work on this CPU with FakeCapture."""
     capture = FakeCapture()
     cuda = torch.device("cuda")
     monkeypatch.setattr(graphs, "obstacle", lambda device, *rest: obstacle(cuda, *rest))
@@ -95,7 +95,7 @@ def test_answers_are_those_without_a_cache(capture, form, search):
 
 
 def test_a_class_of_shapes_is_captured_once(capture):
-    """Past a block of the cache and the positional table, and down to fewer rows as sentences end."""
+    """Decode past a block of the cache and the positional table, with fewer rows as sentences end."""
     model = never_ending(tiny(2, max_len=40))
     src, _ = batch(5, seed=2)
     limits = torch.tensor([70, 20, 20, 30, 130])
@@ -117,7 +117,7 @@ def test_rows_come_in_classes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_value_is_asked_for(monkeypatch, dtype):
-    """On tensors without values: whatever in a step, or between two, waited for one would fail."""
+    """Tensors have no values, so a step that waits for one fails."""
     monkeypatch.setattr(graphs, "StepGraphs", functools.partial(StepGraphs, capture=lambda run: run))
     model = tiny(0, dtype).to("meta")
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""`keep_weights`: a write to a parameter is seen also where PyTorch does not count it, in every part of the model."""
+"""`keep_weights` notices every write to a parameter of any part of the model, even one that PyTorch does not count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Parameters = list[nn.Parameter]
 
 
 def of_each(write: Callable[[nn.Parameter, Tensor], object]) -> Callable[[Parameters, Parameters], None]:
-    """Write each parameter alone."""
+    """Write to each parameter alone."""
 
     def write_all(mine: Parameters, theirs: Parameters) -> None:
         for parameter, other in zip(mine, theirs, strict=True):
@@ -40,7 +40,7 @@ WRITES: dict[str, Callable[[Parameters, Parameters], object]] = {
 @pytest.mark.parametrize("part", ["", "encoder", "decoder", "out"])
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_is_seen(write: str, part: str, options: dict[str, object]) -> None:
-    """The answers are those of a fresh model with the weights as they are now."""
+    """The answers are those of a new model with the current weights."""
     if not extension.load() and "beam" not in options and options:
         pytest.skip("needs the C++ extension")
     model, other = tiny(1).requires_grad_(False), tiny(2).requires_grad_(False)

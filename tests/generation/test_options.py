@@ -1,4 +1,4 @@
-"""Every option of `generate` against brute force on tiny vocabularies, or a case worked out by hand."""
+"""Every option of `generate` against brute force on tiny vocabularies, or a case computed by hand."""
 
 import math
 
@@ -74,7 +74,7 @@ def test_prefixes_of_different_lengths():
 
 
 def test_repetition_penalty():
-    """Logits 2, 1.5, -1 with a penalty of 2: what was said falls to 1 or to -2, whatever its sign."""
+    """Logits 2, 1.5, -1 with a penalty of 2: a token of the prefix falls to 1 or to -2, depending on its sign."""
     logits = torch.tensor([-9.0, -9.0, 2.0, 1.5, -1.0])
     model = Oracle(5, edit=lambda _, prefix: logits)
     [[tokens]], [[found]] = search(model, sources(1), max_length=4, repetition_penalty=2.0)
@@ -112,7 +112,7 @@ def test_renormalized_probabilities_are_of_what_may_follow():
 
 
 def test_coverage_penalty_is_in_the_score():
-    """Recomputed from the attention that came with the answer, padding left out."""
+    """Compute the penalty from the returned attention, without padding."""
     torch.manual_seed(3)
     model = Transformer(12, 12, 16, 2, 2, 0.0, d_ff=24)
     src, lengths = torch.randint(2, 12, (4, 6)), torch.tensor([6, 1, 4, 3])
@@ -127,7 +127,7 @@ def test_coverage_penalty_is_in_the_score():
 
 
 def test_alignments_are_the_last_layers_attention():
-    """Against a forward pass over the whole answer; the reference's layers, which have no cache, give the same."""
+    """Compare with a forward pass over the whole answer; the reference's layers, without a cache, must agree."""
     torch.manual_seed(4)
     fast = Transformer(12, 12, 16, 2, 2, 0.0, d_ff=24, norm="layer")
     eager = reference.layers.Transformer(12, 12, 16, 2, 2, 0.0, d_ff=24, norm="layer")
@@ -147,7 +147,7 @@ def test_alignments_are_the_last_layers_attention():
 
 
 def shares(**options):
-    """How often each first token is drawn, of 4,000, from logits 0, -inf, 2, 1, 0.5."""
+    """Return how often each first token is drawn in 4,000 draws from logits 0, -inf, 2, 1, 0.5."""
     logits = torch.tensor([0.0, -math.inf, 2.0, 1.0, 0.5])
     model = Oracle(5, edit=lambda _, prefix: logits)
     config = GenerationConfig(sample=True, n_best=4000, max_length=1, seed=7, **options)

@@ -1,5 +1,5 @@
-"""Generation with quantised weights: the same in any batch and with any threads; what is quantised; refusals. Its
-answers are in test_answers.py."""
+"""Generation with quantised weights: equal in any batch and with any number of threads; quantised layers; refusals.
+test_answers.py tests the answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_same_in_any_batch_and_with_any_threads(options: dict) -> None:
 
 
 def test_every_linear_layer_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the fused step and by modules; the encoder's, and that of the logits, too."""
+    """Layers of the encoder and of the logits are quantised too, in the fused step and by modules."""
     for module in ("layers.linear", "generation.weights"):
         monkeypatch.setattr(f"transformer_fast.{module}.linear", None)
     packed: list[QuantizedLinear] = []
@@ -100,7 +100,7 @@ def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kept_weights_of_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are laid out once, and it computes as exactly with them; a model of another type stays as it is."""
+    """Weights are laid out once, with equal results; a model of another dtype stays as it is."""
     rearranged = []
     copied = StepLinear._in_layout
     monkeypatch.setattr(

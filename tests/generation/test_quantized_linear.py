@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights: bit for bit what the reference says, for any rows, threads and vector unit."""
+"""Linear layers with int8 weights equal the reference bit for bit, for any rows, threads and vector unit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_reference_is_as_near_as_its_scales_allow() -> None:
 
 @pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)], ids=str)
 def test_nothing_is_saturated(signs: tuple[int, int]) -> None:
-    """The greatest products there are, as many as 32 bits are promised to hold, and with them in one output of two."""
+    """Use the largest possible products, as many as 32 bits must hold, in one output of two."""
     inputs = weights.INT8_INPUTS
     weight = torch.full((2, inputs), float(signs[1]))
     weight[1, 1::2] *= -1

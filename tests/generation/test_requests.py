@@ -1,4 +1,4 @@
-"""What is asked of a search: the ways to say what to read, and every request that cannot be."""
+"""Requests of a search: forms of sources and prefixes, and every refused request."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every pair of options that speak of the same token, against the table of docs/generation.md, one token at a time."""
+"""Every pair of options that affect the same token, against the table of docs/generation.md, token by token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SEARCHES = {
 
 
 def joined(first: str, second: str) -> dict[str, Any]:
-    """Both options; of two limits the shorter one, but no less than the shortest answer."""
+    """Combine both options; the shorter of two limits counts, but not below the shortest answer."""
     both = {**OPTIONS[first], **OPTIONS[second]}
     lengths = [given["max_length"] for given in (OPTIONS[first], OPTIONS[second]) if "max_length" in given]
     if len(lengths) == 2:
@@ -49,7 +49,7 @@ def joined(first: str, second: str) -> dict[str, Any]:
 
 
 class Table:
-    """What the table of the docs says of a sentence."""
+    """Rules of the docs' table for one sentence."""
 
     def __init__(self, model: Oracle, source: int, length: int, options: dict[str, Any]) -> None:
         self.model, self.source = model, source
@@ -62,7 +62,7 @@ class Table:
         self.limit = max(most, len(self.prefix) + (self.config.force_eos and bool(self.prefix)))
 
     def next_token(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the tokens that may follow (-inf elsewhere), and the same of all tokens."""
+        """Return log-probabilities of the allowed next tokens (-inf elsewhere), and those of all tokens."""
         config, n = self.config, len(tokens)
         logits = self.model.logits(self.source, tuple(tokens)).double()
         for token in set(tokens):
@@ -87,7 +87,7 @@ class Table:
         return (logits - probable.logsumexp(0)).masked_fill(~allowed, -math.inf), logits - probable.logsumexp(0)
 
     def hold(self, answer: Hypothesis) -> None:
-        """Hold an answer to the table: every token may follow, it ends where it must, and its probability is right."""
+        """Check an answer by the table: every token is allowed, it ends where it must, and its probability is right."""
         tokens = [*answer.tokens, *([EOS] if answer.finished else [])]
         assert answer.tokens[: len(self.prefix)] == self.prefix[: len(answer.tokens)]
         assert len(answer.tokens) >= len(self.prefix) and len(tokens) <= self.limit and EOS not in answer.tokens

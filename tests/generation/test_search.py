@@ -1,4 +1,4 @@
-"""Greedy and beam search against brute force: every sequence of a tiny vocabulary, scored one by one."""
+"""Greedy and beam search against brute force: every sequence of a tiny vocabulary is scored."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ def test_a_wide_beam_equals_brute_force(vocab, longest, norm, alpha):
 @pytest.mark.parametrize("alpha", [-0.7, 0.0, 1.0, 4.0])
 @pytest.mark.parametrize("beam, n_best", [(1, 1), (2, 1), (3, 3), (5, 1), (5, 2)])
 def test_early_stop_changes_nothing(beam, n_best, alpha):
-    """A narrow beam against the definition that never stops early: same winners, for a whole batch at once."""
+    """A narrow beam finds the winners of a search that never stops early, for a whole batch."""
     model, src = Oracle(7, edit=prefer_eos(7, lambda prefix: len(prefix) - 3)), sources(25, seed=3)
     got = beam_search(model, src, **MARKS, beam=beam, n_best=n_best, length_penalty=alpha, max_length=12)
     stopped_early = 0
@@ -102,7 +102,7 @@ def test_a_vocabulary_smaller_than_a_beam_that_stays_wide():
 
 
 def test_diverse_groups_against_the_definition():
-    """Two groups of two, lists and no tensors: the second pays for every token that the first chose at this step."""
+    """Two groups of two, computed with lists: the second pays for every token that the first chose at this step."""
     model, src, strength = Oracle(6), sources(10, seed=2), 1.5
 
     def slow(source):
@@ -161,7 +161,7 @@ def test_a_decided_sentence_stops_and_leaves_the_batch():
 
 
 def test_finished_beams_leave():
-    """Three open hypotheses, then a step at which EOS takes one place: two rows go on."""
+    """Three open hypotheses, then EOS takes one slot: two rows continue."""
     table = {0: [-9.0, -99.0, 2.0, 1.9, 1.8], 1: [-9.0, 3.0, 1.0, 1.0, 1.0]}
     model = Oracle(5, edit=lambda logits, prefix: torch.tensor(table.get(len(prefix), table[1])))
     beam_search(model, sources(1), **MARKS, beam=3, length_penalty=8.0, max_length=6, n_best=3)
@@ -235,7 +235,7 @@ def test_half_precision_models_score_in_fp32(dtype):
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_the_transformer_decodes_like_its_reference(norm_first):
-    """Real models of both kinds, padding included: same tokens, same scores."""
+    """Models of both kinds, padding included: equal tokens and scores."""
     options = {"d_ff": 32, "norm_first": norm_first, "norm": "layer"}
     eager = reference.layers.Transformer(20, 15, 16, 2, 4, 0.1, **options)
     with torch.no_grad():  # far from uniform, so that rounding decides nothing

@@ -1,5 +1,4 @@
-"""Several steps of a search in one call against one after the other: the same tokens and bits; and when there is no
-such call."""
+"""Several steps of a search in one call equal single steps in tokens and bits; and the cases without such a call."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from transformer_fast.layers import Embedder
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many steps each call of the session took."""
+    """Record the number of steps of each call of the session."""
     steps: list[int] = []
 
     def counted(taken: Callable, count: Callable[[Any], int]) -> Callable:
@@ -41,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def decoded(model: nn.Module, sentences: int = 7, **options: object) -> list[tuple]:
-    """Search the answers for sources of many lengths, with their exact scores."""
+    """Search the answers to sources of many lengths, with exact scores."""
     generator = torch.Generator().manual_seed(1)
     src = torch.randint(2, VOCAB, (sentences, 9), generator=generator)
     lengths = torch.randint(1, 10, (sentences,), generator=generator)
@@ -97,7 +96,7 @@ BEAMS: list[dict] = [
 @pytest.mark.parametrize("options", BEAMS, ids=str)
 @pytest.mark.parametrize("ends", [-100.0, -0.5, 1.5])
 def test_beams(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict, ends: float) -> None:
-    """That never end, or sooner or later, and not all at once."""
+    """Beams that never end, that end early or late, and not all at once."""
     model = tiny()
     model.out.bias.data[EOS] = ends
     options = {"beam": 4, **options}
@@ -137,7 +136,7 @@ def test_options(
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_a_nan_names_its_token(beam: int) -> None:
-    """What enters at position 3 is NaN, and so are the logits of the fourth token."""
+    """The input at position 3 is NaN, so the logits of the fourth token are NaN."""
     model = tiny()
     model.out.bias.data[EOS] = -100
     model.decoder.pe.pe[0, 3] = math.nan
@@ -155,7 +154,7 @@ def test_an_answer_without_a_possible_token_ends(calls: list[int], monkeypatch: 
 
 
 class OwnEmbedder(Embedder):
-    """The same by another class."""
+    """Embedder of another class."""
 
 
 CHANGES: dict[str, Callable[[tfast.Transformer], object]] = {

@@ -1,5 +1,5 @@
-"""Greedy decoding with drafted tokens: what is drafted and checked, and steps of several positions; test_answers.py has
-its answers."""
+"""Greedy decoding with drafted tokens: drafts, checks, and steps of several positions. test_answers.py tests the
+answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_fast.testing import assert_as_exact_as_eager
 def change_logits(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor, Tensor], Tensor], *, drafts: bool = False
 ) -> None:
-    """What steps in fp32 give, or those of the draft: change(logits, ids, held) -> logits."""
+    """Change the logits of fp32 steps, or of the draft: change(logits, ids, held) -> logits."""
     call = CachedDecoding.span_logits
 
     def span_logits(self: CachedDecoding, ids: Tensor, held: Tensor, *, newest: bool = False) -> Tensor:
@@ -36,7 +36,7 @@ def one_draft_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Positions that each step in fp32 computed of a sentence."""
+    """Return the number of positions per sentence that each fp32 step computed."""
     spans: list[int] = []
     change_logits(monkeypatch, lambda logits, ids, _: spans.append(ids.shape[1]) or logits)
     return spans
@@ -45,7 +45,7 @@ def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("draft_tokens", [1, 3, 6])
 @pytest.mark.parametrize("options", [{}, {"suppress": (5, 9), "renormalize": True}, {"no_repeat_ngram": 2}], ids=str)
 def test_fewer_steps_than_tokens(monkeypatch: pytest.MonkeyPatch, options: dict, draft_tokens: int) -> None:
-    """Of sentences that end one after the other."""
+    """Sentences end one after the other."""
     spans = count_checks(monkeypatch)
     expected = answers(tiny(1), batch(9), **options)
     assert_same(answers(tiny(1), batch(9), draft_tokens=draft_tokens, **options), expected)
@@ -55,7 +55,7 @@ def test_fewer_steps_than_tokens(monkeypatch: pytest.MonkeyPatch, options: dict,
 
 @pytest.mark.parametrize("right", [0.0, 0.5])
 def test_whatever_is_drafted(monkeypatch: pytest.MonkeyPatch, right: float) -> None:
-    """Also where no draft is right, and where rows are at different positions since some are."""
+    """Answers stay the same if no draft is right, and if rows are at different positions because some are."""
     spans = count_checks(monkeypatch)
     generator = torch.Generator().manual_seed(0)
 
@@ -73,7 +73,7 @@ def test_whatever_is_drafted(monkeypatch: pytest.MonkeyPatch, right: float) -> N
 
 @pytest.mark.parametrize(("seed", "sentences"), [(2, 1), (25, 2), (0, 6), (2, 6), (3, 6), (9, 9), (28, 9)])
 def test_drafts_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch, seed: int, sentences: int) -> None:
-    """Also those of the sentences that go on when others have ended, which take their rows of the draft's cache."""
+    """Rows that take over slots of the draft's cache after others ended draft the same tokens too."""
     model, given = tiny(seed), batch(sentences)
     drafted, steps_of = [], CachedDecoding.span_steps
 
@@ -94,7 +94,7 @@ def test_drafts_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch, seed: i
 
 
 def test_the_annotated_transformer_reads_no_position_past_its_table() -> None:
-    """An answer as long as its positional table: what would lie behind is not drafted."""
+    """An answer as long as the positional table: no token past it is drafted."""
     torch.manual_seed(0)
     model = hw.make_model(VOCAB, VOCAB, 2, 32, 48, 4).eval()
     model.tgt_embed[1].pe = model.tgt_embed[1].pe[:, :12]
@@ -107,8 +107,8 @@ def test_the_annotated_transformer_reads_no_position_past_its_table() -> None:
 
 @pytest.mark.parametrize("form", [{}, {"norm": "std", "norm_first": False}], ids=str)
 def test_a_step_of_several_positions_is_as_exact_as_the_modules(form: dict) -> None:
-    """Sentences that hold differently many positions, some of which are written over; past a block of the cache; and
-    with fewer sentences at the end."""
+    """Sentences hold different numbers of positions, some overwritten; past a block of the cache; with fewer sentences
+    at the end."""
     generator = torch.Generator().manual_seed(4)
     src, _ = batch(4)
     mask = torch.arange(src.shape[1]) < torch.tensor([7, 1, 4, 6])[:, None]
@@ -149,7 +149,7 @@ def test_a_step_of_several_positions_is_as_exact_as_the_modules(form: dict) -> N
 
 
 def with_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """What the model in fp32 says, changed: change(logits (rows, span, vocabulary), positions (rows, span))."""
+    """Change the logits of the fp32 model: change(logits (rows, span, vocabulary), positions (rows, span))."""
     change_logits(monkeypatch, lambda logits, ids, held: change(logits, held[:, None] + torch.arange(ids.shape[1])))
 
 
@@ -169,7 +169,7 @@ def test_nan_counts_only_where_a_token_is_taken(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nan_of_a_suppressed_token_is_seen_with_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without drafts, where the probabilities leave that token out."""
+    """As without drafts, the NaN raises although the token is suppressed."""
     with_logits(
         monkeypatch,
         lambda logits, at: logits.masked_fill((at[:, :, None] == 3) & (torch.arange(VOCAB) == 5), torch.nan),

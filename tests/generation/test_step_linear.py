@@ -1,4 +1,4 @@
-"""Linear layers for the few rows of a decoding step, against fp64 and PyTorch's own."""
+"""Linear layers for the few rows of a decoding step, against fp64 and PyTorch's linear."""
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_one_copy_is_kept_for_any_number_of_rows():
 
 @pytest.mark.parametrize("few", [True, False])
 def test_which_product_a_layer_takes(few, monkeypatch):
-    """Where few rows alone are multiplied natively, a layer that is given more has oneDNN's copy, and no second one."""
+    """If only few rows are multiplied natively, a layer with more rows keeps oneDNN's copy and no second one."""
     monkeypatch.setattr(weights, "NATIVE_ROWS", dict.fromkeys(extension.INSTRUCTION_SETS, 24 if few else 512))
     [linear] = layers(20, 9)
     x = torch.randn(600, 20)

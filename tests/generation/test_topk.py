@@ -1,4 +1,4 @@
-"""The best tokens of logits, the logarithm of their normaliser, and the best continuations of a beam."""
+"""Best tokens of logits, log of their normaliser, and best continuations of a beam."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_elsewhere_torch_answers(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("columns", [4, 17, 64, 1000])
 def test_a_choice_is_both_at_once(columns, renormalize, dtype):
-    """And without the suppressed tokens, wherever they stand; what is not suppressed alone gives the same bits."""
+    """Suppressed tokens are left out at any place; the rest gives the same bits."""
     logits = torch.randn(9, columns, dtype=dtype) * 5
     for suppressed in ((), (0,), (columns - 1,), (1, 2, columns - 1)):
         masked = logits.clone()
@@ -90,7 +90,7 @@ def test_a_choice_is_both_at_once(columns, renormalize, dtype):
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_the_normalizer_of_a_choice_shows_a_nan(renormalize):
-    """Wherever it stands, also where it is suppressed or beside an infinity; no other row has one."""
+    """A NaN anywhere, also suppressed or beside an infinity, gives NaN in its row only."""
     logits = torch.randn(5, 40)
     logits[1, 7], logits[2, 3], logits[3, [0, 9]] = NAN, NAN, torch.tensor([INF, NAN])
     logits[4] = -INF
@@ -101,8 +101,8 @@ def test_the_normalizer_of_a_choice_shows_a_nan(renormalize):
 
 @pytest.mark.parametrize("candidates", [3, 6])  # as many as the beam, and twice as many
 def test_continuations_of_a_beam(candidates: int) -> None:
-    """Against a stable sort of all of a unit's. Units without rows, rows without a finite logit, NaN, ties, and slots
-    in any order."""
+    """Compare with a stable sort of all continuations of a unit: units without rows, rows without a finite logit, NaN,
+    ties, and slots in any order."""
     width, units, k = 3, 5, 4
     generator = torch.Generator().manual_seed(candidates)
     for case in range(20):
@@ -133,7 +133,7 @@ def test_continuations_of_a_beam(candidates: int) -> None:
 
 
 def test_a_beam_chooses_as_its_tensors_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The continuations by C++ and by PyTorch; and steps in which nothing ends, with and without their short cut."""
+    """C++ and PyTorch find the same continuations; steps without an end are equal with and without the short cut."""
     src, lengths = batch(9)
     for options in (
         {},

@@ -1,4 +1,4 @@
-"""Models whose layers do not call the attention interface: when they are refused, and what is not."""
+"""Models whose layers do not call the attention interface: refused ones, and supported ones."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_at_its_first_call_when_only_the_config_was_changed() -> None:
 
 
 def test_compiled_first_it_is_as_eager() -> None:
-    """A traced call cannot be refused; it is given the mask that eager is given."""
+    """A traced call cannot be refused, so it gets eager's mask."""
     torch._dynamo.reset()
     model = bloom(attn_implementation="eager").eval()
     given = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1, 1]]), "use_cache": False}
@@ -122,11 +122,11 @@ class Mixing(nn.Module):
 def eager_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, sharpness: Any = None
 ) -> None:
-    """What the file of a model has for "eager", with an argument that only this model knows."""
+    """Eager attention of a model's file, with an argument that only this model knows."""
 
 
 class Calling(nn.Module):
-    """A layer that calls the interface, and never says that it is causal or not."""
+    """Layer that calls the interface without an is_causal attribute."""
 
     def __init__(self, config: Any, sharpness: float | None = None) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Calling(nn.Module):
 
 
 class Handwritten(transformers.PreTrainedModel):
-    """A model as in remote code, with layers that are chosen when it is made."""
+    """Model as in remote code, whose layers are chosen in the constructor."""
 
     config_class = Settings
 

@@ -1,4 +1,4 @@
-"""Every language model of the installed transformers is equal to eager or refused by name, as the docs say."""
+"""Every language model of the installed transformers equals eager or is refused by name, as the docs say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME_VERSION = transformers.__version__ == VERSION
 
 
 def sample() -> list[Any]:
-    """Mark all models as slow but one of each kind and verdict of the page, and every tenth."""
+    """Mark models as slow, except one of each kind and verdict of the page and every tenth."""
     seen, rows = set(), []
     for number, case in enumerate(CASES):
         group = case.kind, SAID.get(page.row_of(case))

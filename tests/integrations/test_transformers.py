@@ -47,24 +47,24 @@ def build(name: str, implementation: str = NAME, **options: Any) -> Any:
 
 
 def both(name: str, **options: Any) -> tuple[Any, Any]:
-    """Make a model twice, with our attention and with eager's."""
+    """Make a model twice, with our attention and with eager attention."""
     return build(name, **options), build(name, "eager", **options)
 
 
 def inputs(name: str, side: str) -> dict[str, Tensor]:
-    """Return padded inputs; a mask is among them without padding, too."""
+    """Return padded inputs with a mask, or inputs without padding."""
     given = models.inputs(models.named(name), side)
     return {"attention_mask": torch.ones_like(given["input_ids"])} | given
 
 
 def real(name: str, given: dict[str, Tensor]) -> Any:
-    """Return which logits stand for no padding: what that attends to is nobody's business, as long as it is finite."""
+    """Return the logits at tokens; those at padding must be finite only."""
     return ... if "decoder_input_ids" in given else given["attention_mask"] == 1
 
 
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The mask of every call of the fused op."""
+    """Record the mask of every call of the fused op."""
     found: list[Any] = []
     attention = tfast.ops.attention
 
@@ -105,7 +105,7 @@ def test_padding_and_look_ahead_reach_the_kernel_without_a_dense_mask(masks: lis
 
 @pytest.mark.parametrize("name", [MISTRAL, GEMMA])
 def test_no_mask_becomes_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with a sliding window, in a forward pass and while it generates past its window."""
+    """Test a model with a sliding window, in a forward pass and while it generates past its window."""
     monkeypatch.setattr(lazy_mask.LazyMask, "dense", None)
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)
     model, given = build(name), inputs(name, "left")
@@ -114,7 +114,7 @@ def test_no_mask_becomes_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_mask_that_a_model_changes_is_a_tensor() -> None:
-    """A part that is read, sliced or written to is what transformers' own mask would be; attention then reads it."""
+    """Reading, slicing or writing a mask gives transformers' own dense mask, which attention then reads."""
     pattern = masking_utils.sliding_window_causal_mask_function(3)
     given = {"batch_size": 2, "q_length": 5, "kv_length": 7, "q_offset": 2, "kv_offset": 0, "mask_function": pattern}
     expected = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
@@ -145,7 +145,7 @@ def test_generation_with_a_cache(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*DECODERS, "T5ForConditionalGeneration"])
 def test_sliding_windows_learned_positions_and_position_biases(name: str) -> None:
-    """Padding on the left, against eager and (where there is one) sdpa; then a cache longer than the window."""
+    """Left padding against eager and sdpa (if the model has it); then a cache longer than the window."""
     given, (ours, eager) = inputs(name, "left"), both(name)
     kept = real(name, given)
     for other in (eager, *([] if name == GEMMA else [build(name, "sdpa")])):
@@ -275,7 +275,7 @@ def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["T5", "MT5", "SwitchTransformers"])
 def test_relative_positions_are_never_a_dense_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers and gradients are eager's, and the bias of T5 is read from a table of distances."""
+    """Outputs and gradients are eager's, and T5's bias is read from a table of distances."""
     length = 260  # from 256 x 256 scores on
     ids, mask, out = torch.randint(4, 40, (2, length)), torch.ones(2, length, dtype=torch.long), []
     mask[1, 200:] = 0

@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 @pytest.fixture(autouse=True)
 def device() -> torch.device:
-    """CUDA where there is one; CPU under the interpreter; else every test here is skipped."""
+    """Return CUDA if there is a GPU, the CPU under the interpreter; else skip the test."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,4 +1,4 @@
-"""Bits of dropout that the forward keeps for the backward: the mask of the reference, and the gradients of drawing."""
+"""Dropout bits that the forward keeps for the backward: the reference's mask, and the gradients of drawing again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ B, H, LQ, LK, D = 1, 2, 140, 150, 64
 
 @pytest.fixture(autouse=True)
 def short_calls_are_long(monkeypatch):
-    """And drawing has the tiles of keeping, so that sums are taken in one order."""
+    """Let short calls keep bits too; tiles are those of keeping, so that sums have one order."""
     monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 64)
     for key in configs.ATTENTION:
         if key[2:] == (16, 64, "long"):
@@ -26,7 +26,7 @@ def short_calls_are_long(monkeypatch):
 
 
 def call_of(device: torch.device, p: float = 0.3, **options) -> tuple[tuple[torch.Tensor, ...], AttentionParams]:
-    """(q, k, v, the gradient of out), of two heads of keys, and what is dropped."""
+    """Return (q, k, v, gradient of out) with two key heads, and the dropout arguments."""
     generator = torch.Generator().manual_seed(5)
     shapes = (B, H, LQ, D), (B, H // 2, LK, D), (B, H // 2, LK, D), (B, H, LQ, D)
     tensors = tuple(torch.randn(shape, generator=generator).to(device, torch.float16) for shape in shapes)
@@ -35,7 +35,7 @@ def call_of(device: torch.device, p: float = 0.3, **options) -> tuple[tuple[torc
 
 
 def trained(tensors: tuple[torch.Tensor, ...], call: AttentionParams, keep: bool) -> tuple[torch.Tensor, ...]:
-    """(out, the gradients of q, k and v), and the bits."""
+    """Return (out, gradients of q, k and v), and the bits."""
     *qkv, grad = tensors
     out, logsumexp, kept_bits = attention_forward(*qkv, call, training=keep)
     assert (kept_bits is not None) == keep
@@ -43,7 +43,7 @@ def trained(tensors: tuple[torch.Tensor, ...], call: AttentionParams, keep: bool
 
 
 def unpacked(kept_bits: torch.Tensor) -> torch.Tensor:
-    """bool (B, H, LQ, LK), by what the module says of the words."""
+    """Return the bits as bool (B, H, LQ, LK), by the layout in the module's documentation."""
     i, j = torch.arange(LQ, device=kept_bits.device)[:, None], torch.arange(LK, device=kept_bits.device)
     lane = i % 8 * 4 + j // 2 % 4
     bit = i // 8 % 2 * 16 + j // 32 % 2 * 8 + j // 8 % 4 * 2 + j % 2
@@ -60,7 +60,7 @@ def test_bits_are_those_of_the_reference(device, p):
 
 @pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
 def test_gradients_are_those_of_drawing(device, empty_rows):
-    """Bit for bit, with tiles at the edge, tiles that no query sees, and queries that see no key."""
+    """Bit for bit, with tiles at the edge, tiles that no query sees, and queries without keys."""
     lengths = torch.tensor([101], dtype=torch.int32, device=device)
     tensors, call = call_of(device, lengths=lengths, causal=-3, zero_empty_rows=empty_rows == "zero")
     *kept, _ = trained(tensors, call, keep=True)
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_drawing(device, empty_rows):
 
 
 def test_the_backward_reads_them(device):
-    """Without any weight kept, no gradient reaches the values, nor do those of drawing."""
+    """If all bits are cleared, no gradient reaches the values."""
     (q, k, v, grad), call = call_of(device)
     out, logsumexp, kept_bits = attention_forward(q, k, v, call, training=True)
     _, _, grad_v = attention_backward(grad, q, k, v, out, logsumexp, call, None, torch.zeros_like(kept_bits))

@@ -26,7 +26,7 @@ del test
 
 
 def test_rows_too_far_apart_for_32_bits_are_copied(monkeypatch, kernels):
-    """As if they were: every tensor whose rows are not neighbours."""
+    """Lower the limit, so that every tensor with gaps between rows is copied."""
     monkeypatch.setattr("transformer_fast.triton.attention.tiles.WIDEST_STRIDE", 60)
     B, H, Lq, Lk, D = 1, 2, 20, 40, 8
     tensors = [kernels.random(B, L, H, 64)[..., :D].transpose(1, 2) for L in (Lq, Lk, Lk, Lq)]

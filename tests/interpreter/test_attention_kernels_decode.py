@@ -1,4 +1,4 @@
-"""tests/ops/test_attention_kernels_decode.py on the Triton kernel; also any number of parts of a cache."""
+"""tests/ops/test_attention_kernels_decode.py on the Triton kernel; also caches in any number of parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch, device):
-    """On CPU, tiles of 16 rows and 16 keys and few programs, so that small caches have several parts of several.
+    """On CPU, use tiles of 16 rows and 16 keys and few programs, so that small caches have several parts.
 
     Each test divides its calls anew: another's division of the same sizes, by other numbers, is forgotten.
     """
@@ -37,7 +37,7 @@ def small_tiles(monkeypatch, device):
 @pytest.mark.parametrize("programs", [1, 3, 1000])
 @pytest.mark.parametrize("kind", ["plain", "window", "all parts"])
 def test_any_number_of_parts(kind, programs, dtype, monkeypatch):
-    """Down to parts of which every tile is of other documents; one part is written directly, and joined parts agree."""
+    """Some parts hold only tiles of other documents; a single part is written directly, several are joined."""
     monkeypatch.setattr(module, "PROGRAMS", programs)
     lengths = [130, 64, 0]
     q, *cache = cached(TRITON, 4, 2, 2, 130, 16, lengths, dtype)

@@ -1,5 +1,5 @@
-"""tests/ops/test_attention_kernels_packed.py on the Triton kernels; also the bits of a padded batch, and which tiles
-are visited."""
+"""tests/ops/test_attention_kernels_packed.py on the Triton kernels; also the bits of a padded batch, and the visited
+tiles."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ pytest.mark.cover(1)(test_same_bits_in_every_run_on_any_number_of_threads_and_wi
 
 @pytest.fixture(autouse=True)
 def longest_first(monkeypatch):
-    """Sequences so long that the longest go first."""
+    """Use sequences so long that the longest go first."""
     monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 35)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize(("causal", "window"), [(None, None), (0, None), (0, -5), (None, -33)])
 def test_the_bits_of_a_padded_batch(causal, window, dropout_p):
-    """The same weights dropped, and the same sums in the same order. Beside a window, queries of the padding can be
-    empty rows, and their mean would make the tile's other rows be summed again."""
+    """Dropout and the order of sums are those of the padded batch. With a window, padded queries can be empty rows,
+    whose mean would make the tile's other rows be summed again."""
     lengths, D = [33, 1, 40], 16
     tensors = TRITON.packed_inputs(lengths, lengths, 1, 1, D, torch.float16)
     options = {"causal": causal, "window": window, "zero_empty_rows": window is not None, "dropout_p": dropout_p}
@@ -49,7 +49,7 @@ def test_the_bits_of_a_padded_batch(causal, window, dropout_p):
 
 
 def test_tiles_without_a_common_document_are_not_visited(loads):
-    """Of four rising documents in 128 rows, each tile of 32 sees its own alone; forward and backward."""
+    """Four documents in 128 rows: each tile of 32 sees only its own, forward and backward."""
     lengths, counts = [128, 64], []
     ids = torch.cat([torch.arange(n) // 32 for n in lengths]).int()
     tensors = TRITON.packed_inputs(lengths, lengths, 1, 1, 16)

@@ -1,4 +1,4 @@
-"""tests/ops/test_attention_outputs.py on the Triton kernels, by the same function."""
+"""tests/ops/test_attention_outputs.py on the Triton kernels."""
 
 import pytest
 import test_attention_outputs
@@ -17,7 +17,7 @@ del test
 
 @pytest.fixture(autouse=True)
 def _on_triton(monkeypatch, device):
-    """Also, on CPU, with two heads of queries and one of keys: a head is a program."""
+    """Run on Triton; on CPU with two query heads and one key head, because each head is a program."""
     if device.type == "cpu":
         monkeypatch.setattr(test_attention_outputs, "H", 2)
         monkeypatch.setattr(test_attention_outputs, "HKV", 1)
@@ -43,7 +43,7 @@ def test_a_sink_is_one_more_key_without_a_value(magnitude, device):
 
 
 def test_a_logsumexp_between_8_and_16_costs_no_digits(device):
-    """Ten equal scores of 13, whose logsumexp float32 rounds by half a unit: weights from it sum to 1 - 5e-7."""
+    """Ten equal scores of 13: float32 rounds their logsumexp so that weights computed from it sum to 1 - 5e-7."""
     q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 10, 16), torch.zeros(1, 1, 10, 16)
     signs = torch.tensor([1.0, -1.0]).repeat(5)
     q[..., 0], k[..., 0], k[..., 1], v[..., 0] = 13.0, 1.0, signs, signs

@@ -1,4 +1,4 @@
-"""The tile map: bits, classes and lists against plain PyTorch, and that the kernels visit what is in the lists."""
+"""Tile map: bits, classes and lists against plain PyTorch; kernels visit exactly the listed tiles."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ WINDOWS = {
 
 @pytest.fixture(autouse=True)
 def uneven_tiles(monkeypatch):
-    """32 queries by 64 keys, so that a tile of one is not mistaken for one of the other."""
+    """Tiles of 32 queries by 64 keys, so that an exchange of the two is seen."""
     for key in configs.ATTENTION:
         monkeypatch.setitem(configs.ATTENTION, key, configs.AttentionConfig(32, 64, 4, 1))
 
 
 def mask_of(dialect):
-    """A mask of the dialect with whole tiles blocked and whole tiles allowed beside the random ones."""
+    """Return a mask of the dialect with fully blocked, fully allowed and random tiles."""
     if dialect in WINDOWS:
         mask = WINDOWS[dialect]
     else:
@@ -82,7 +82,7 @@ def test_bits_of_a_strided_mask_without_its_repeats():
 
 
 def assert_lists_are(lists, classes):
-    """Of each line of classes, the numbers of full tiles from the left and those of partial ones from the right."""
+    """Check the lists of classes: full tiles from the left, partial tiles from the right, and their counts."""
     shape = lists.lists.shape
     for b, h, line in torch.cartesian_prod(*(torch.arange(n) for n in classes.shape[:3])).tolist():
         place = min(b, shape[0] - 1), min(h, shape[1] - 1), line
@@ -111,7 +111,8 @@ def test_lists_hold_the_tiles_with_work(dialect, tile):
 
 @pytest.mark.parametrize("name", ["in order", "whole tiles", "anywhere", "nothing shared", "some without a key"])
 def test_lists_hold_the_tiles_that_share_an_id(name):
-    """By the smallest and the largest id of either side; those of one id on both sides are full, but for the end."""
+    """Tiles are compared by their smallest and largest ids; tiles of one id on both sides are full, except at the
+    end."""
     Lq, Lk = 40, 70
     ids = documents(name, B, Lq, Lk)
     query_ids, key_ids = (t.expand(B, -1) for t in ids.values())
@@ -131,7 +132,7 @@ def test_lists_hold_the_tiles_that_share_an_id(name):
 
 @pytest.mark.parametrize("dialect", [*DIALECTS, "dense window", *WINDOWS])
 def test_classes_in_plain_pytorch(dialect):
-    """The oracle itself, against the definition: no key, every key, or neither."""
+    """The oracle against the definition: no key, every key, or neither."""
     mask = mask_of(dialect)
     parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal", "window"))
     allowed = dense_keep(*parts, LQ, LK, GPU).expand(B, -1, LQ, LK)
@@ -160,7 +161,7 @@ LISTED = [pytest.param(name, marks=pytest.mark.slow("its lists are tested above"
 
 @pytest.mark.parametrize("dialect", ["lengths", "causal", MAPPED[0], *WINDOWS, *LISTED])
 def test_only_tiles_with_work_are_visited(dialect, loads):
-    """By the forward and by grad_q, which load tiles of 64 keys, and by grad_kv, which loads tiles of 32 queries."""
+    """Count loads of the forward and of grad_q (tiles of 64 keys) and of grad_kv (tiles of 32 queries)."""
     mask = mask_of(dialect)
     classes = tile_classes(B, LQ, LK, (32, 64), **mask)
     heads = classes.shape[1]
@@ -170,7 +171,7 @@ def test_only_tiles_with_work_are_visited(dialect, loads):
 
 
 def test_tiles_of_other_documents_are_not_visited(loads, small_tiles):
-    """Of three documents of 32 rows, each tile sees its own alone, forward and backward; without them it sees all."""
+    """Three documents of 32 rows: each tile sees only its own, forward and backward; without documents it sees all."""
     ids = (torch.arange(96) // 32).int()[None]
     tensors, visited = TRITON.inputs(1, 1, 1, 96, 96, D), []
     for parts in ({"query_ids": ids, "key_ids": ids}, {}):
@@ -183,7 +184,7 @@ def test_tiles_of_other_documents_are_not_visited(loads, small_tiles):
 
 @pytest.mark.parametrize(("kind", "allowed"), [(EMPTY, False), (FULL, True)], ids=["empty", "full"])
 def test_the_map_is_believed(kind, allowed):
-    """A tile whose class is changed behind the kernels' back: as if all of it were blocked, or none."""
+    """The kernels follow a changed class: the tile counts as fully blocked, or as fully visible."""
     keep = mask_of("dense")["keep"][:, 1:]
     changed = keep.clone()
     changed[:, :, 32:64, 128:192] = allowed

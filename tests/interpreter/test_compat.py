@@ -1,4 +1,4 @@
-"""The peers' signatures on the Triton kernels: ragged sequences, and caches whose rows are pages."""
+"""Functions with peers' signatures on the Triton kernels: ragged sequences, and paged caches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_keys_in_use(device):
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("left", [False, True])
 def test_a_cache(indexed, left, device):
-    """The reference, whose tests are in tests/compat, computes the same."""
+    """The oracle is the reference backend, which tests/compat tests."""
     q, new = torch.randn(2, 2, H, D), torch.randn(2, 2, 2, 1, D)
     caches, lengths = torch.randn(2, 4, 24, 1, D), torch.tensor([9, 20], dtype=torch.int32)
     given = {"cache_batch_idx": torch.tensor([3, 1], dtype=torch.int32)} if indexed else {}

@@ -1,4 +1,4 @@
-"""tests/ops/test_cross_entropy.py on the Triton kernel, by the same function."""
+"""tests/ops/test_cross_entropy.py on the Triton kernel."""
 
 import loss_calls
 import pytest
@@ -15,7 +15,7 @@ test_millions_of_rows = None  # a program each, which takes the interpreter mill
 
 @pytest.fixture(autouse=True)
 def _on_triton(monkeypatch, device):
-    """Also, on CPU, with no more rows than two chunks need, and one with a tail: a row is a program."""
+    """Run on Triton; on CPU with rows for two chunks only, one with a tail, because each row is a program."""
     if device.type == "cpu":
         monkeypatch.setattr(loss_calls, "ROWS", (3, 23))
     with tfast.backend("triton"):
@@ -23,7 +23,7 @@ def _on_triton(monkeypatch, device):
 
 
 def test_a_wrong_target_is_nan_and_reads_nothing_outside(device):
-    """Where looking at the targets would wait for the GPU, the kernel alone has to be safe."""
+    """The kernel must be safe by itself, because checking targets would wait for the GPU."""
     logits, target = torch.randn(3, 37, device=device), torch.tensor([37, -1, 5], device=device)
     expected = torch.nn.functional.cross_entropy(logits[2:], target[2:])
     losses = cross_entropy_rows(logits, target, 0.0, -100, False)

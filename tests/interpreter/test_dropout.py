@@ -1,4 +1,4 @@
-"""The Triton dropout kernels: exactly the mask of the contract, on CPU under TRITON_INTERPRET=1, or on a GPU."""
+"""Triton dropout kernels draw exactly the documented mask, on CPU under TRITON_INTERPRET=1 or on a GPU."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_matches_the_oracle(dtype, biased, added, relu):
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """More tiles of rows than programs that share them, so that each takes several."""
+    """Use fewer programs than tiles of rows, so that each takes several tiles."""
     monkeypatch.setitem(DROPOUT, 64, DropoutConfig(8, 64, programs_per_multiprocessor=1))
 
 

@@ -1,4 +1,4 @@
-"""A fixed share of the random calls of tests/fuzz/fuzz.py, on the Triton kernels."""
+"""A fixed part of the random calls of tests/fuzz/fuzz.py on the Triton kernels."""
 
 import random
 
@@ -20,7 +20,7 @@ def test_a_random_call(number):
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("share", range(8))
 def test_every_combination_of_mask_parts(share):
-    """Each with one of the four ways to drop and to fill empty rows, in turn; the C++ kernels get them all."""
+    """Each combination has one of the four ways to drop and to fill empty rows, in turn; on C++ it has all."""
     combinations = fuzz.combinations()
     numbers = list(range(len(combinations) // 4))
     random.Random(0).shuffle(numbers)
@@ -29,7 +29,7 @@ def test_every_combination_of_mask_parts(share):
 
 
 def test_a_logsumexp_between_8_and_16():
-    """Found by fuzzing: weights computed again from such a logsumexp missed a sum of 1 by more than eager's."""
+    """Found by fuzzing: weights computed from such a logsumexp missed a sum of 1 by more than eager's."""
     shape = {"kind": "packed", "B": 1, "H": 2, "Hkv": 2, "Lq": 2, "Lk": 65, "D": 20, "Dv": 12, "dtype": "fp32"}
     looks = {"layout": "contiguous", "dialect": "blocked", "parts": (), "causal": 0, "bias": "none", "outputs": "out"}
     options = {"dropout_p": 0.3, "empty_rows": "zero", "scale": 1.0, "window": (None, None, 0)}

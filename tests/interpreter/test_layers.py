@@ -1,4 +1,4 @@
-"""The whole line on Triton kernels: public functions, autograd and layers against the reference backend."""
+"""Public functions, autograd and layers on the Triton kernels, against the reference backend."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformer_fast.testing import assert_as_exact_as_eager
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("norm", ["std", "layer", "rms"])
 def test_a_training_step_of_the_transformer(norm_first, norm, device):
-    """Same manual seed, same dropout masks: Triton and the fp64 reference agree in the loss and in every gradient."""
+    """With one seed and equal dropout masks, Triton and the fp64 reference agree in the loss and in every gradient."""
     torch.manual_seed(0)
     model = layers.Transformer(13, 13, 16, 1, 2, 0.1, d_ff=24, norm_first=norm_first, norm=norm, tie_weights=True)
     model.to(device).train()

@@ -1,4 +1,4 @@
-"""tests/ops/test_norm.py's calls on the Triton norm kernels: on CPU under TRITON_INTERPRET=1, or on a GPU.
+"""Calls of tests/ops/test_norm.py on the Triton norm kernels: on CPU under TRITON_INTERPRET=1, or on a GPU.
 
 Shapes are tiny on CPU, where a program takes milliseconds; the interpreter cannot compute in bfloat16.
 """
@@ -23,7 +23,7 @@ def _on_triton():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Rows wider than 64 take the kernels for any width, so that a small matrix reaches every loop of them."""
+    """Use the kernels for any width from 64 columns on, so that a small matrix reaches every loop."""
     for kernel in ("forward", "backward"):
         monkeypatch.setitem(NORM, (kernel, 0), NormConfig(1, 32, 4, 1, 2, 3))
         for width in (128, 256):

@@ -1,4 +1,4 @@
-"""The shorter way to replace the functions of triton.language replaces what Triton's own does, and no more."""
+"""The fast interpreter replaces the same functions of triton.language as Triton's interpreter, and no others."""
 
 import inspect
 import os
@@ -48,7 +48,7 @@ SCALARS = [tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.fl
 @pytest.mark.parametrize("element", [*SCALARS, tl.pointer_type(tl.float16)], ids=str)
 @pytest.mark.parametrize("shape", [[], [16], [1, 32], [4, 2, 8]], ids=str)
 def test_types_and_tensors_are_those_of_triton(element, shape):
-    """The first of its kind, and the others."""
+    """Test the first tensor of a type, which fills the cache, and later ones."""
     for _ in range(2):
         kind = element
         if shape:
@@ -92,7 +92,7 @@ def test_versions_whose_interpreter_runs(triton, numpy, runs):
 
 
 def test_products_do_not_depend_on_the_tile():
-    """Those of 15 and of 64 rows, from sums of 4,096 terms that NumPy rounds in several orders."""
+    """Products of 15 and of 64 rows are equal for sums of 4,096 terms, which NumPy rounds in several orders."""
     handle = interpreter.TensorHandle
     a, b = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((64, 4096), (4096, 33)))
 

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention on the Triton kernels: each way in, and the call that they do not take."""
+"""scaled_dot_product_attention on the Triton kernels: each entry point, and the call that they do not support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fused parent computes a child without calling it only where nobody would see the difference.
+"""A fused parent computes a child without calling it only if nobody can see the difference.
 
 Every parent of the package, every child it has, every change that people make to a child: outputs and gradients are
 those of the unfused module with the same change, in training and in evaluation. The combinations come from the code.
@@ -34,7 +34,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def run(module: nn.Module, arguments: tuple[Any, ...], mode: str) -> list[Tensor]:
-    """Return outputs, and in a mode with gradients those of all inputs and parameters."""
+    """Return outputs and, in a mode with gradients, the gradients of inputs and parameters."""
     module.train(mode == "training")
     for m in module.modules():
         if isinstance(getattr(m, "kept", None), Kept):
@@ -75,7 +75,7 @@ def changed(module: nn.Module, path: str, change: Change) -> nn.Module:
 
 
 def eager(module: nn.Module, arguments: tuple[Any, ...], mode: str) -> list[Tensor]:
-    """Run a plain module so that it calls every child: PyTorch's fast path for encoder layers calls none."""
+    """Run a plain module so that it calls every child; PyTorch's fast path for encoder layers calls none."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -91,13 +91,13 @@ STACKS = {
     "dialects tensorflow.Decoder", "dialects tensorflow.Encoder", "dialects d2l.TransformerEncoder",
     "layers Transformer", "hand-written classic encoder", "layers Decoder", "torch TransformerEncoder, two layers",
 }  # fmt: skip
-"""Those beside the four that are in the short list: each takes as long as ten layers, whose changes are the same."""
+"""Parents that run with --all only, besides the four of the short list: each takes as long as ten layers."""
 SINGLE = {
     "torch LayerNorm", "torch RMSNorm", "torch Embedding", "torch Dropout", "hand-written annotated norm",
     "hand-written Llama's norm", "hand-written T5's norm", "hand-written rms norm with a scale",
     "hand-written bert embedding",
 }  # fmt: skip
-"""Those without a child."""
+"""Parents without a child."""
 
 WITH_CHILDREN = [
     pytest.param(name, marks=pytest.mark.slow("a whole stack") if name in STACKS else ())
@@ -142,11 +142,11 @@ def test_a_changed_child_is_not_passed_over(name: str, change: Change) -> None:
 CHILDLESS = {
     "LayerNorm", "Linear", "Norm", "RMSNorm", "Attention", "PositionalEmbedding", "TokenEmbedding", "EncoderDecoder",
 }  # fmt: skip
-"""Classes without a child, and a parent that only calls."""
+"""Classes without a child, and a parent that only calls its children."""
 
 
 def test_every_fused_parent_is_among_the_parents() -> None:
-    """A new class of torch that is swapped, a new pattern, layer or dialect must be given an example."""
+    """Every swapped class of torch, pattern, layer and dialect must have an example."""
     torch_kinds = {name.partition(",")[0] for name in TORCH}
     assert torch_kinds == {kind.__name__ for kind in engine._TORCH}
     modules = {"layers": layers, **{f"dialects {name}": getattr(dialects, name) for name in dialects.__all__}}

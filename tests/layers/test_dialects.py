@@ -1,4 +1,4 @@
-"""The families together: one attention under four names and four masks, and the mistakes that circulate with them."""
+"""The four families of layers together: equal attention with their own names and masks, and common mistakes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODELS = ["layers", "tensorflow", "d2l"]
 
 
 def same_attention() -> dict[str, Callable[[Tensor, Tensor, Any], Tensor]]:
-    """Return multi-head attention of every family, with the same weights, as functions of (x, memory, mask)."""
+    """Return multi-head attention of every family, with equal weights, as functions of (x, memory, mask)."""
     modules = {
         "layers": layers.MultiHeadAttention(4, 16),
         "bert": bert.MultiHeadedAttention(4, 16),
@@ -71,7 +71,7 @@ def test_what_stands_in_padding_does_not_matter(family: str, fill: float) -> Non
 @pytest.mark.parametrize("family", MASKS)
 @pytest.mark.parametrize("origin", MASKS)
 def test_a_mask_of_another_family_is_an_error(family: str, origin: str) -> None:
-    """Never a guess: read the wrong way round, a mask hides the words and shows the padding and the future."""
+    """A mask read the wrong way would hide the words and show padding and future."""
     if family == origin:
         return
     with pytest.raises((TypeError, ValueError), match=r"mask|valid_lens"):
@@ -97,7 +97,7 @@ def encodings(length: int, d: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("d", [8, 7])
 @pytest.mark.parametrize("family", MASKS)
 def test_the_encoding_of_positions(family: str, d: int) -> None:
-    """A sine and a cosine, not the sine twice; exponent 2i/d, not doubled; amplitude 1, not scaled."""
+    """Common mistakes: the sine twice, a doubled exponent 2i/d, a scaled amplitude."""
     table = encodings(40, d)[family]
     assert table.shape == (1, 40, d) and table.dtype == torch.float32
     for position in (0, 1, 17, 39):
@@ -133,7 +133,7 @@ def test_post_norm_layers_end_in_their_norm() -> None:
 
 
 def test_the_norm_is_not_over_the_time_axis() -> None:
-    """Other positions do not change a position that may not see them."""
+    """Other positions must not change a position that cannot see them."""
     alone, others, first = X.clone(), X.clone(), AttentionMask.causal()
     others[:, 1:] += 3
     for module in (tensorflow.EncoderLayer(16, 4, 24).eval(), d2l.EncoderBlock(16, 24, 4, 0.1).eval()):
@@ -141,7 +141,7 @@ def test_the_norm_is_not_over_the_time_axis() -> None:
 
 
 def whole_model(family: str) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
-    """Return a model in evaluation mode, ids for it, and its masks. Of BERT there is attention, and rows for it."""
+    """Return a model in evaluation mode with ids and masks. For BERT: its attention, and rows."""
     if family == "bert":
         return bert.MultiHeadedAttention(4, 16).eval(), (X, X, X), (MASKS["bert"],)
     if family == "layers":

@@ -1,4 +1,4 @@
-"""The BERT dialect, held to its oracle and to what its text says."""
+"""BERT dialect against its oracle and the text that it comes from."""
 
 import pytest
 import torch

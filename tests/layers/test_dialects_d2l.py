@@ -1,4 +1,4 @@
-"""The d2l dialect, held to its oracle and to the chapter's own examples."""
+"""d2l dialect against its oracle and the chapter's examples."""
 
 import copy
 import math
@@ -90,7 +90,7 @@ def test_sizes_from_the_first_call():
 @pytest.mark.parametrize("name", ["DotProductAttention", "AdditiveAttention", "MultiHeadAttention"])
 @pytest.mark.parametrize("lens", [None, LENS, EMPTY_LENS, EACH], ids=["none", "lens", "empty", "each"])
 def test_weights_when_they_are_asked_for(name, lens):
-    """Before dropout and without gradient, the weights of the last call."""
+    """Weights of the last call are those before dropout, without gradient."""
     case = next(c for c in D2L if c.name == name)
     fast, slow = pair(d2l, oracle, case)
     last, expected = (getattr(m, "attention", m) for m in (fast, slow))

@@ -1,4 +1,4 @@
-"""The dialect of TensorFlow's tutorial, held to its oracle and to the tutorial's own examples."""
+"""TensorFlow dialect against its oracle and the tutorial's examples."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_angles_and_positions():
 
 
 def test_a_row_without_keys_is_uniform_at_any_score():
-    """Adding -1e9 in fp32 leaves a fully blocked row uniform only for small scores; here it is so by definition."""
+    """The tutorial's -1e9 in fp32 gives a uniform row for small scores only; the dialect does so by definition."""
     q, k, v = 100 * x(1, 1, 4, 8), x(1, 1, 5, 8), x(1, 1, 5, 8)
     for dtype in (torch.float32, torch.float64, torch.float16):
         out, weights = tf.scaled_dot_product_attention(*(t.to(dtype) for t in (q, k, v)), torch.ones(1, 1, 1, 5))

@@ -1,4 +1,4 @@
-"""The four families as people know them: constructors, submodules and orders of arguments."""
+"""Interfaces of the four families: constructors, submodules and order of arguments."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ SIZES = {  # for one module of each kind
 
 
 def family(name: str) -> tuple[Any, Any]:
-    """The fast one and its oracle."""
+    """Return the fast module and its oracle."""
     if name == "layers":
         return layers, reference.layers
     return getattr(dialects, name), getattr(reference.dialects, name)

@@ -1,4 +1,4 @@
-"""Which modules a fused parent may compute without calling them: those that compute what their class computes."""
+"""Modules that a fused parent may compute without calling them: those with an unchanged forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drop-in layers: same state dict, outputs and gradients as the reference classes of the same name."""
+"""Layers: state dict, outputs and gradients are those of the reference classes of the same name."""
 
 import copy
 import importlib
@@ -80,7 +80,7 @@ def test_padding_idx_gets_no_gradient():
 
 
 def test_what_stands_for_the_first_linear_layer_is_called_as_it_is():
-    """With dropout its bias is fused into the next pass, which nobody may notice: hooks, subclasses, replacements."""
+    """The bias is fused into dropout only for a plain linear layer: no hook, subclass or replacement."""
     ff, x = layers.FeedForward(D, 24, 0.3), torch.randn(3, 5, D)
 
     def run():
@@ -103,7 +103,7 @@ def test_what_stands_for_the_first_linear_layer_is_called_as_it_is():
 
 @pytest.mark.parametrize("norm", ["std", "layer", "rms"])
 def test_a_sublayer_of_a_stack_costs_one_norm(norm, monkeypatch):
-    """Between pre-norm layers the sum that ends one and the norm that begins the next are one op, and change no bit."""
+    """Between pre-norm layers the residual sum and the next norm are one op, with equal bits."""
     model = layers.Transformer(11, 12, D, 3, 4, 0.1, norm=norm, d_ff=24)
     ids, mask = torch.randint(0, 11, (3, 7)), AttentionMask.lengths(torch.tensor([7, 3, 1]))
     calls = []
@@ -152,7 +152,7 @@ def test_every_norm_of_an_rms_model_is_rms_norm_with_its_eps():
 
 @pytest.mark.parametrize("kind", [layers.LayerNorm, layers.RMSNorm, nn.LayerNorm, nn.RMSNorm])
 def test_a_norm_without_weights_refuses_another_width(kind):
-    """Not the last dimension alone, of which torch's class would say that it does not fit."""
+    """torch's class raises too if the last dimension does not fit."""
     model = nn.Sequential(kind(8, elementwise_affine=False))
     tfast.accelerate(model)
     assert model(torch.randn(2, 8)).shape == (2, 8)

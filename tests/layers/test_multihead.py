@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention in evaluation: one call of C++, which gives what its parts give, and serves nothing else."""
+"""nn.MultiheadAttention in evaluation: one C++ call with the results of its parts, for supported calls only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_fast.testing import assert_as_exact_as_eager
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every call, whether it was one of C++."""
+    """Record for each call if it was one C++ call."""
     calls: list[bool] = []
 
     def spy(*args: Any, **kwargs: Any) -> Any:

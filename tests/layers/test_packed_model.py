@@ -1,4 +1,4 @@
-"""``Transformer(..., packed=True)``: what the padded model computes, without ever touching padding."""
+"""``Transformer(..., packed=True)`` gives the padded model's results and never computes padding."""
 
 import copy
 from unittest import mock
@@ -23,7 +23,7 @@ LOOK_AHEAD = layers.subsequentmask(L_TRG)
 
 
 def masks(device):
-    """(src_mask, trg_mask, which targets are real), by name."""
+    """Return (src_mask, trg_mask, real targets), by name."""
     real, all_real = TRG_KEEP.to(device), torch.ones_like(TRG_KEEP).to(device)
     lengths, keep, holes, trg_lengths = (t.to(device) for t in (SRC_LENGTHS, SRC_KEEP, HOLES, TRG_LENGTHS))
     padded_causal = AttentionMask.lengths(trg_lengths) & AttentionMask.causal()
@@ -68,7 +68,7 @@ def ids(device):
 
 
 def step(model, src, trg, src_mask, trg_mask, real, packed, dtype=torch.float32):
-    """Logits of the real targets, and every gradient of a loss over them."""
+    """Return the logits of the real targets, and the gradients of a loss over them."""
     model = copy.deepcopy(model).to(dtype)
     model.packed = packed
     torch.manual_seed(8)
@@ -80,7 +80,7 @@ def step(model, src, trg, src_mask, trg_mask, real, packed, dtype=torch.float32)
 
 
 def assert_same(model, inputs):
-    """Packed against padded: both in fp32, the truth in fp64."""
+    """Compare packed and padded models in fp32, with fp64 as the truth."""
     runs = (True, torch.float32), (False, torch.float32), (False, torch.float64)
     hold(*(step(model, *inputs, packed, dtype) for packed, dtype in runs))
 

@@ -1,4 +1,4 @@
-"""Every module of the four families, held to its oracle: the classic layers, and the dialects."""
+"""Every module of the four families against its oracle: the classic layers, and the dialects."""
 
 from __future__ import annotations
 

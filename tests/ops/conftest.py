@@ -1,4 +1,4 @@
-"""In these tests every tensor that PyTorch leaves uninitialised starts as NaN; ``kernels`` are the C++ ones."""
+"""Fixtures: uninitialised tensors start as NaN; ``kernels`` are the C++ kernels."""
 
 from attention_kernels import dtype, kernels  # noqa: F401
 from helpers import poisoned  # noqa: F401

@@ -60,7 +60,7 @@ def test_explain_names_the_path_and_the_reason():
 
 
 def test_explain_counts_the_tiles_that_hold_work():
-    """By hand, for tiles of 64 x 128: two batches of 4 x 2 tiles, one of which sees 130 keys and the other 10."""
+    """Counted by hand for tiles of 64 x 128: two batches of 4 x 2 tiles, one with 130 visible keys, one with 10."""
     q, k = torch.zeros(2, 1, 256, 8), torch.zeros(2, 1, 256, 8)
     with tfast.backend("native"):
         text = tfast.explain(q, k, k, AttentionMask.lengths(torch.tensor([130, 10])))

@@ -1,4 +1,4 @@
-"""``tfast.attention_decode`` as users call it, and its oracle against attention over each cache alone."""
+"""``tfast.attention_decode`` as users call it, and its oracle against attention over each cache."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_cache_that_is_a_view_and_a_long_one(device):
 
 @pytest.mark.parametrize("mask", [None, AttentionMask.window(2)], ids=["all", "window"])
 def test_it_continues_what_attention_computes(mask, device):
-    """The last rows of causal attention over a whole sequence, one cache for both."""
+    """Results are the last rows of causal attention over a whole sequence, with one cache for both."""
     q, k, v = (torch.randn(2, heads, 9, D, device=device) for heads in (H, HKV, HKV))
     whole = tfast.attention(q, k, v, mask, causal=True)
     last = tfast.attention_decode(q[:, :, 6:], k, v, torch.full((2,), 9, device=device), mask=mask)

@@ -1,4 +1,4 @@
-"""The attention kernels of padded batches against the fp64 oracle, and at the edges where such kernels break.
+"""Attention kernels of padded batches against the fp64 oracle, and at edges where such kernels fail.
 
 Here the C++ kernels; tests/interpreter/test_attention_kernels.py runs the same on Triton. ``kernels.check`` holds the
 output, the logsumexp, the weights and every gradient of a call.
@@ -30,18 +30,18 @@ WINDOWS = {
     "past the end: all rows empty": lambda Lq, Lk: (None, Lk),
     "bounds nothing": lambda Lq, Lk: (None, 1 - Lq),
 }
-"""(causal, window) for Lq queries and Lk keys."""
+"""Bounds (causal, window) for Lq queries and Lk keys."""
 
 
 def mask_of(name: str, B: int, H: int, Lq: int, Lk: int) -> dict:
-    """One of the WINDOWS, or of the DIALECTS."""
+    """Return one of the WINDOWS or of the DIALECTS."""
     if name in WINDOWS:
         return dict(zip(("causal", "window"), WINDOWS[name](Lq, Lk), strict=True))
     return mask_parts(B, H, Lq, Lk, torch.Generator().manual_seed(3))[name]
 
 
 def documents(name: str, B: int, Lq: int, Lk: int) -> dict:
-    """The ids of documents of queries and keys."""
+    """Return document ids of queries and keys."""
     generator = torch.Generator().manual_seed(1)
 
     def rising(rows, count):
@@ -69,13 +69,13 @@ PARTS = {
         "bias": ours.random(1, H, Lq, Lk),
     },
 }  # fmt: skip
-"""What is added to the scores of a batch, or done with them."""
+"""Parts of a call besides its mask: biases, softcap and sinks."""
 SOME_MASKS = ["dense", "rows", "padding", "lengths", "lengths per query", "causal", "causal, first rows empty", "all"]
 SOME_MASKS += ["both sides", "in the middle", "last rows empty"]
 
 
 def part_of(name: str, kernels: Kernels, dtype: torch.dtype) -> dict:
-    """One of the PARTS of a call of one batch entry, the kernels' own heads and lengths, and tensors of a type."""
+    """Return one of PARTS for a batch entry, with the kernels' heads, lengths and dtype."""
     parts = PARTS[name](kernels, 1, kernels.batch[1], *kernels.lengths)
     return {name: t.to(wide(dtype)) if name.endswith("bias") else t for name, t in parts.items()}
 
@@ -215,7 +215,7 @@ def test_a_bias_by_distance_of_any_shape(Lq, Lk, shape, dtype, kernels):
 @pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
 @pytest.mark.parametrize("ahead", [0, -10])
 def test_a_bias_by_distance_blocks(ahead, zero_empty_rows, kernels):
-    """-inf ahead of each query is a causal mask; and -inf nearer by leaves rows empty."""
+    """-inf at later keys is a causal mask; -inf at near keys leaves empty rows."""
     Lq, Lk = kernels.lengths
     blocked = torch.arange(Lq + Lk - 1, device=kernels.device) >= Lq + ahead
     bias = distances(kernels, (1, 2), Lq, Lk).masked_fill(blocked, -math.inf)
@@ -235,7 +235,7 @@ def test_documents(name, zero_empty_rows, dtype, kernels):
 @pytest.mark.parametrize("scale", [-0.4, 0.0, 1.0, 3.0])
 @pytest.mark.parametrize("softcap", [None, 0.05, 2.0, 30.0, 1e6])
 def test_any_scale_and_softcap(softcap, scale, dtype, kernels):
-    """From scores that are nearly all capped to scores that tanh must return as they are."""
+    """Scores range from nearly all capped to so small that tanh must return them unchanged."""
     call = kernels.call(16, {"causal": 20}, scale=scale, softcap=softcap)
     kernels.check(kernels.inputs(1, 2, 1, 20, 40, 16, dtype), call)
 
@@ -245,7 +245,7 @@ def test_any_scale_and_softcap(softcap, scale, dtype, kernels):
 @pytest.mark.parametrize("magnitude", [0.0, 1.0, 60.0])
 @pytest.mark.parametrize("mask", ["none", "both sides", "all"])
 def test_large_and_equal_scores(mask, magnitude, capped, received, kernels):
-    """The large ones take the way on which rows are summed again."""
+    """Large scores take the path on which rows are summed again."""
     (B, H, _), (Lq, Lk) = kernels.batch, kernels.lengths
     q, *rest = kernels.inputs(*kernels.batch, Lq, Lk, 16)
     parts = mask_of(mask, B, H, Lq, Lk)
@@ -275,7 +275,7 @@ def test_rows_without_keys(dropout_p, kernels):
 
 
 def test_dropout_drops_exactly_what_the_contract_says(kernels):
-    """One-hot values and a constant row of scores read the dropped weights off the output."""
+    """One-hot values and constant scores show the dropped weights in the output."""
     Lq, Lk = kernels.lengths
     q, k = (torch.zeros(2, 2, n, Lk, device=kernels.device) for n in (Lq, Lk))
     v = torch.eye(Lk, device=kernels.device).expand(2, 2, Lk, Lk)
@@ -345,7 +345,7 @@ def test_a_blocked_nan_shows_in_no_uniform_row(kernels):
 
 
 def test_scores_far_below_zero(kernels):
-    """L % 128 == 64 and a row logsumexp below -88, where exp(score) alone is 0 in fp32."""
+    """L % 128 == 64 and a row's logsumexp below -88, where exp(score) is 0 in fp32."""
     q, k, v, grad_out = kernels.inputs(1, 1, 1, 192, 192, 16)
     found = kernels.check((q.abs() + 4, -(k.abs() + 6), v, grad_out), kernels.call(16))
     assert found["logsumexp"].max() < -88
@@ -354,7 +354,8 @@ def test_scores_far_below_zero(kernels):
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("Lq", [9, 40])
 def test_blocked_and_huge_entries_of_a_bias(Lq, bias_dtype, dtype, kernels):
-    """Rows pushed down as a whole, as TensorFlow's tutorial does, keep their softmax; their logsumexp has lost it."""
+    """Rows shifted by a huge bias, as in TensorFlow's tutorial, keep their softmax; their logsumexp loses its
+    digits."""
     lowest, Lk = torch.finfo(bias_dtype).min, kernels.lengths[1]
     bias = torch.randn(1, 2, Lq, Lk).to(bias_dtype)
     bias[:, 1, :, 30:] = max(-1e9, lowest)
@@ -382,7 +383,7 @@ def test_same_bits_in_every_run_on_any_number_of_threads(dtype, kernels):
 
 
 def test_a_query_has_the_same_output_in_any_company(kernels):
-    """Its row of the score tile depends on neither the other queries nor the batch."""
+    """A row of scores depends on neither the other queries nor the batch."""
     q, k, v, _ = kernels.inputs(3, 1, 1, 70, 60, 16)
     whole, call = kernels.forward(q, k, v, kernels.call(16)), kernels.call(16)
     assert torch.equal(whole[1:2, :, 16:48], kernels.forward(q[1:2, :, 16:48], k[1:2], v[1:2], call))

@@ -1,4 +1,4 @@
-"""The decoding kernels against the fp64 oracle: parts, pages, lengths, and what must never be read.
+"""Decoding kernels against the fp64 oracle: parts, pages, lengths, and memory that must not be read.
 
 tests/interpreter/test_attention_kernels_decode.py runs the same on Triton.
 """
@@ -15,17 +15,17 @@ from attention_kernels import Kernels, cached, distances, in_pages, wide
 
 @pytest.fixture
 def capacity(kernels: Kernels) -> int:
-    """Keys of a cache: several tiles."""
+    """Return the number of keys of a cache: several tiles."""
     return 300 if kernels.backend == "native" else 61
 
 
 def lengths_of(capacity: int) -> list[int]:
-    """Of four sequences: all of a cache, fewer than there are new queries, none, and less than half of it."""
+    """Return four lengths: the whole cache, fewer than the new queries, none, and less than half of the cache."""
     return [capacity, 3, 0, capacity * 4 // 9]
 
 
 def documents(lengths: list[int], S: int, Lq: int) -> dict[str, torch.Tensor]:
-    """Rising ids of the keys; of the queries that of the last key, or one of the documents before."""
+    """Return ascending key ids; a query has the id of the last key, or of an earlier document."""
     key_ids = torch.randint(0, 3, (len(lengths), S), dtype=torch.int32).sort(1).values
     last = key_ids.gather(1, torch.tensor(lengths)[:, None].sub(1).clamp(min=0))
     return {"query_ids": last - torch.arange(Lq, dtype=torch.int32).flip(0) // 2, "key_ids": key_ids}
@@ -88,7 +88,7 @@ def test_any_scale(scale, kernels):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("window", [None, -5])
 def test_a_key_reaches_only_the_queries_that_see_it(window, value, page_size, kernels):
-    """A new one those after it; one that leaves the window those before."""
+    """A new key reaches later queries; a key that leaves the window reaches earlier ones."""
     q, k, v, lengths = cached(kernels, 4, 2, 4, 40, 16, [40, 18])
     clean = kernels.check_decode(q, k, v, lengths, page_size, window=window)["out"]
     for b, length in enumerate(lengths.tolist()):

@@ -1,4 +1,4 @@
-"""The attention kernels of packed batches against the fp64 oracle; tests/interpreter runs the same on Triton."""
+"""Attention kernels of packed batches against the fp64 oracle; tests/interpreter runs them on Triton."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ H, HKV, D = 2, 1, 24
 
 @pytest.fixture
 def lengths(kernels: Kernels) -> tuple[list[int], list[int]]:
-    """Of the queries and of the keys of each sequence: none of one or of both, one, and more than a tile."""
+    """Return the numbers of queries and keys per sequence: none of one or of both, one, and more than a tile."""
     long = ([97, 0, 1, 129, 2, 17], [97, 9, 0, 257, 200, 3])
     return long if kernels.backend == "native" else ([33, 0, 1, 35], [40, 5, 3, 0])
 
 
 def documents(lengths_q: list[int], lengths_k: list[int]) -> dict[str, torch.Tensor]:
-    """Ids that rise in each sequence and are met again in others; those at the end lie anywhere."""
+    """Return ids that ascend in each sequence and occur in others too; the last sequence's ids are in any order."""
     ids = []
     for lengths in (lengths_q, lengths_k):
         own = torch.cat([torch.arange(n) * 4 // max(n, 1) for n in lengths]).int()
@@ -34,7 +34,7 @@ PARTS = ["nothing", "documents", "distances", "distances of all heads", "softcap
 
 
 def call_of(kernels, lengths, part: str, dtype, **more):
-    """A call with one of the PARTS; with all of them, bounds on lengths past the number of tokens."""
+    """Return a call with one of PARTS; with all of them, the given maximum lengths exceed the number of tokens."""
     longest = tuple((sum(n) if part == "all parts" and "dropout_p" not in more else max(n)) + 10 for n in lengths)
     near = distances(kernels, (1, 1 if part == "distances of all heads" else H), *longest).to(wide(dtype))
     ids = documents(*lengths)
@@ -52,7 +52,7 @@ def call_of(kernels, lengths, part: str, dtype, **more):
 @pytest.mark.parametrize(("causal", "window"), BOUNDS)
 @pytest.mark.parametrize("part", PARTS)
 def test_packed(part, causal, window, zero_empty_rows, dtype, kernels, lengths):
-    """A query that sees none of its sequence's keys takes the mean of those, or nothing."""
+    """A query that sees none of its sequence's keys gets their mean, or zero."""
     to_itself = BOUNDS.index((causal, window)) % 2 == 0
     lengths = (lengths[0], lengths[0]) if to_itself else lengths
     call = call_of(kernels, lengths, part, dtype, causal=causal, window=window, zero_empty_rows=zero_empty_rows)
@@ -63,7 +63,7 @@ ADDED = ["nothing", "bias", "bias of all heads", "bias in half precision", "dist
 
 
 def added_call(kernels, lengths, added: str, dtype, bottom_right: bool, used: bool, **more):
-    """A call with a bias, or with distances; of one head for all, or with positions that count from the end."""
+    """Return a call with a bias or with distances: one head for all, or positions counted from the end."""
     lengths_q, lengths_k = lengths
     pairs = [n * m for n, m in zip(lengths_q, lengths_k, strict=True)]
     parts = {}
@@ -93,7 +93,7 @@ def added_call(kernels, lengths, added: str, dtype, bottom_right: bool, used: bo
 def test_what_a_padded_batch_takes(
     added, causal, window, bottom_right, used, zero_empty_rows, dropout_p, dtype, kernels, lengths
 ):
-    """Keys that are not used hold NaN, and get no gradient."""
+    """Unused keys hold NaN and get no gradient."""
     options = {"causal": causal, "window": window, "zero_empty_rows": zero_empty_rows, "dropout_p": dropout_p}
     call = added_call(kernels, lengths, added, dtype, bottom_right, used, **options)
     tensors = kernels.packed_inputs(*lengths, H, HKV, D, dtype)
@@ -123,7 +123,7 @@ def test_dropout_draws_by_sequence(part, zero_empty_rows, dtype, kernels):
 
 
 def test_expanded_and_of_any_scale(kernels, lengths):
-    """q, k and v as columns of one projection; a gradient that is one number."""
+    """q, k and v are columns of one projection; the gradient is one expanded number."""
     total = sum(lengths[0])
     q, k, v = kernels.random(total, 3, 2, D + 3)[..., 3:].unbind(1)
     call = kernels.packed_call(lengths[0], lengths[0], D, causal=0, scale=-0.4)
@@ -133,7 +133,7 @@ def test_expanded_and_of_any_scale(kernels, lengths):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, -33])
 def test_the_bits_of_each_sequence_alone(window, dtype, kernels):
-    """With enough heads that the keys of no sequence are split, as they are not where it stands alone."""
+    """There are so many heads that the keys of no sequence are split, as in a call with one sequence."""
     lengths, heads = ([66, 3, 128, 17], 16) if kernels.backend == "native" else ([33, 3, 40], 1)
     tensors = kernels.packed_inputs(lengths, lengths, heads, heads, D, dtype)
     found = kernels.outcome(tensors, kernels.packed_call(lengths, lengths, D, causal=0, window=window))
@@ -159,7 +159,7 @@ def test_nothing_to_do(lengths_q, lengths_k, kernels):
 
 
 def test_a_sequence_does_not_reach_its_neighbours(kernels):
-    """NaN in every row of one sequence, a tile of which holds rows of others."""
+    """One sequence holds NaN, and its tiles hold rows of others too."""
     lengths = [6, 5, 40]
     clean, call = kernels.packed_inputs(lengths, lengths, 2, 1, D), kernels.packed_call(lengths, lengths, D, causal=0)
     dirty = [t.clone() for t in clean]

@@ -1,4 +1,4 @@
-"""What the C++ attention kernels alone have: few queries, weights that the forward keeps, and the eager fast paths."""
+"""Features of the C++ attention kernels alone: few queries, kept weights, and the eager fast paths."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_few_queries_of_equal_scores(score, kernels):
 
 @pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (17, 15), (65, 129), (129, 300)])
 def test_weights_without_the_logsumexp(Lq, Lk, dtype, kernels):
-    """At the edges of tiles, the last key of which is NaN."""
+    """Lengths at the edges of tiles; the last key is NaN."""
     q, k, v, grad_out = kernels.inputs(1, 2, 1, Lq, Lk, 9, dtype)
     call = kernels.call(9, lengths=torch.tensor([Lk - 1], dtype=torch.int32), zero_empty_rows=True)
     expected = kernels.check((q, k, v, grad_out), call)["weights"]
@@ -87,7 +87,8 @@ def test_the_eager_fast_paths_take_a_window(kernels):
 
 
 def kept_weights(call, shape):
-    """The result of ``call``, and what it saves with last sizes of at least ``shape``: weights and biases."""
+    """Return the result of ``call``, and its saved tensors with last sizes of at least ``shape``: weights and
+    biases."""
     saved = []
 
     def pack(t):
@@ -100,7 +101,7 @@ def kept_weights(call, shape):
 
 
 def recorded(kernels, tensors, call, grad_logsumexp=None):
-    """:meth:`Kernels.recorded`, for a call that must keep its weights."""
+    """Run :meth:`Kernels.recorded` on a call that must keep its weights."""
     run = functools.partial(kernels.recorded, tensors, call, grad_logsumexp)
     found, kept = kept_weights(run, (tensors[0].shape[2], tensors[1].shape[2]))
     biases = call.bias.shape[:2] == tensors[0].shape[:2]
@@ -109,7 +110,7 @@ def recorded(kernels, tensors, call, grad_logsumexp=None):
 
 
 def a_bias(*shape, dtype=torch.float32):
-    """A bias that blocks some keys."""
+    """Return a bias that blocks some keys."""
     return torch.randn(shape, dtype=torch.float64).masked_fill(torch.rand(shape) < 0.1, -math.inf).to(dtype)
 
 
@@ -145,13 +146,13 @@ def test_a_blocked_key_may_hold_nan_beside_kept_weights(dtype, Lk, kernels):
 
 
 def test_a_bias_beside_a_softcap(kernels):
-    """Its gradient is not that of the capped scores, and no weights are kept for it."""
+    """The bias gets its own gradient, not that of capped scores, and no weights are kept."""
     call = kernels.call(16, bias=torch.randn(1, 2, 40, 70), softcap=2.0)
     kernels.check(kernels.inputs(2, 2, 2, 40, 70, 16), call, way=kernels.recorded)
 
 
 def test_a_row_pushed_down_as_a_whole_keeps_its_weights(kernels):
-    """By -1e9, as TensorFlow's tutorial does: a weight found from the logsumexp would have lost every digit."""
+    """With -1e9 on a whole row, weights from the logsumexp would lose every digit."""
     call = kernels.call(16, bias=torch.full((1, 2, 40, 200), -1e9))
     way = functools.partial(recorded, kernels)
     kernels.check(kernels.inputs(2, 2, 2, 40, 200, 16), call, received=False, way=way, grad_bias=16.0)
@@ -189,7 +190,7 @@ def test_kept_weights_give_the_same_bits_again_and_on_any_number_of_threads(lear
 
 
 def test_a_blocked_nan_has_no_gradient_beside_a_bias(kernels):
-    """Of a bias of all heads, where the keys that are blocked hold NaN."""
+    """The bias is shared by all heads, and blocked keys hold NaN."""
     q, k, v, grad_out = kernels.inputs(2, 4, 4, 33, 140, 20)
     call = kernels.call(20, key_keep=(torch.arange(140) < 130).view(1, 1, 1, 140), bias=torch.randn(2, 1, 33, 140))
     k[:, :, 130:], v[:, :, 130:] = math.nan, math.nan

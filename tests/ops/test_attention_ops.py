@@ -1,4 +1,4 @@
-"""The ops of attention under torch's own checks: opcheck, gradcheck, second derivatives, autocast and compiling."""
+"""Ops of attention under torch's checks: opcheck, gradcheck, second derivatives, autocast and compilation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PACKED = {
     "plain": (None, False, None, None),
     "bias": (torch.tensor([2, 1, 0]).int(), True, torch.randn(2, 6), torch.tensor([0, 6, 6, 6])),
 }
-"""seqused_k, bottom_right, bias and bias_starts."""
+"""Arguments seqused_k, bottom_right, bias and bias_starts."""
 
 
 @pytest.mark.cover("values")
@@ -107,7 +107,7 @@ def test_a_second_derivative_is_refused_by_the_kernels_and_given_by_the_referenc
 
 
 def calls(device):
-    """Of each public function: q, k and v, and the function of them."""
+    """Return q, k, v and a function of them, per public function."""
     q, k, v = (torch.randn(2, 3, 6, 8, device=device) for _ in range(3))
     lengths, ends = torch.tensor([6, 3], device=device), starts([2, 0, 4]).to(device)
     mask = AttentionMask.lengths(lengths)
@@ -134,7 +134,7 @@ def test_autocast_runs_in_its_dtype(name, device):
 
 
 def test_packed_compiles_without_a_graph_break(device):
-    """Forward and backward; padded attention and decoding are in test_compile.py and test_compile_offsets.py."""
+    """Forward and backward. test_compile.py has padded attention, test_compile_offsets.py decoding."""
     given, call = calls(device)["packed"]
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*given), call(*given), atol=1e-6, rtol=0)

@@ -1,5 +1,4 @@
-"""What attention gives beside its output: the weights, the logsumexp, and the gradient of an additive bias, of which
-test_attention_kernels.py has every shape.
+"""Outputs of attention besides the result: weights, logsumexp, and the gradient of a bias.
 
 Here on the backend that "auto" takes; tests/interpreter/test_attention_outputs.py runs the same on Triton.
 """
@@ -24,7 +23,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def leaves(device, dtype=torch.float32):
-    """q, k, v and a bias that blocks one key, as leaves, and a mask with a row that sees nothing."""
+    """Return q, k, v and a bias that blocks one key, as leaves, and a mask with an empty row."""
     generator = torch.Generator().manual_seed(3)
     shapes = (B, H, LQ, D), (B, HKV, LK, D), (B, HKV, LK, D), (1, H, LQ, LK)
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
@@ -39,7 +38,7 @@ def double(tensors):
 
 
 def gradients(outputs, inputs):
-    """The gradients of a loss that weighs every element of every output differently."""
+    """Return the gradients of a loss that weights every element of every output differently."""
     loss = 0
     for n, out in enumerate(outputs):
         number = torch.arange(out.numel(), device=out.device).view(out.shape)
@@ -134,7 +133,7 @@ def test_a_bias_gradient_compiles_without_a_graph_break(device):
 
 @pytest.mark.parametrize("dropped", [True, "dropped"])
 def test_weights_beside_the_short_way(dropped):
-    """On plain CPU tensors the extension makes output and weights in two calls; the longer way says the same."""
+    """The extension's two calls for output and weights agree with the general path."""
     q, k, v = torch.randn(2, 2, 5, 8), torch.randn(2, 1, 7, 8), torch.randn(2, 1, 7, 6)
     mask = AttentionMask.lengths(torch.tensor([7, 0])) & AttentionMask.causal(1)
     inputs = [t.requires_grad_() for t in (q, k, v)]

@@ -19,7 +19,7 @@ SCALE = D**-0.5
 
 
 def batch(self_attention, dtype=torch.float64, device="cpu"):
-    """A padded batch (q, k, v, grad_out, each (B, L, heads, D)) and how its queries and keys are packed."""
+    """Return a padded batch (q, k, v, grad_out, each (B, L, heads, D)) and the packings of queries and keys."""
     generator = torch.Generator().manual_seed(3)
     lengths_k = LENGTHS_Q if self_attention else LENGTHS_K
     packings = [packing_of(n, len(n), int(n.max()), device) for n in (LENGTHS_Q, lengths_k)]
@@ -110,7 +110,7 @@ def test_few_sequences(lengths, device):
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_logsumexp_and_its_gradient_are_those_of_a_padded_batch(device, backend):
-    """With dropout too: beside it the logsumexp is what it is without."""
+    """Dropout does not change the logsumexp."""
     lengths = torch.tensor([5, 1, 3], device=device)
     packing = tfast.masks.packing_of(lengths, 3, 5, device)
     padded = [torch.randn(3, 5, 2, 8, device=device, requires_grad=True) for _ in range(3)]
@@ -153,7 +153,7 @@ OPTIONS = {
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_sequence_alone(name, backend, device):
-    """Outputs, weights and all gradients are those of ``tfast.attention`` for each sequence, one after the other."""
+    """Outputs, weights and gradients are those of ``tfast.attention`` per sequence."""
     given = dict(OPTIONS[name])
     (q, k, v, grad), sequences = packed_batch(False, torch.float64, "cpu")
     lengths = list(zip(LENGTHS_Q.tolist(), LENGTHS_K.tolist()))
@@ -216,7 +216,7 @@ def test_each_sequence_alone(name, backend, device):
 
 @pytest.mark.parametrize("heads", [1, H])
 def test_a_bias_as_one_tensor(heads):
-    """The parts of a list, flattened and joined; the weights that dropout leaves are those behind the output."""
+    """The tensor is the flattened and joined list; dropped weights belong to the output."""
     (q, k, v, _), sequences = packed_batch(False, torch.float64, "cpu")
     lengths = list(zip(LENGTHS_Q.tolist(), LENGTHS_K.tolist()))
     biases = [torch.randn(heads, n, m, dtype=q.dtype) for n, m in lengths]
@@ -235,7 +235,7 @@ def test_a_bias_as_one_tensor(heads):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_every_option_compiled_exported_and_traced():
-    """Traced code is made of PyTorch's own operators, and pads the batch."""
+    """Traced code consists of PyTorch's own operators and pads the batch."""
     q, k, used = torch.randn(5, H, 8), torch.randn(8, HKV, 8), torch.tensor([4, 3], dtype=torch.int32)
     biases, keep, slopes = [torch.randn(H, 2, 5), torch.randn(H, 3, 3)], torch.arange(8) % 4 > 0, torch.rand(H)
     given = (q, k, starts([2, 3]), starts([5, 3]), *biases, used, keep, slopes)

@@ -1,4 +1,4 @@
-"""Documents, ALiBi, relative positions, softcap and sinks: the meaning of each.
+"""Meaning of documents, ALiBi, relative positions, softcap and sinks.
 
 That every path computes them is held by tests/fuzz/fuzz.py, of which tests/fuzz/test_fuzz.py runs some.
 """
@@ -27,7 +27,7 @@ def inputs(*, L: int = L, dtype: torch.dtype = torch.float32) -> list[torch.Tens
 
 
 def plain(q, k, v, allowed=None, bias=None, softcap=None, sinks=None):
-    """Written out, in the inputs' own type."""
+    """Compute attention by its formula, in the dtype of the inputs."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -41,7 +41,7 @@ def plain(q, k, v, allowed=None, bias=None, softcap=None, sinks=None):
 
 
 def held(actual, dtype=torch.float32, **parts):
-    """Our result, of the first queries or of all, against that of the plain computation."""
+    """Compare the result, of the first queries or of all, with the plain computation."""
     q, k, v = inputs(dtype=dtype)
     q = q[:, :, : actual.shape[2]]
     wide = {
@@ -113,7 +113,7 @@ def test_softcap(softcap):
 
 
 def test_uniform_rows_beside_capped_scores_of_other_documents():
-    """A tile of keys without any of the queries' documents is not computed, nor is the slope of the cap in it."""
+    """A tile of keys without the queries' documents is skipped, and so is the slope of the cap."""
     q, k, v = (t.requires_grad_() for t in inputs())
     ids = torch.zeros(B, L, dtype=torch.int64)
     # The first call leaves NaN in the memory that the kernels keep, also where the slopes are.
@@ -210,7 +210,8 @@ for name, mask in parts.items():
 
 
 def test_memory_is_linear_in_the_length():
-    """Bools of 16,384 x 16,384 would be 262,144 KB. In an interpreter of its own: a peak never falls."""
+    """A mask of 16,384 x 16,384 bools takes 262,144 KB. The test runs in a new process, because peak memory never
+    falls."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     kilobytes = {name: int(n) for name, n in (line.split() for line in done.stdout.splitlines())}
     assert set(kilobytes) == {"documents", "alibi", "relative"} and max(kilobytes.values()) < 60_000, kilobytes

@@ -1,4 +1,4 @@
-"""Gradients beside a nearly one-hot softmax: weights are 1, and the true gradient is almost 0."""
+"""Gradients for a nearly one-hot softmax: weights are 1, and the true gradient is almost 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformer_fast as tfast
 
 SIZES = ((16, 64), (64, 64), (128, 64), (160, 64), (256, 32))
 TIMES_EAGER = {1: 2.5, 10: 6.0, 30: 8.0}
-"""The largest error of a gradient in float32, in errors of eager, by the score of a query's own key."""
+"""Largest error of a gradient in float32, in errors of eager, by the score of a query's own key."""
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def largest_ratio(function: Callable[..., Tensor], scale: float, dtype: torch.dtype) -> float:
-    """The error against float64 of the gradients of q and k, where each query is its own key, times eager's."""
+    """Return the error of the gradients of q and k over eager's, where each query is its own key."""
     ratios = []
     for L, D in SIZES:
         for seed in range(8):
@@ -68,5 +68,5 @@ def test_masks_sinks_and_the_logsumexp_beside_sharp_scores(mask: tfast.Attention
 
 
 def test_what_is_said_of_pytorch() -> None:
-    """Its fused kernel has the larger error too, which is why the gate is not asked of sharp scores."""
+    """PyTorch's fused kernel has the larger error too, so the gate does not apply to sharp scores."""
     assert largest_ratio(F.scaled_dot_product_attention, 30, torch.float32) > 10.0

@@ -1,4 +1,4 @@
-"""Wrong calls of attention, packed and with a cache, and wrong parts of a mask: the error says what was expected."""
+"""Wrong calls of padded, packed and cached attention, and wrong mask parts: the error says what was expected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DECODE = {
         (Q, K, K, N), {"mask": AttentionMask.bias(torch.zeros(6))}, ValueError, "got additive_bias",
     ),
 }  # fmt: skip
-"""Arguments of attention_decode by position and by name, the error, and what it says."""
+"""Arguments of attention_decode by position and by name, the error class, and its text."""
 
 
 def cu(*starts: int) -> torch.Tensor:

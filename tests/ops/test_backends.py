@@ -1,4 +1,4 @@
-"""Choosing a backend: by context manager, by environment, and what happens where it cannot run."""
+"""Choice of a backend: by context manager, by environment, and errors where the backend cannot run."""
 
 import copy
 import threading
@@ -25,7 +25,8 @@ def test_the_context_manager_nests_and_restores():
 
 
 def test_the_environment_is_read_the_context_manager_wins_and_no_heavy_extra_is_loaded():
-    """Neither Triton, nor the compiler, nor what only training and pictures need, unless torch itself does."""
+    """Neither Triton, nor the compiler, nor packages for training and pictures are imported, unless torch imports
+    them."""
     code = f"""
 import sys, torch
 before = set(sys.modules)
@@ -65,7 +66,7 @@ def test_triton_leaves_embedding_to_the_extension():
 
 @pytest.fixture
 def _forgetful():
-    """What was resolved before the test, or in it, is forgotten."""
+    """Clear the cache of resolved backends before and after the test."""
     backends._resolved.cache_clear()
     yield
     backends._resolved.cache_clear()
@@ -119,7 +120,7 @@ META = {  # what makes the model, and a call of it
 
 @pytest.mark.parametrize("name", META)
 def test_models_on_the_meta_device_tell_shapes(name):
-    """Built there, called there, differentiated there; a state dict then gives them values."""
+    """Models are built, called and differentiated on the meta device; then a state dict gives them values."""
     make, call = META[name]
     real = make()
     if name == "accelerated":
@@ -138,7 +139,8 @@ def test_models_on_the_meta_device_tell_shapes(name):
 
 
 class Nested(torch.autograd.Function):
-    """Its backward starts another backward, and so on; PyTorch moves deep ones to a thread of its own."""
+    """Autograd function whose backward starts another backward, recursively; PyTorch moves deep ones to another
+    thread."""
 
     @staticmethod
     def forward(ctx, x, depth, note):
@@ -173,7 +175,7 @@ def test_a_backward_has_the_backend_of_the_thread_that_began_it(depth):
 
 
 def test_each_thread_has_its_own_choice():
-    """Also where the contexts of two threads overlap, and the first that was entered is the first that is left."""
+    """The contexts of two threads overlap; the first that is entered is left first."""
     inside, left, seen = threading.Event(), threading.Event(), {}
 
     def other():

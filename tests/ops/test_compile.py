@@ -1,4 +1,4 @@
-"""torch.compile in one graph and without recompiling for a new length, torch.export, autocast, copies and types."""
+"""torch.compile in one graph without recompilation for a new length; torch.export, autocast, copies and dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache that grows under torch.compile: offsets that grow with it are symbols of the graph, not constants of one."""
+"""A growing cache under torch.compile: its offsets are symbols of the graph, not constants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def heads(length: int) -> Tensor:
 
 
 def assert_two_graphs(function: Callable[..., Tensor], inputs: Callable[[int], tuple]) -> None:
-    """The first length makes a graph and the second makes one for all others. Results are those of the function."""
+    """Assert that the first length makes one graph, the second one for all others, and results are equal."""
     torch._dynamo.reset()
     counter, frames = CompileCounterWithBackend("aot_eager"), []
     compiled = torch.compile(function, fullgraph=True, backend=counter)

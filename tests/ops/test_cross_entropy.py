@@ -1,4 +1,4 @@
-"""``linear_cross_entropy`` against PyTorch's own loss and the fp64 oracle, on every backend of this machine.
+"""``linear_cross_entropy`` against PyTorch's loss and the fp64 oracle, on every backend of this machine.
 
 tests/interpreter/test_cross_entropy.py runs the same on Triton; test_every_op.py has what the op shares with others.
 """

@@ -1,4 +1,4 @@
-"""``linear_cross_entropy`` with all that ``F.cross_entropy`` takes: class weights, probabilities, losses per row.
+"""``linear_cross_entropy`` with the options of ``F.cross_entropy``: class weights, probabilities, losses per row.
 
 test_cross_entropy.py has the plain cases, and tests/interpreter/test_cross_entropy.py their kernel.
 """
@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def ignoring(kind: str) -> dict[str, int]:
-    """What is ignored among targets of a kind."""
+    """Return the ignored index for targets of a kind."""
     return {"ignore_index": IGNORED} if kind == "classes" else {}
 
 

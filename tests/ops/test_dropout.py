@@ -1,4 +1,4 @@
-"""Dropout: every backend of this machine draws exactly the mask of the contract, and is held to the fp64 oracle.
+"""Dropout: every backend of this machine draws exactly the documented mask and passes the gate.
 
 test_every_op.py has what it shares with other ops: strides, threads, seeds, derivatives.
 """
@@ -48,7 +48,7 @@ def test_the_mask_in_double():
 
 
 def compare(shape, dtype, p, added, relu, device, bias_dtype=None):
-    """Hold a call with these added tensors to the oracle."""
+    """Compare a call with these added tensors with the oracle."""
     tensors = {"x": torch.randn(shape), "residual": torch.randn(shape), "bias": torch.randn(shape[-1])}
     tensors = {name: t.to(device, dtype) for name, t in tensors.items() if name == "x" or name in added}
     if bias_dtype is not None:

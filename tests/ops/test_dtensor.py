@@ -1,4 +1,4 @@
-"""Swapped modules with DTensors, in their arguments and in their parameters: what the class of torch.nn computes."""
+"""Swapped modules with DTensors as arguments and as parameters give the results of torch.nn's class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ import transformer_fast as tfast
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone, in which DTensor does all that it does in a larger one."""
+    """Return a mesh of this process only, which uses all of DTensor's code."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,12 +51,12 @@ def plain(t: Tensor) -> Tensor:
 
 PLACEMENTS = {"replicated": Replicate(), "batch": Shard(0), "sequence": Shard(1)}
 ROWS = [kind for kind in KINDS.values() if "Transformer" not in kind.__name__ and "Attention" not in kind.__name__]
-"""What torch computes of every row by itself; of the others it refuses many placements, which takes it a while."""
+"""Modules that torch computes row by row; for others it refuses many placements, slowly."""
 CASES = [("replicated", kind) for kind in KINDS.values()] + [(name, k) for name in ("batch", "sequence") for k in ROWS]
 
 
 def trained(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The output and the gradients of the parameters."""
+    """Return the output and the gradients of the parameters."""
     options = {"need_weights": False} if isinstance(module, nn.MultiheadAttention) else {}
     out = module(*args, **options, **kwargs)
     outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
@@ -81,7 +81,7 @@ def test_arguments(kind: type[nn.Module], parameters: str, placement: str, mesh:
 @pytest.mark.parametrize("training", [True, False])
 @every_kind
 def test_parameters_alone(kind: type[nn.Module], training: bool, mesh: DeviceMesh) -> None:
-    """Plain arguments meet them: torch refuses to mix the two, and so do ours."""
+    """Plain arguments with DTensor parameters: torch refuses the mixture, and so must swapped modules."""
     module, args = make(kind).train(training), inputs(kind)
     fast = distribute_module(swapped(module), mesh)
     module = distribute_module(module, mesh)
@@ -89,13 +89,13 @@ def test_parameters_alone(kind: type[nn.Module], training: bool, mesh: DeviceMes
 
 
 def into(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook that makes DTensors of plain arguments."""
+    """Return a hook that converts plain arguments to DTensors."""
     make_one = lambda t: DTensor.from_local(t, MESHES[0]) if isinstance(t, Tensor) else t  # noqa: E731
     return tuple(map(make_one, args)), {name: make_one(t) for name, t in kwargs.items()}
 
 
 def out_of(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-    """A hook that makes plain results."""
+    """Return a hook that converts results to plain tensors."""
     return out.to_local() if isinstance(out, Tensor) else (out[0].to_local(), *out[1:])
 
 
@@ -105,7 +105,8 @@ MESHES: list[DeviceMesh] = []
 @pytest.mark.parametrize("part", ["norm1", "norm2", "linear1", "linear2", "self_attn"])
 @pytest.mark.parametrize("padded", [True, False])
 def test_one_part_of_a_layer(part: str, padded: bool, mesh: DeviceMesh) -> None:
-    """Sharded alone, between hooks as ``parallelize_module`` makes them. Without hooks torch refuses it, as ours do."""
+    """One part is sharded, between hooks as ``parallelize_module`` makes them. Without hooks torch and swapped
+    modules refuse it."""
     if OLD_TORCH and part == "self_attn":
         pytest.skip("DTensor of PyTorch 2.11 has no rule for attention on a CPU")
     MESHES[:] = [mesh]
@@ -134,7 +135,7 @@ def test_a_norm_takes_the_sum_along(kind: type[nn.Module], mesh: DeviceMesh) -> 
 
 
 class Model(nn.Module):
-    """What tensor parallelism shards by sequence and by vocabulary."""
+    """Model with parts that tensor parallelism shards by sequence and by vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()

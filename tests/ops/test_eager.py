@@ -1,4 +1,4 @@
-"""The eager fast path on the CPU (csrc/ops/eager.h): the numbers of the dispatcher, and never where it must not go."""
+"""Eager fast path on the CPU (csrc/ops/eager.h): the dispatcher's results, and only for supported calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def taken(dtype: torch.dtype = torch.float32) -> dict[str, Call]:
-    """Every call that takes the fast path and has a gradient."""
+    """Return every call with a gradient that takes the fast path."""
     found = calls(dtype) | attention_calls(dtype)
     slow = ("linear", "attention, sinks", "linear_cross_entropy, class weights", "linear_cross_entropy, probabilities")
     return {name: call for name, call in found.items() if name not in slow}
@@ -42,7 +42,7 @@ def decoding(dtype: torch.dtype = torch.float32) -> dict[str, Call]:
 
 @pytest.fixture
 def fast_calls():
-    """Note the calls that took the fast path; one that did not fails."""
+    """Record the calls that take the fast path; another call fails the test."""
     noted = []
 
     class Watch:
@@ -126,8 +126,8 @@ def test_saved_tensor_hooks_see_what_is_saved(fast_calls):
 
 
 def test_a_graph_is_used_once_and_freed_with_its_results(fast_calls):
-    """What is saved is let go by a backward that does not keep it, and by dropping the results; an output that is saved
-    does not keep itself."""
+    """Saved tensors are freed by a backward that does not keep the graph, and with the results; a saved output does
+    not keep itself alive."""
     call = taken()["layer_norm, a sum, dropout"]
     x, weight, bias, residual = (t.requires_grad_() for t in call.tensors.values())
 
@@ -202,7 +202,7 @@ def test_the_seed_is_the_number_torch_draws():
 
 
 def test_a_first_call_in_inference_mode_does_not_close_the_way():
-    """What a plain tensor is was once decided by the first call, and there inference tensors have fewer keys."""
+    """Regression: the first call decided which tensors are plain, and inference tensors have fewer dispatch keys."""
     program("""
 import torch
 from transformer_fast import extension

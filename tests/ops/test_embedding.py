@@ -1,4 +1,4 @@
-"""The embedding line: forward and gradients against the oracle, exact masks, repeatability.
+"""Embedding with positions: forward and gradients against the oracle, exact masks, repeatability.
 
 test_every_op.py has what it shares with other ops: strides, threads, seeds, derivatives.
 """
@@ -41,14 +41,14 @@ def supported(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def case(shape: tuple[int, ...], vocabulary: int, d: int, offset: int, dtype: torch.dtype, device: torch.device):
-    """Ids, a weight, and a table of positions that is a little longer than needed."""
+    """Return ids, a weight, and a table of positions that is a little longer than needed."""
     ids = torch.randint(0, vocabulary, shape, device=device)
     weight = torch.randn(vocabulary, d, device=device).to(dtype)
     return ids, weight, positional_table(offset + shape[-1] + 2, d).to(device)
 
 
 def hold_embed(ids, weight, table, **options) -> None:
-    """Hold the lookup to the oracle: sums run over the batches, or over the rows of one id."""
+    """Compare the lookup with the oracle. Sums run over the batch, or over the rows with one id."""
     tensors = {"weight": weight} if table is None else {"weight": weight, "table": table}
     call = Call("embed", lambda **given: embed(ids, **given, **options), tensors)
     oracle = lambda **given: reference.embedding.embed(ids, **given, **options)  # noqa: E731
@@ -122,7 +122,7 @@ def test_the_known_answer_of_philox_comes_out_of_the_kernel(device: torch.device
 
 @pytest.mark.parametrize("kind", ["all one id", "as frequent as words"])
 def test_a_million_rows(kind: str, device: torch.device) -> None:
-    """Small integers, whose sums are exact in any order."""
+    """Values are small integers, whose sums are exact in any order."""
     shape, d = (4, 2**18 + 1), 3
     frequent = (1000 ** torch.rand(shape)).long()  # Zipf: the share of id i is in proportion to 1 / i
     ids = (torch.full(shape, 7) if kind == "all one id" else frequent).to(device)
@@ -205,7 +205,7 @@ def test_positional_table_is_fp64_rounded_once(length: int, d: int) -> None:
 
 @pytest.mark.parametrize("length,d", [(1, 1), (33, 7), (40, 64)])
 def test_positional_table_in_halves(length: int, d: int) -> None:
-    """First the sines, then the cosines; of an odd width one sine more."""
+    """Sines come first, then cosines; an odd width has one more sine."""
     position = torch.arange(length, dtype=torch.float64)[:, None]
     angle = position / 10000 ** (2 * torch.arange((d + 1) // 2, dtype=torch.float64) / d)
     expected = torch.cat((angle.sin(), angle[:, : d // 2].cos()), dim=1)

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the embedding without a GPU: run on the CPU, and compiled by nvcc."""
+"""CUDA kernels of the embedding without a GPU: run on the CPU, and compiled by nvcc."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = torch.tensor([-0x123456789ABCDEF])
 
 @pytest.fixture(scope="session")
 def cuda() -> SimpleNamespace:
-    """The operators of csrc/cuda, running on the CPU."""
+    """Operators of csrc/cuda, running on the CPU."""
     torch.ops.load_library(str(cuda_sources.build_for_cpu()))
     return getattr(torch.ops, cuda_sources.LIBRARY)
 
@@ -99,12 +99,13 @@ def test_ids_are_sorted_as_narrow_integers(cuda: SimpleNamespace, vocabulary: in
 
 
 def hot_among_others() -> torch.Tensor:
-    """Half a batch one id, the rest frequent as in text: the join adds many chunks, in tiles of 256 columns."""
+    """Return ids of which half are equal and the rest distributed as in text: the join adds many chunks, in tiles of
+    256 columns."""
     return torch.cat((torch.full((700,), 3), (1000 ** torch.rand(700)).long()))[torch.randperm(1400)]
 
 
 def long_batch() -> torch.Tensor:
-    """Of which the chunks are longer."""
+    """Return a longer batch, with longer chunks."""
     return (torch.rand(40_000) ** 3 * 60).long()
 
 

@@ -1,4 +1,4 @@
-"""Strides, empty inputs, threads, seeds, frozen inputs, derivatives and graphs of every op but attention."""
+"""Strides, empty inputs, threads, seeds, frozen inputs, derivatives and graphs of every op except attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_fast import ops
 CALLS = calls()
 DROPS = [name for name in CALLS if name.endswith(", dropout")]
 PRODUCTS = "linear", "linear_cross_entropy"
-"""What a library multiplies, which rounds as it likes for tensors of other strides."""
+"""Ops that a library computes, which may round differently for other strides."""
 
 
 def test_every_public_op_is_in_the_table() -> None:
@@ -87,7 +87,7 @@ def test_no_rows(name: str, leading: tuple[int, ...], device: torch.device) -> N
 
 
 def large() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Calls that are worth several threads: the name in :func:`calls`, and the rows."""
+    """Calls that are large enough for several threads: name in :func:`calls`, and number of rows."""
     sums = ("layer_norm, a sum, dropout", "layer_norm, a sum, std", "layer_norm, a sum, rms, dropout")
     wide = {f"{name}, wide": (name, {"leading": (14,), "d": 20_003}) for name in sums}
     long = {f"{name}, long": (name, {"leading": (1025,), "d": 257}) for name in sums}
@@ -161,7 +161,7 @@ def test_a_backward_is_recorded_and_cannot_be_differentiated_but_by_the_referenc
     call = (CALLS | attention_calls())[name]
 
     def gradients() -> tuple[tuple[Tensor, ...], ...]:
-        """The gradients, recorded for a second derivative and not."""
+        """Return the gradients, with and without a graph for the second derivative."""
         leaves = {leaf: call.tensors[leaf].detach().requires_grad_() for leaf in call.leaves}
         runs = [call.outputs(**leaves) for _ in range(2)]
         grads = [out.detach().cos().requires_grad_() for out in runs[0]]

@@ -1,4 +1,4 @@
-"""Models leave eager PyTorch - torch.jit.trace, both ONNX exporters, torch.export - in its own operators.
+"""Exported models (torch.jit.trace, both ONNX exporters, torch.export) consist of PyTorch's own operators.
 
 The graph is made with one batch and length, and computes the same for another: no mask and no size is a constant of it.
 """
@@ -24,7 +24,7 @@ from transformer_fast import AttentionMask
 from transformer_fast.ops._plain import implementation
 
 BATCHES = (3, 7), (2, 11)
-"""Batch size and length: of the graph, and another."""
+"""Batch size and length of the graph, and others."""
 
 
 def all_of(result: Any) -> list[Tensor]:
@@ -32,7 +32,7 @@ def all_of(result: Any) -> list[Tensor]:
 
 
 def made(case: Case) -> tuple[nn.Module, list[Inputs], list[list[Tensor]]]:
-    """A model in evaluation, inputs of two batches, and what it computes of them."""
+    """Return a model in evaluation mode, inputs of two batches, and its outputs."""
     make, inputs = case
     model, args = make().eval(), [inputs(*batch) for batch in BATCHES]
     with torch.no_grad():
@@ -44,7 +44,7 @@ def assert_same(found: Any, expected: list[Tensor]) -> None:
 
 
 def open_sizes(args: list[Inputs]) -> list[dict[int, Any]]:
-    """By input, the dimensions that differ between the two batches."""
+    """Return, per input, the dimensions that differ between the two batches."""
     pairs = zip(*args, strict=True)
     return [{d: torch.export.Dim.AUTO for d in range(a.dim()) if a.shape[d] != b.shape[d]} for a, b in pairs]
 
@@ -70,7 +70,7 @@ def test_traced(name: str) -> None:
 
 
 def to_decompose() -> Iterator[Any]:
-    """Every op, and a model of packed attention; those that need seconds run with --all."""
+    """Every op, and a model of packed attention; slow ones run with --all."""
     long = "parts of a mask", "parts of a mask, packed and decoding", "packed attention, lengths given", "packed"
     for name in [name for name in OPS if name != "packed attention"] + ["packed"]:
         yield pytest.param(name, marks=pytest.mark.slow("torch.export needs seconds") if name in long else ())
@@ -232,7 +232,7 @@ def test_bert_of_transformers(implementation: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 def test_dynamic_quantisation(name: str) -> None:
-    """Of the linear layers, as on plain models: close to what was there before, and the fused ops still run."""
+    """Quantised linear layers give close results, and the fused ops still run."""
     model, (_, args), (_, expected) = made(MODELS[name])
     quantised = quantize_dynamic(model, {nn.Linear}, torch.qint8)
     assert any(isinstance(m, torch.ao.nn.quantized.dynamic.Linear) for m in quantised.modules())

@@ -1,4 +1,4 @@
-"""Loading the extension, and what is said when it is missing, broken or built for something else."""
+"""Loading of the extension, and messages if it is missing, broken or built for another torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ STUBS = {
 
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package without its extension, in a checkout's place: beside a setup.py."""
+    """Make a copy of the package without its extension, in a checkout with a setup.py."""
     folder = tmp_path_factory.mktemp("copy")
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "transformer_fast", folder / "transformer_fast", ignore=ignored)
@@ -94,7 +94,7 @@ def test_installed_for_another_torch_names_both_ways_out_and_what_runs(package: 
 
 
 def useless_extension(package: Path, content: bytes | dict[str, object] | None) -> tuple[str, str, str]:
-    """With this as the extension: its status, the one warning of two calls, and what asking for it raises."""
+    """Return, for this file as the extension: its status, the one warning of two calls, and the error of a request."""
     for old in (package / "transformer_fast").glob("_C.*"):
         old.unlink()
     file = package / "transformer_fast" / f"_C.torch{MINOR}{EXTENSION_SUFFIXES[0]}"
@@ -220,7 +220,8 @@ for name in ("mmx", sys.argv[1]):
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("name", extension.module().supported_instruction_sets() if extension.load() else [])
 def test_the_environment_chooses_the_kernels(name: str) -> None:
-    """At the first op; a wrong name is an error there. A process of its own: other libraries bring OpenMP runtimes."""
+    """The variable is read at the first op, where a wrong name is an error. It runs in a new process, because other
+    libraries bring OpenMP runtimes."""
     done = python("-c", CHOICES, name)
     assert done.returncode == 0, done.stderr
     unknown, known, *maps = done.stdout.splitlines()
@@ -267,7 +268,7 @@ thread.start(), thread.join()
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 @pytest.mark.parametrize("count", [1, 3])
 def test_kernels_use_as_many_threads_as_torch_in_a_new_thread_too(count: int) -> None:
-    """OpenMP itself would take the number of the environment there."""
+    """OpenMP would otherwise take the number of the environment in a new thread."""
     done = python("-c", THREADS, str(count), OMP_NUM_THREADS="2")
     assert done.returncode == 0 and int(done.stdout) == count, done.stdout + done.stderr
 

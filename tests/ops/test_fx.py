@@ -1,4 +1,4 @@
-"""Accelerated models in graphs of torch.fx: the same nodes, numbers, copies and pickles as the models before."""
+"""Accelerated models in torch.fx: equal graph nodes, results, copies and pickles as before."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ import transformer_fast as tfast
 
 
 class Holder(nn.Module):
-    """Passes as many arguments on as a module takes, and computes something with the result."""
+    """Module that passes the right number of arguments to another one and computes with the result."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Holder(nn.Module):
 
 
 class Model(nn.Module):
-    """All kinds of modules, several of them inside another one."""
+    """Modules of all kinds, several of them nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class Model(nn.Module):
 
 
 class Inside(fx.Tracer):
-    """Looks into each module."""
+    """Tracer that traces into each module."""
 
     def is_leaf_module(self, m: nn.Module, path: str) -> bool:
         return False
 
 
 class Attentions(fx.Tracer):
-    """Knows attention by its class, as tracers of libraries do."""
+    """Tracer that treats attention as a leaf by its class, as tracers of libraries do."""
 
     def is_leaf_module(self, m: nn.Module, path: str) -> bool:
         return isinstance(m, nn.MultiheadAttention) or super().is_leaf_module(m, path)
@@ -72,7 +72,7 @@ def nodes(graph: fx.Graph) -> list[tuple[str, Any]]:
 
 
 def copies(traced: fx.GraphModule) -> list[nn.Module]:
-    """The module, and what comes back from a copy, a pickle and a file."""
+    """Return the module, and its copies by copy, pickle and file."""
     file = io.BytesIO()
     torch.save(traced, file)
     file.seek(0)
@@ -96,7 +96,7 @@ def test_a_swapped_module_is_a_leaf(kind: type[nn.Module]) -> None:
 @every_kind
 @pytest.mark.parametrize("tracer", [Inside, Attentions])
 def test_tracers_that_look_inside(kind: type[nn.Module], tracer: type[fx.Tracer]) -> None:
-    """They find what they find in the class of torch.nn, or fail as they fail there."""
+    """They give the graph of torch.nn's class, or fail with its error."""
 
     def found(module: nn.Module) -> tuple[Any, ...]:
         root, args = Holder(module), (inputs(kind) * 3)[:3]
@@ -109,7 +109,7 @@ def test_tracers_that_look_inside(kind: type[nn.Module], tracer: type[fx.Tracer]
 
 @every_kind
 def test_a_swapped_module_as_the_root(kind: type[nn.Module]) -> None:
-    """A root is always looked into, and all of its arguments are placeholders."""
+    """A root is always traced into, and all of its arguments are placeholders."""
     plain, args = make(kind), inputs(kind)
 
     def found(module: nn.Module) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ def test_dropout_follows_the_mode_of_the_graph_module() -> None:
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Linear])
 def test_a_hook_runs_once(kind: type[nn.Module]) -> None:
-    """The tracer runs the hooks of what it does not know, and records them."""
+    """The tracer runs and records the hooks of modules that it does not know."""
     model, (x,) = nn.Sequential(swapped(make(kind))), inputs(kind)
     model[0].register_forward_hook(lambda module, args, out: out * 3.0)
     expected = model(x)

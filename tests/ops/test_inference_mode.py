@@ -1,4 +1,4 @@
-"""Tensors made under torch.inference_mode, such as a mask that a validation pass kept, in training.
+"""Inference tensors, such as a mask that a validation pass kept, in training.
 
 Autograd saves no such tensor. PyTorch raises where it is a value of the computation, and trains where it is a mask.
 """
@@ -47,7 +47,7 @@ ARGUMENTS = [(name, argument) for name, call in CALLS.items() for argument in ca
 
 
 def torch_function(call: Call, argument: str) -> Callable[..., Tensor] | None:
-    """The function of PyTorch that saves the values of this argument too, where there is one."""
+    """Return PyTorch's function that saves the values of this argument too; None if there is none."""
     if "attention" in call.op and argument in ("q", "k", "v", "query", "key", "value"):
         return lambda q, k, v: (q @ k.mT).softmax(-1) @ v
     if call.op == "linear" and argument != "bias":
@@ -96,7 +96,7 @@ def test_a_change_of_the_mask_before_backward_changes_no_gradient() -> None:
 
 
 class Attends(nn.Module):
-    """A model that calls torch's attention with a mask, as accelerate finds it."""
+    """Model that calls torch's attention with a mask, for accelerate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_models_train_with_masks_of_a_validation_pass(name: str) -> None:
 
 
 def test_compiled() -> None:
-    """A graph saves what it was given, as plain PyTorch compiled does; what it makes of that trains."""
+    """A graph saves its inputs, as in plain compiled PyTorch; a mask that the graph makes can be used in training."""
     with torch.inference_mode():
         keep, lengths = KEEP.clone(), torch.tensor([3, 17])
     masks = {

@@ -1,4 +1,4 @@
-"""When attention keeps the bits of dropout for its backward, and how they get there."""
+"""Conditions under which attention keeps dropout bits for its backward, and the way of the bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bytes_kept(
     params: AttentionParams, *, arch: str = "sm90", queries: int = 1024, keys: int = 1024, D: int = 64,
     dtype: torch.dtype = torch.bfloat16,
 ) -> int | None:  # fmt: skip
-    """Of a call of two batches and three heads; None where it keeps nothing."""
+    """Return the bytes kept for a call of two batches and three heads; None if nothing is kept."""
     q, k = (meta(2, 3, length, D, dtype=dtype) for length in (queries, keys))
     found = kept_bits.empty_kept_bits(q, k, params, arch)
     return None if found is None else found.numel() * found.element_size()
@@ -72,7 +72,7 @@ def test_not_in_tiles_without_whole_words(monkeypatch, tile):
 
 
 def test_not_more_than_their_share(monkeypatch):
-    """By default as much as q, k, v and the output take."""
+    """The default limit is the size of q, k, v and the output."""
     assert bytes_kept(DROPPED, queries=4096, keys=4096) is not None
     assert bytes_kept(DROPPED, queries=4097, keys=4097) is None
     monkeypatch.setitem(configs.KEPT_BITS, "share", 0.49)
@@ -86,7 +86,7 @@ def test_not_more_than_their_share(monkeypatch):
 
 @pytest.mark.parametrize("share", [1.0, 0.0])
 def test_the_backward_gets_what_the_forward_kept(on_a_gpu, monkeypatch, share):
-    """The first call, and one that the extension launches again; without gradients nothing is kept."""
+    """Test the first call and a call that the extension repeats; without gradients nothing is kept."""
     monkeypatch.setitem(configs.KEPT_BITS, "share", share)
     q, k, v = (floats(1, 2, 600, 64).half().requires_grad_() for _ in range(3))
     kernels = forward._forward_kernel, backward.grad_q_kernel, backward.grad_kv_kernel

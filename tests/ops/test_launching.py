@@ -1,4 +1,4 @@
-"""The fast path to launch a Triton kernel against Triton's own, without a GPU: a driver that only records.
+"""Fast launches of Triton kernels against Triton's launcher, without a GPU: the driver only records.
 
 A call of a launcher that repeats an earlier one only gets other pointers: what is kept, and when it is forgotten.
 """
@@ -25,7 +25,7 @@ launch_cache, Launch = cached.launch_cache, launching.Launch
 
 
 def by_both(launches, launched):
-    """Return what the driver gets when each launch is replayed, and what it got from Triton."""
+    """Return the driver calls of replayed launches, and those of Triton."""
     replayed, by_triton = [], []
     for number, launch in enumerate(launches):
 
@@ -74,7 +74,8 @@ def test_a_new_length_compiles_no_norm_and_no_dropout(launched):
 
 
 def call_twice(launched, first, second, scalars=(), prepare=None):
-    """Two calls of run_cached on inputs (x, y) and an output; what the second launched, and how often each prepared."""
+    """Call run_cached twice on inputs (x, y) and an output; return the second launch, and the number of preparations
+    per call."""
     prepared = []
 
     def counted(*tensors):
@@ -128,7 +129,7 @@ def test_a_call_that_copies_is_prepared_each_time(launched):
 
 
 def test_inputs_that_are_not_those_of_the_call_are_not_kept(launched):
-    """A launcher that works on a copy of an input: the next call would get the copy's place, with other strides."""
+    """A launcher works on a copy of an input; a repeated launch would get another pointer, with other strides."""
     x, y, out = (floats(64) for _ in range(3))
     for _ in range(2):
         run_kept(cached.extension.LaunchCall((), (x, y)), (x, y.clone()), (out,), lambda *given: [launch_of(*given)])
@@ -136,14 +137,14 @@ def test_inputs_that_are_not_those_of_the_call_are_not_kept(launched):
 
 
 def call_with_source(inputs):
-    """A call of (x, mask) whose launches take what is derived from the mask."""
+    """Call on (x, mask), with launches whose arguments are derived from the mask."""
     call = cached.extension.LaunchCall((), inputs)
     call.source(inputs[1])
     return call
 
 
 def test_what_is_derived_from_contents_is_kept_until_they_change(launched):
-    """A map of a mask is made once for many calls, and anew for another mask or when the mask was written to."""
+    """A map of a mask is made once for many calls, and anew for another mask or after a write to it."""
     x, mask, other = floats(64), floats(64), floats(64)
     made = []
 
@@ -171,7 +172,7 @@ def test_what_is_derived_from_contents_is_kept_until_they_change(launched):
 
 
 def call_on(mask):
-    """A call that derives a tensor from a mask, which is kept on the mask."""
+    """Call a launch with a tensor that is derived from a mask and cached on the mask."""
     x, derived = floats(64), []
 
     def prepare(x, mask, out):
@@ -220,7 +221,7 @@ def test_cached_calls_are_bounded(launched, monkeypatch):
 
 @pytest.mark.parametrize("why", ["enter hook", "exit hook", "debug", "pre-run hook", "another Triton"])
 def test_where_nothing_is_replayed(launched, monkeypatch, why):
-    """Everything goes through Triton while someone watches, and with a Triton that is not known."""
+    """All launches go through Triton if a hook is set, and with an unknown version of Triton."""
     x = floats(64)
 
     def again():
@@ -247,7 +248,7 @@ def test_where_nothing_is_replayed(launched, monkeypatch, why):
 
 
 def layer(name):
-    """A call of a launcher on new tensors, which it gives by name."""
+    """Call a launcher on new tensors; return them by name."""
     from transformer_fast.triton import dropout, norm, norm_backward
 
     x, y, weight, bias = floats(24, 64), floats(24, 64), floats(64), floats(64)
@@ -264,7 +265,7 @@ def layer(name):
 
 @pytest.mark.parametrize("name", ["norm", "norm backward", "dropout", "dropout backward"])
 def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
-    """A launcher's second call, on other tensors of the same layouts, prepares nothing and launches the same."""
+    """The second call, on other tensors of the same layouts, prepares nothing and launches the same kernels."""
     monkeypatch.setattr(launch_cache, "enabled", False)
     call, given = layer(name)
     call()

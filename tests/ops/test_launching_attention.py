@@ -1,4 +1,4 @@
-"""Whole calls of attention as on a GPU, on CPU tensors that only a recording driver gets."""
+"""Whole attention calls as on a GPU, on CPU tensors with a recording driver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def masks():
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", masks())
 def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, dropout_p):
-    """From the second call on: nothing is checked in Python, nothing prepared, and the gradient is found in C++."""
+    """From the second call on, nothing is checked in Python or prepared, and the gradient is computed in C++."""
     attention = sys.modules["transformer_fast.ops.attention"]
     mask = masks()[name]
     q, k, v = (floats(2, 4, 24, 32).requires_grad_() for _ in range(3))
@@ -90,7 +90,7 @@ KINDS = {
 @pytest.mark.cover(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypatch, kind):
-    """Padded and packed, forward and backward: the same kernels, grids and scalars, and tensors in the same places.
+    """Padded and packed, forward and backward: equal kernels, grids, scalars and tensor positions.
 
     The extension names a call and its inputs (``call_of``) in the order in which ``run_call`` prepares them. In another
     order nothing would be kept.
@@ -152,7 +152,7 @@ def test_rarer_kernels_are_replayed_too(on_a_gpu, monkeypatch, call):
 
 
 def test_gradients_of_unused_keys_are_zero_in_every_call(on_a_gpu):
-    """The kernels do not write them, and a replay has only the kernels."""
+    """The kernels do not write them, and a replay runs only the kernels."""
     q, k, v = (floats(24, 4, 32).requires_grad_() for _ in range(3))
     used = torch.tensor([5, 9], dtype=torch.int32)
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_another_value_of_an_option_is_another_launch(on_a_gpu, kind):
 
 @pytest.mark.parametrize("kind", ["one part", "in parts", "pages"])
 def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch, kind):
-    """The same kernels, grids and scalars, tensors in the same places, and temporaries that do not overlap."""
+    """Kernels, grids, scalars and tensor positions are equal, and temporaries do not overlap."""
     q, k, v = floats(2, 8, 1, 40), floats(2, 4, 600, 40), floats(2, 4, 600, 40)
     lengths, options = torch.tensor([600, 9], dtype=torch.int32), {}
     if kind == "one part":
@@ -225,7 +225,7 @@ def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch
 
 
 def test_what_was_derived_from_a_mask_is_not_used_after_it_was_written_to(on_a_gpu):
-    """The map of its tiles is on the device, where nobody looks: only the count of writes tells."""
+    """The tile map is on the device and is not compared; only the version counter shows the write."""
     keep = torch.ones(2, 1, 24, 24, dtype=torch.bool)
     q = floats(2, 4, 24, 32)
 
@@ -256,7 +256,7 @@ def test_the_seed_of_a_launch_is_a_number_that_backward_gets_again(on_a_gpu):
 
 
 def test_a_captured_graph_draws_its_seed_on_the_device(monkeypatch):
-    """A number would be one mask for every replay."""
+    """A seed from the host would repeat one mask in every replay."""
     from transformer_fast.ops import seeds
 
     drawn = torch.tensor([5])
@@ -268,7 +268,7 @@ def test_a_captured_graph_draws_its_seed_on_the_device(monkeypatch):
 
 
 def test_new_lengths_compile_nothing(on_a_gpu):
-    """Sentences of any length, with and without a mask: the functions started are those of the first call."""
+    """Sentences of any length, with and without a mask, start the functions of the first call."""
     started = {}
     for length in (17, 24, 31, 40, 64, 97):
         lengths = torch.tensor([length, length // 2])
@@ -282,7 +282,7 @@ def test_new_lengths_compile_nothing(on_a_gpu):
 
 
 def wrong_calls():
-    """The wrong inputs of every public function of attention, by name: (call, error, message)."""
+    """Wrong inputs of every public attention function, by name: (call, error, message)."""
     rows = {name: tuple(row) for name, row in (test_wrong_inputs.ATTENTION | test_wrong_inputs.MASKS).items()}
     rows = {name: row for name, row in rows.items() if not name.startswith(("triton on CPU", "layer"))}
     for name, calls in (("packed", test_attention_wrong_inputs.PACKED), ("decode", test_attention_wrong_inputs.DECODE)):

@@ -1,4 +1,4 @@
-"""The linear layer against ``F.linear``: values, gradients of the first and second order, and every call it leaves."""
+"""Linear layer against ``F.linear``: values, gradients of first and second order, and calls that go to torch."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ def inputs(leading: tuple[int, ...], width: int, outputs: int, bias: bool = True
 
 
 def bound(terms: int, size: Tensor) -> Tensor:
-    """Of the rounding of a sum of `terms` products whose absolute values sum to `size`, in any order: the statistical
-    bound of Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019, for one in 1e8."""
+    """Bound of the rounding error of a sum of `terms` products whose absolute values sum to `size`, in any order.
+
+    It is the statistical bound of Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019,
+    which one sum in 1e8 exceeds.
+    """
     return 6 * math.sqrt(terms) * 2.0**-24 * size + 1e-37
 
 
@@ -86,7 +89,7 @@ def test_large_products_go_to_onednn_and_small_ones_do_not(by_onednn: None) -> N
 
 
 def assert_like_torch(compute: Callable[[Callable[..., Tensor]], tuple[Tensor, ...]], rtol: float = 1e-5) -> None:
-    """What is computed with our function is what is computed with torch's."""
+    """Assert that our function and torch's give equal results."""
     for found, expected in zip(compute(ops.linear), compute(F.linear), strict=True):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * float(expected.detach().abs().max()))
 
@@ -226,7 +229,7 @@ def test_modules_that_are_called() -> None:
 
 
 def nodes(out: Tensor) -> list[str]:
-    """The names of all nodes of a graph, one for each time it computes something."""
+    """Return the names of all nodes of a graph, once per evaluation."""
     found, open_ones = {}, [out.grad_fn]
     while open_ones:
         node = open_ones.pop()

@@ -1,4 +1,4 @@
-"""The linear layer in code that torch.compile and torch.export make: which product is in it, and what it computes."""
+"""Linear layer in code of torch.compile and torch.export: the chosen product, and its results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fresh() -> None:
 
 
 def compiled_ops(function: Linear, *args: Any) -> tuple[Any, list[str]]:
-    """What a compiled function returns, and the operators of its graphs, forward and backward."""
+    """Return the outputs of a compiled function, and the operators of its graphs, forward and backward."""
     found: list[str] = []
 
     def collect(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
@@ -63,7 +63,7 @@ def test_three_products_go_to_the_op_and_are_those_of_eager_code(leading: tuple[
 
 
 def test_inductor_and_open_sizes() -> None:
-    """One graph for many rows and for few, which another library multiplies."""
+    """One graph for many rows and for few, which different libraries multiply."""
     _, weight, bias = inputs((1,), 256, 384)
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(lambda x: F.gelu(ops.linear(x, weight, bias)), dynamic=True, backend=counter)

@@ -1,4 +1,4 @@
-"""AttentionMask: every dialect means the same, and masks combine without growing."""
+"""AttentionMask: all dialects of a mask are equal, and combined masks do not grow."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_and_is_the_intersection_of_every_pair():
     ids=["bool", "int", "float"],
 )
 def test_a_bare_tensor_does_not_combine_and_every_reading_is_named(t, named):
-    """Whether True means kept or blocked, and where the heads stand, differs from library to library."""
+    """Libraries differ in the meaning of True and in the place of the heads."""
     for combine in (lambda: AttentionMask.causal() & t, lambda: t & AttentionMask.causal()):
         with pytest.raises(TypeError, match="several ways") as raised:
             combine()
@@ -103,7 +103,7 @@ def test_a_bare_tensor_does_not_combine_and_every_reading_is_named(t, named):
 
 
 def test_padding_and_dense_stay_apart():
-    """Combining a (1, 1, Lq, Lk) mask with padding must not build one (Lq, Lk) mask for each sentence."""
+    """A (1, 1, Lq, Lk) mask combined with padding must not become one (Lq, Lk) mask per sentence."""
     mask = AttentionMask.keep(torch.ones(1, 1, LQ, LK).bool()) & AttentionMask.keep(torch.ones(B, 1, 1, LK).bool())
     assert mask.keep_mask.shape == (1, 1, LQ, LK)
     assert mask.key_keep_mask.shape == (B, 1, 1, LK)
@@ -144,7 +144,7 @@ def test_normal_lengths_are_read_in_every_call():
 
 @pytest.mark.parametrize("made", [AttentionMask.keep, AttentionMask.blocked])
 def test_two_dimensions_are_queries_and_keys_whatever_their_sizes(made):
-    """Also where a batch has as many sentences as there are queries, or as there are heads."""
+    """The batch may have as many sentences as there are queries or heads."""
     q = torch.randn(4, 4, 4, 8)
     square = torch.ones(4, 4).tril().bool() if made == AttentionMask.keep else torch.ones(4, 4).triu(1).bool()
     expected = attention(q, q, q, causal=True)

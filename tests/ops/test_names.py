@@ -1,4 +1,4 @@
-"""Arguments under the names of other libraries: the error says what to write here."""
+"""Arguments with the names of other libraries: the error says what to write here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_shape_that_torch_wants_second() -> None:
 
 @pytest.mark.parametrize("op", HINTS)
 def test_what_the_hints_say_is_there(op: str) -> None:
-    """What a hint says to write exists, and no hint stands for an argument that the op has."""
+    """Hints name existing things, and no hint is for an argument that the op has."""
     arguments = inspect.signature(getattr(tfast, op)).parameters
     for name, hint in HINTS[op].items():
         assert name not in arguments, f"{op} has {name}"

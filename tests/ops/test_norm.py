@@ -1,4 +1,4 @@
-"""``tfast.layer_norm``, every backend of this machine against the fp64 oracle.
+"""``tfast.layer_norm`` against the fp64 oracle, on every backend of this machine.
 
 test_every_op.py has what norms share with other ops: strides, threads, seeds, derivatives.
 """
@@ -21,7 +21,7 @@ def norm(
     rows, d, kind="layer", dtype=torch.float32, *, fused="plain", eps=1e-5, weights=None, absent=(), offset=0.0,
     spread=1.0, device="cpu"
 ):  # fmt: skip
-    """A call of rows of x, residual, weight and bias, and the oracle of it. "rms" has no bias."""
+    """Return a call on x, residual, weight and bias, and its oracle. "rms" has no bias."""
     residual, dropout_p = FUSED[fused]
     shapes = {"x": (rows, d), "residual": (rows, d), "weight": (d,), "bias": (d,)}
     left_out = {*absent, *(() if residual else ["residual"]), *(["bias"] if kind == "rms" else [])}

@@ -1,4 +1,4 @@
-"""``tfast.pack`` and ``tfast.unpack``: what is taken out comes back in its place, and wrong masks are refused."""
+"""``tfast.pack`` and ``tfast.unpack``: a round trip restores tokens and places; wrong masks are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Results in new memory at every call (csrc/cpu/simd/prefault.h): bit by bit those of a few rows at a time.
+"""Results in new memory at every call (csrc/cpu/simd/prefault.h) equal those of a few rows at a time, bit by bit.
 
 glibc asks the system for every block of 32 MiB or more, so such a result is new memory; a few rows are not asked for.
 """
@@ -16,7 +16,7 @@ FEW = 83
 
 
 def by_few_rows(op, *inputs):
-    """op over FEW rows at a time, put together."""
+    """Compute op on FEW rows at a time and concatenate the results."""
     parts = [op(*(x[first : first + FEW] for x in inputs)) for first in range(0, ROWS, FEW)]
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 

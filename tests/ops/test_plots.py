@@ -1,4 +1,4 @@
-"""The pictures show the numbers they claim to show."""
+"""Pictures show the values that they are made from."""
 
 import math
 
@@ -15,7 +15,7 @@ from transformer_fast.translation.tokenizer import Tokenizer
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Every figure that was saved, to look into."""
+    """Return every saved figure."""
     saved = []
     save = matplotlib.figure.Figure.savefig
 
@@ -33,7 +33,7 @@ def tokenizer():
 
 
 def by_hand(model, src, trg):
-    """Cross-attention weights of every layer, with the reference classes' own submodules and plain PyTorch."""
+    """Compute the cross-attention weights of every layer with the reference classes' submodules and plain PyTorch."""
     memory, x = model.encoder(src, None), model.decoder.pe(model.decoder.embed(trg))
     look_ahead = reference.layers.subsequentmask(trg.shape[1])
     found = []

@@ -1,5 +1,5 @@
-"""What every CPU kernel is made of, as it is compiled for a CPU that has none of the vector units we know, and for
-those of x86 that this one has.
+"""Building blocks of the CPU kernels, compiled for a CPU without a known vector unit, and for each vector unit of
+this x86 CPU.
 
 ``make arm-check`` builds the same program, and whole kernels, for aarch64 and runs them in qemu.
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 UNITS = {"none": ((), 32), "avx2": (("-march=x86-64-v3",), 32), "avx512": (("-march=x86-64-v4",), 64)}
-"""By name, the compiler's flags and the bytes of a vector."""
+"""Compiler flags and bytes per vector, by name."""
 
 
 @pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler")

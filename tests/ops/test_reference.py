@@ -1,4 +1,4 @@
-"""The oracle itself, held to PyTorch's own functions and to values worked out by hand."""
+"""Oracle against PyTorch's own functions and against values computed by hand."""
 
 import math
 
@@ -89,7 +89,7 @@ def test_rows_with_every_key_blocked(empty_rows):
 
 
 def test_fill_with_minus_1e9_is_the_uniform_row():
-    """The definition is what the classic code computes, fully blocked rows included."""
+    """The definition equals the classic code, fully blocked rows included."""
     q, k, v = (torch.randn(2, 2, n, 8) for n in (4, 6, 6))
     keep = torch.rand(2, 1, 4, 6) > 0.6
     keep[0, 0, 2] = False
@@ -164,7 +164,7 @@ def test_stacks_start_from_copies_of_one_layer_and_tie():
 
 
 def test_reference_layer_order_is_the_papers_in_post_norm():
-    """Post-norm with LayerNorm is torch.nn.TransformerEncoderLayer, weight by weight."""
+    """Post-norm with LayerNorm equals torch.nn.TransformerEncoderLayer, weight by weight."""
     ours = layers.EncoderLayer(16, 4, 0.0, d_ff=32, norm_first=False, norm="layer")
     torchs = torch.nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=False)
     state = ours.state_dict()

@@ -1,4 +1,4 @@
-"""A tensor is written to between two equal calls, in ways that PyTorch does not count: the second call sees it."""
+"""Writes to a tensor between two equal calls, in ways that PyTorch does not count, change the second result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 
 
 def check_refills(make: Callable[[int], Call], compute: Callable[[Call], list[Tensor]] = Call.outputs) -> None:
-    """Refill each tensor of a call in each way, and compare with a call of fresh tensors."""
+    """Write to each tensor of a call in each way, and compare with a call on new tensors."""
     for name in make(0).tensors:
         for refill in REFILLS.values():
             call, others = make(0), make(1).tensors

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention against torch's own function: the same results, gradients, shapes and errors."""
+"""scaled_dot_product_attention against torch's function: equal results, gradients, shapes and errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ PAIRS = [
 
 
 def inputs(name: str, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
-    """Query, key, value and mask; those that can be learned require a gradient."""
+    """Return query, key, value and mask; float ones require a gradient."""
     generator = torch.Generator().manual_seed(0)
     *shapes, mask, options = CASES[name]
     tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
@@ -90,7 +90,7 @@ def inputs(name: str, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], dict
 
 
 def run(attend: Callable[..., Tensor], tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
-    """The result, and the gradients of all that require one."""
+    """Return the result, and the gradients of all inputs that require one."""
     out = attend(*tensors, **options)
     weights = torch.linspace(-1.0, 2.0, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
     trained = [t for t in tensors if t.requires_grad]
@@ -118,7 +118,8 @@ def test_as_torch_computes(name: str, kind: str, dtype: torch.dtype) -> None:
 
 
 def test_the_signature_is_that_of_torch() -> None:
-    """torch's is in its documentation, where scale and enable_gqa stand behind no star, which its parser wants."""
+    """torch's signature is in its documentation, where scale and enable_gqa are not keyword-only, as its parser
+    wants."""
     documented = re.search(r"scaled_dot_product_attention\((.*?)\)", TORCH.__doc__, re.DOTALL)[1]
     parameters = inspect.signature(ours).parameters
     assert [part.strip().partition("=")[0] for part in documented.split(",")] == list(parameters)
@@ -173,7 +174,7 @@ def test_a_wrong_call_gets_the_error_of_torch(name: str) -> None:
 
 
 def test_a_mask_and_is_causal() -> None:
-    """torch's documentation forbids both. Its math kernel refuses; its flash kernel of the CPU did so from 2.14 on."""
+    """torch's documentation forbids both. Its math kernel refuses; its flash kernel for CPUs refuses since 2.14."""
     mask, refusal = torch.randn(5, 5), "should not be set when is_causal=True"
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match=refusal):
         ours(Q, Q, Q, mask, is_causal=True)
@@ -188,7 +189,8 @@ def test_a_mask_and_is_causal() -> None:
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest"])
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 def test_rows_that_see_no_key(kind: str, kernel: SDPBackend, dtype: torch.dtype) -> None:
-    """Zeros and no gradient where all is blocked; the mean of the values where only the lowest number was added."""
+    """If all keys are blocked, the result and gradient are 0; if the lowest number is added, the result is the mean
+    of the values."""
     q, k, v = (torch.randn(1, 2, 4, 8, dtype=dtype).requires_grad_() for _ in range(3))
     keep = torch.ones(4, 4, dtype=torch.bool)
     keep[1] = False
@@ -207,7 +209,7 @@ def test_rows_that_see_no_key(kind: str, kernel: SDPBackend, dtype: torch.dtype)
 
 @pytest.mark.parametrize("options", [{}, {"mask": "bool"}, {"mask": "float"}, {"is_causal": True}], ids=str)
 def test_dropout_draws_the_mask_of_the_oracle(options: dict[str, Any]) -> None:
-    """Every way into the op, from 4 dimensions and from 3, draws what the reference says, in the seed's order."""
+    """All entry points, with 4 and 3 dimensions, draw the reference's masks in the seed's order."""
     q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
     keep = torch.rand(9, 9) > 0.3
     keep[:, 0] = True
@@ -310,7 +312,7 @@ def test_a_backend_that_was_asked_for_is_used() -> None:
 
 
 def test_ours_in_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What people do with a drop-in; calls that fall back must not come back to it."""
+    """Users assign our function to torch's name; calls that fall back must not recurse."""
     monkeypatch.setattr(F, "scaled_dot_product_attention", ours)
     torch.testing.assert_close(F.scaled_dot_product_attention(Q, Q, Q), TORCH(Q, Q, Q))
     with pytest.raises(RuntimeError, match="same dtype"):

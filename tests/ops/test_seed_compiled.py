@@ -1,4 +1,4 @@
-"""The dropout mask of a compiled backward is that of its forward, however much the partitioner computes again."""
+"""The compiled backward uses the dropout mask of its forward, whatever the partitioner recomputes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def network(name: str) -> Callable[[Tensor], Tensor]:
-    """A sum that goes through an op with dropout twice, between products."""
+    """Compute a sum that goes through an op with dropout twice, between products."""
     weights = torch.randn(B, L, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     if name == "Transformer layer":
         torch.manual_seed(3)
@@ -57,7 +57,8 @@ def network(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def assert_gradient_is_the_slope(function: Callable[[Tensor], Tensor], eager: Callable[[Tensor], Tensor]) -> None:
-    """The gradient along a direction is the slope of the function with one seed; its values are those of eager."""
+    """Assert that the directional gradient is the slope of the function with one seed, and that values are those of
+    eager."""
     generator = torch.Generator().manual_seed(4)
     x, direction = torch.randn(2, B, L, D, dtype=torch.float64, generator=generator)
 

@@ -1,4 +1,4 @@
-"""Swapped modules with tensors that the fused ops do not take: what the class of torch.nn computes, or its error."""
+"""Swapped modules with tensors that the fused ops do not support give the results, or errors, of torch.nn's class."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def quiet() -> Iterator[None]:
 
 
 class Labelled(Tensor):
-    """A subclass that changes nothing."""
+    """Tensor subclass that changes nothing."""
 
 
 class Watching(Tensor):
-    """A subclass that sees the functions called with it."""
+    """Tensor subclass that sees the functions called with it."""
 
     seen: ClassVar[list[Any]] = []
 
@@ -48,7 +48,7 @@ class Watching(Tensor):
 
 
 class Wrapping(Tensor):
-    """A subclass that holds a tensor, has no memory itself, and sees the operators called with it."""
+    """Tensor subclass that wraps a tensor, has no memory itself, and sees the operators called with it."""
 
     inner: Tensor
     seen: ClassVar[list[Any]] = []
@@ -68,7 +68,7 @@ class Wrapping(Tensor):
 
 
 def rows(x: Tensor) -> list[Tensor]:
-    """Sentences of different lengths."""
+    """Return sentences of different lengths."""
     return [row[: max(1, x.shape[1] - 2 * n)] for n, row in enumerate(x)]
 
 
@@ -91,7 +91,7 @@ UNSERVED: dict[str, Callable[[Tensor], Tensor]] = {
     "sparse, hybrid": lambda x: x.to_sparse(1),
     "mkldnn": lambda x: x.to_mkldnn(),
 }
-"""Makes a tensor of a kind out of a plain one (N, L, ...)."""
+"""Functions that convert a plain tensor (N, L, ...) to one of a kind."""
 
 SERVED: dict[str, Callable[[Tensor], Tensor]] = {
     "parameter": lambda x: nn.Parameter(x, requires_grad=x.is_floating_point()),
@@ -102,7 +102,7 @@ SERVED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def plain(t: Tensor) -> Tensor:
-    """The numbers of a tensor of one of the kinds."""
+    """Return the values of a tensor of any kind."""
     t = t.detach()
     if isinstance(t, Wrapping):
         return plain(t.inner)
@@ -115,7 +115,8 @@ def plain(t: Tensor) -> Tensor:
 
 
 def called(module: nn.Module, convert: Callable[[Tensor], Tensor], args: list[Tensor], grad: bool) -> Any:
-    """The output for tensors of a kind, and the gradients of the parameters; without those, for one tensor."""
+    """Return the output for tensors of a kind, and the gradients of the parameters; without parameters, those of a
+    tensor."""
     options = {"need_weights": False} if isinstance(module, nn.MultiheadAttention) else {}
     with torch.set_grad_enabled(grad):
         given = [convert(t) for t in args] if grad else [convert(args[0])] * len(args)
@@ -137,7 +138,7 @@ def test_every_class_is_here() -> None:
 @pytest.mark.parametrize("name", UNSERVED)
 @every_kind
 def test_tensors_without_kernels_get_torchs_numbers(kind: type[nn.Module], name: str, training: bool) -> None:
-    """Bit for bit, with the same dropout masks: the same operators of torch compute them."""
+    """With equal dropout masks, torch's operators compute equal bits."""
     module, args = make(kind, p=0.3).train(training), inputs(kind)
     results, seen = [], []
     for m in (module, swapped(module)):
@@ -184,7 +185,7 @@ def test_kinds_that_the_ops_take(kind: type[nn.Module], name: str) -> None:
 @pytest.mark.parametrize("name", UNSERVED)
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
 def test_a_norm_takes_the_sum_along(kind: type[nn.Module], name: str) -> None:
-    """A layer calls it so: (norm(s), s), s = residual + dropout(x)."""
+    """A layer calls the norm as (norm(s), s) with s = residual + dropout(x)."""
     module, (x,), (y,) = make(kind), inputs(kind), inputs(kind)
 
     def expected() -> tuple[Tensor, Tensor]:
@@ -244,7 +245,7 @@ def test_hooks_inside_a_stack_see_the_tensors_that_torch_passes(kind: str) -> No
 
 
 class Functions(TorchFunctionMode):
-    """Passes every function on."""
+    """Mode that passes every function on."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
@@ -285,7 +286,7 @@ def test_tensors_without_numbers_reach_our_ops(kind: type[nn.Module], how: str) 
 
 
 def test_tensors_that_this_package_makes_keep_modules_fused() -> None:
-    """The masks that models of transformers get, among others, are read by nothing but the attention of a block."""
+    """Only the attention of a block reads such tensors, for example the masks of models of transformers."""
     from transformer_fast.accelerate import lazy_logits
     from transformer_fast.integrations import lazy_bias, lazy_mask
 

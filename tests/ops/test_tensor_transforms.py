@@ -1,4 +1,4 @@
-"""Swapped modules under the transforms of torch.func and forward-mode differentiation: what torch.nn computes."""
+"""Swapped modules under torch.func transforms and forward-mode differentiation give the results of torch.nn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each op just below, at and above every size at which it takes another path."""
+"""Each op just below, at and above every size at which it changes its path."""
 
 from __future__ import annotations
 

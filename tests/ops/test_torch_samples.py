@@ -1,4 +1,4 @@
-"""PyTorch's own sample inputs through our public functions, and through ``accelerate``, forward and gradients.
+"""PyTorch's sample inputs through the public functions and through ``accelerate``, forward and gradients.
 
 Every result is held to the gate of the kernels: twice torch's error against float64, and four units in the last place.
 The gradients of a call are held to it as one vector with its outputs: those that vanish have no scale of their own.
@@ -37,14 +37,15 @@ MOST_SECOND_LOOKS = 0.1  # of the results
 
 
 class Gate:
-    """The gate for one function or module in one dtype, over all samples."""
+    """Gate of one function or module in one dtype, over all samples."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.looks, self.results = dtype, [], 0
         self.torchs_dtype = torch.float32 if dtype == torch.float64 else dtype
 
     def hold(self, what: str, found: Outcome, function: Callable, call: Call, exact: Outcome) -> None:
-        """Shapes, dtypes and missing gradients are torch's; each output passes the gate, and the gradients do.
+        """Check shapes, dtypes and missing gradients against torch; check each output, and the gradients, by the
+        gate.
 
         Args:
             function: torch's; a module has the dtype of the gate's torch.
@@ -73,7 +74,7 @@ class Gate:
         assert_as_exact_as_eager(a, e, x, what=what)
 
     def _torchs(self, function: Callable, call: Call, exact: Outcome) -> Outcome:
-        """Torch's result. In float64 it is as far from the truth as in float32, in units of the last place."""
+        """Return torch's result. In float64 its error is that of float32, in units of the last place."""
         found = outcome(function, call, self.torchs_dtype)
         if self.dtype != torch.float64:
             return found
@@ -83,7 +84,7 @@ class Gate:
         return outputs, grads
 
     def _nearby(self, function: Callable, call: Call, exact: Outcome, run: int) -> Outcome:
-        """Torch's result for inputs, and parameters, that are off by one unit in the last place."""
+        """Return torch's result for inputs and parameters that are moved by one unit in the last place."""
         generator = torch.Generator().manual_seed(run)
 
         def off(t: Tensor) -> Tensor:
@@ -112,12 +113,12 @@ def vector(found: Outcome) -> Tensor:
 
 
 def has_gradient(call: Call) -> bool:
-    """Whether torch has a gradient for a call: of a lookup with both it has none."""
+    """Return True if torch has a gradient for a call."""
     return not (call[1].get("sparse") and call[1].get("scale_grad_by_freq"))
 
 
 def calls_of(name: str, dtype: torch.dtype, scale: float = 1.0) -> Iterator[tuple[str, Call, Callable, Outcome]]:
-    """Each sample of a function: its name, its arguments, torch's function and the truth."""
+    """Yield each sample of a function: name, arguments, torch's function and the exact result."""
     for n, (call, exact) in enumerate(zip(samples.function_samples(name, scale), truth(name, scale), strict=True)):
         with torch.set_grad_enabled(has_gradient(call)):
             yield f"{name} {n} in {dtype}", call, samples.torchs(name, call[1]), exact
@@ -142,12 +143,13 @@ def module_truth(name: str, training: bool) -> list[Outcome]:
 
 
 def scale_of(name: str) -> float:
-    """The factor for the inputs of samples. At their own scale a softmax is nearly one-hot, which a test below has."""
+    """Return the factor for inputs of samples. At their own scale a softmax is nearly one-hot; another test covers
+    that."""
     return samples.UNIT if name == ATTENTION else 1.0
 
 
 def refusals(name: str) -> list[str]:
-    """What the page says that our function answers, where it does not take an argument of ``F.<name>``."""
+    """Return the page's answers of our function for unsupported arguments of ``F.<name>``."""
     rows = re.findall(r"^\| `F\.(\w+)` \| [^|]+ \| `([^`]+)` \|$", PAGE.read_text(), re.MULTILINE)
     assert {function for function, _ in rows} <= set(samples.LEAST_SAMPLES)
     return [said for function, said in rows if function == name]
@@ -237,7 +239,7 @@ def test_layers_of_ours(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sharp_softmax(dtype: torch.dtype) -> None:
-    """At the samples' own scale outputs pass the gate. Gradients are as far from it as the page says, at most."""
+    """At the samples' own scale outputs pass the gate; gradients have at most the error that the page states."""
     factor = float(re.search(r"gradients may be off by up to (\d+) times", PAGE.read_text())[1])
     worst = {"ours": 0.0, "torch's": 0.0}
     with Gate(dtype) as gate:

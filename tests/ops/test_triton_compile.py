@@ -1,4 +1,4 @@
-"""Every config of every Triton kernel, compiled for three GPU architectures on a machine that may have none."""
+"""Every config of every Triton kernel compiles for three GPU architectures, without a GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ CASES = list(cases())
 
 
 def spill_limit(name: str) -> int:
-    """Bytes a thread may spill: none, but in attention of fp32 or of heads above 128, and in the backward of norms of
-    more than 8192 columns, whose fp32 sums of the weight gradients fill half of the registers, or two registers in that
-    of 8192 fp32 columns. And outside the hot loop of attention, where fewer registers let another program hide what the
-    first waits for."""
+    """Return the bytes that a thread may spill.
+
+    The limit is 0 except in these kernels: attention of fp32 or of heads above 128; backward of norms of more than
+    8192 columns, whose fp32 sums of the weight gradients fill half of the registers; two registers in that of 8192
+    fp32 columns. Attention may also spill outside its hot loop, where fewer registers let another program run while
+    the first one waits.
+    """
     head = re.search(r"attention (\S+) (\S+) d(\d+)", name)
     if head is not None and (head[2] == "float32" or int(head[3]) > 128):
         return 2048
@@ -36,7 +39,7 @@ def spill_limit(name: str) -> int:
 
 
 def rows() -> Iterator[Any]:
-    """Every case; the short list has each kernel once, for sm_90."""
+    """Return every case; the short list has each kernel once, for sm_90."""
     seen: set[str] = set()
     for arch, launch in CASES:
         kernel = launch.kernel.fn.__name__

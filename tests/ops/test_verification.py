@@ -1,4 +1,4 @@
-"""The parity table passes here, and cannot pass when a kernel is wrong; the speed table times both sides."""
+"""The parity table passes here and fails for a wrong kernel; the speed table times both sides."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_the_table_has_every_op_in_every_dtype_forward_and_backward(rows):
 
 
 def broken(op, change):
-    """The op with something wrong in its result wherever it is not the reference that runs."""
+    """Replace the op by one with a wrong result on all backends but the reference."""
 
     def run(*args, **options):
         result = op(*args, **options)
@@ -48,7 +48,7 @@ def broken(op, change):
 
 
 class Doubled(torch.autograd.Function):
-    """Right forward, wrong backward."""
+    """Autograd function with a right forward and a wrong backward."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Wrong inputs, one row each: one clear error names what was wrong and what was expected.
+"""Wrong inputs: one clear error names what was wrong and what was expected.
 
 The wrong inputs of packed attention, decoding and the dialects stand in their own files, those of files and runs in
 tests/translation/test_wrong_files.py.
@@ -19,7 +19,7 @@ Row = tuple[Callable[[], object], type[Exception], str]
 
 
 def rows(error: type[Exception], calls: dict[str, Callable[[], object]]) -> dict[str, Row]:
-    """Rows of (call, error, message), by the message."""
+    """Return the rows of (call, error, message) as test parameters, named by the message."""
     return {says: (call, error, says) for says, call in calls.items()}
 
 

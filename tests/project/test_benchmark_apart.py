@@ -1,4 +1,4 @@
-"""A side of a benchmark in another process: what comes back, and that nothing goes on there between calls."""
+"""Sides of a benchmark in their own processes: results come back, and the process is idle between calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apart import Apart, from_thread_that_ends
 
 
 def make_counter(start: int) -> Callable[[int], tuple[int, int, int]]:
-    """A side that counts its calls, and counts on in a thread that nobody waits for."""
+    """Return a side that counts its calls, and starts a thread that keeps counting."""
     counts = [start, 0]
 
     def spin() -> None:
@@ -34,7 +34,7 @@ FAILED: list[str] = []
 
 
 def make_quitter(what: str) -> Callable[[], None]:
-    """Fail at first; then make a side that ends its process."""
+    """Fail at first; then return a side that ends its process."""
     if not FAILED:
         FAILED.append(what)
         raise RuntimeError(f"{what} is not installed")

@@ -1,5 +1,5 @@
-"""What the scripts of benchmarks/ compute: sides in turns, comparisons, margins, and the
-least that a call can take. test_benchmarks.py runs the scripts."""
+"""Computations of the scripts in benchmarks/: turns, comparisons, margins, and the lower bound of a call.
+test_benchmarks.py runs the scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from transformer_fast.translation.tokenizer import PAD
 
 @pytest.fixture
 def turns(monkeypatch):
-    """Sides without a model; one is not installed, another says other words."""
+    """Sides without a model: one is not installed, one gives other answers."""
     turns = []
 
     def side(name, answers):
@@ -129,7 +129,7 @@ def test_what_is_the_same_and_what_is_wrong(beam, monkeypatch):
 
 
 def test_a_tie_has_no_margin():
-    """Two tokens of one weight are a tie at the first step, and the margin says so; otherwise there is one."""
+    """Two equally weighted tokens are a tie at the first step, with margin 0; without a tie the margin is positive."""
     tied = model()
     given = batches()[0][1]
     config = GenerationConfig(beam=3, max_length=6)
@@ -143,7 +143,7 @@ def test_a_tie_has_no_margin():
 
 
 def test_margins_are_of_answers_in_the_order_of_their_scores():
-    """A search finds them in another; the margin of two that do not follow each other would excuse too much."""
+    """A search finds answers in another order; margins of non-neighbours would excuse too much."""
     made, searches = model(), []
     with torch.no_grad():
         made.out.bias[EOS] += 3.0  # answers of many lengths

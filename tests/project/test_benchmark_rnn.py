@@ -1,4 +1,4 @@
-"""The comparisons with a recurrent model: both sides learn from the same, have the same time, and are drawn."""
+"""Comparisons with a recurrent model: both sides learn from the same data for the same time, and are drawn."""
 
 import itertools
 import types
@@ -65,7 +65,7 @@ def contestants(task, seed=0):
 
 
 def test_the_race(task, tmp_path, monkeypatch):
-    """On a clock of its own, a fixed step a reading: a slow machine races as far as a fast one."""
+    """The clock advances a fixed step per reading, so a slow machine gives the same race."""
     clock = itertools.count(step=0.02)
     monkeypatch.setattr(race_rnn, "time", types.SimpleNamespace(process_time=lambda: next(clock)))
     _, batches = task

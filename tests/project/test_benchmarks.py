@@ -1,4 +1,4 @@
-"""Every script of benchmarks/ runs, in small sizes, and writes what it promises."""
+"""Every script of benchmarks/ runs in small sizes and writes its files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ device = "cpu"
 
 @dataclass
 class Script:
-    """How a script is run, and what it then has written and printed.
+    """Options of a script, and its expected files and output.
 
     Attributes:
         options: its command line; {data} is a folder with texts, a recipe and a run, {out} the one for results.
@@ -104,7 +104,7 @@ def check_race(record: dict) -> None:
 
 
 def few_launches() -> Iterator[tuple[int, object]]:
-    """Two of the launches of attention that the record has, instead of hundreds."""
+    """Two of the record's attention launches instead of hundreds."""
     from triton_kernels import cases
 
     return itertools.islice(((arch, launch) for arch, launch in cases() if launch.name.startswith("attention")), 2)
@@ -186,7 +186,7 @@ SUITE = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of numbers, a recipe, and a run that has learnt a little."""
+    """Texts of numbers, a recipe, and a run that was trained briefly."""
     folder = tmp_path_factory.mktemp("benchmarks")
     make_numbers_corpus(folder, train_size=100, held_out=10)
     (folder / "small.toml").write_text(RECIPE)
@@ -198,7 +198,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a script changes for its process is changed back."""
+    """Undo the changes that a script makes to its process."""
     for module, name in (
         (reference.dropout, "elementwise_keep"), (reference.dropout, "attention_keep"), (eager, "native"),
     ):  # fmt: skip
@@ -241,7 +241,7 @@ def test_a_program_writes_what_it_promises(
 
 
 def run_suite(cases: list[str], record: Path) -> dict:
-    """Measure cases for an instant, by pytest-benchmark; its record."""
+    """Measure cases briefly with pytest-benchmark; return its record."""
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--all", *cases]
     # It measures nothing in a worker of pytest-xdist, and takes this process for one by its environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

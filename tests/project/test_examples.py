@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run, from the first cell to the last, and print what is committed."""
+"""Notebooks of examples/ run from the first cell to the last, and print what is committed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import notebooks  # noqa: E402
 from notebooks import NOTEBOOKS  # noqa: E402
 
 PICTURE = 80_000
-"""Characters of base64 that a committed picture may take."""
+"""Largest number of base64 characters of a committed picture."""
 
 
 def test_there_are_notebooks() -> None:
@@ -23,7 +23,7 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.slow("a notebook trains for half a minute")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_prints_what_is_committed(path: Path, tmp_path: Path) -> None:
-    """Numbers aside. ``python tests/support/notebooks.py --write`` writes it again."""
+    """Numbers may differ. ``python tests/support/notebooks.py --write`` writes the outputs again."""
     for package in ("nbclient", "ipykernel", *(["transformers"] if path.stem == "bert_classification" else [])):
         pytest.importorskip(package)
     ran, committed = notebooks.run(path, tmp_path), nbformat.read(path, as_version=4)
@@ -41,7 +41,7 @@ def test_numbers_aside_a_text_stays() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_is_committed_is_code_text_and_pictures(path: Path) -> None:
-    """No times of one machine, no paths, no counts of runs, no warnings: text and small pictures stay."""
+    """Committed outputs have no times, paths, run counts or warnings: only text and small pictures."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:

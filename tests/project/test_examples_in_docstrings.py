@@ -1,4 +1,4 @@
-"""Every public function and class has an example in its docstring, and the examples give what they show."""
+"""Every public function and class has an example in its docstring, and the examples print what they show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_LINES = 6
 
 
 def documented() -> Iterator[tuple[str, object]]:
-    """Yield (name, object) of all that must have an example."""
+    """Yield (name, object) of everything that must have an example."""
     for name in tfast.__all__:
         value = getattr(tfast, name)
         if callable(value):
@@ -28,7 +28,7 @@ def documented() -> Iterator[tuple[str, object]]:
 
 
 def section(docstring: str) -> str:
-    """Return what stands under ``Example:`` at the end of a docstring; "" if there is no such section."""
+    """Return the text below ``Example:`` at the end of a docstring; "" if there is no such section."""
     return inspect.cleandoc(docstring).partition("\nExample:\n")[2]
 
 

@@ -1,4 +1,4 @@
-"""``make gpu`` on small steps: its order, its limits, its record, and going on after it was stopped."""
+"""``make gpu`` with small steps: order, time limits, record, and continuation after an interrupt."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ SMALL = [
 
 @pytest.fixture
 def visit(tmp_path, monkeypatch, capsys):
-    """Runs make gpu on steps; (its summary by step, what it printed)."""
+    """Run make gpu on steps; return its summary by step, and its output."""
 
     def run(todo, *options, obstacle=None):
         monkeypatch.setattr(gpu, "steps", lambda out, resume=False: todo)
@@ -67,7 +67,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def in_background():
-    """A shell starts programs in the background with interrupts ignored."""
+    """Run a program as a shell runs one in the background, with interrupts ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,5 +1,5 @@
-"""Measured beside predicted, without a GPU: every case has its launches, a made-up GPU's factor is found, and small
-cases run in the emulator from their tensors to their times."""
+"""Measured beside predicted times, without a GPU: every case has its launches, the factor of a simulated GPU is
+found, and small cases run in the emulator up to their times."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def cases():
 
 
 def test_every_prediction_has_the_launches_it_is_of(cases):
-    """The same kernels with the same tiles, and as many."""
+    """Kernels, tiles and numbers of launches are equal."""
     assert len(cases) == len(RECORD["calibration"]) + len(RECORD["attention"]) + len(RECORD["rows"])
     for twin in cases:
         names = [launch.name.replace(" torch.", " ") for launch in twin.make(META)]
@@ -58,20 +58,20 @@ def same(seconds):
 
 
 def of_speed(factor, twin):
-    """A GPU on which cycles take as long as replayed, divided by the factor, and bytes as long as assumed."""
+    """Return a simulated GPU whose cycles take the replayed time divided by the factor; bytes take the assumed time."""
     seconds = [max(p.replayed / factor, p.copied) + H100.gap for p in twin.launches]
     return same(sum(seconds)), [TimedLaunch(p.name, same(s)) for p, s in zip(twin.launches, seconds, strict=True)]
 
 
 def slower(times, twin):
-    """A GPU on which everything takes so many times as long as the middle of its prediction."""
+    """Return a simulated GPU on which everything takes this many times the middle of its prediction."""
     each = [TimedLaunch(p.name, same(times * p.time.middle)) for p in twin.launches]
     return same(times * twin.time.middle), each
 
 
 def few(record):
-    """The record with its calibration, and a few cases of each kind, for what is the same for all of them; one is bound
-    by memory even where the GPU is as slow as its range allows."""
+    """The record with its calibration and a few cases of each kind. One is bound by memory even on the slowest GPU
+    of its range."""
     kept = {goal["case"] for goal in record["goals"]} | {"dropout 16384x4096"}
     kinds = {kind: [row for row in record[kind] if row["case"] in kept] for kind in ("attention", "rows")}
     return record | {kind: found[:2] + found[-2:] for kind, found in kinds.items()} | {"goals": record["goals"][:2]}
@@ -79,7 +79,7 @@ def few(record):
 
 @pytest.fixture
 def made_up(monkeypatch, tmp_path):
-    """Runs the module's main on a made-up GPU; its record."""
+    """Run the module's main on a simulated GPU; return its record."""
     (tmp_path / "predicted.json").write_text(json.dumps(few(RECORD)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -212,7 +212,7 @@ SMALL = {
 
 @pytest.fixture
 def on_the_emulator(monkeypatch):
-    """Times a small case as on a GPU, but in the emulator, which runs every call once."""
+    """Time a small case as on a GPU, but in the emulator, which runs every call once."""
 
     def once(calls, seconds):
         return {name: (call(), same(1e-5 * (1 + len(name))))[1] for name, call in calls.items()}
@@ -232,7 +232,7 @@ def on_the_emulator(monkeypatch):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_case_from_its_tensors_to_its_times(on_the_emulator, name):
-    """Every result was NaN before and is finite afterwards."""
+    """Every result is NaN before and finite afterwards."""
     e = on_the_emulator(name)
     assert e["measured"] == asdict(same(5e-5)) and not e["inside"]
     kinds = {"gradients of norm": ["norm backward", "sum of"]}
@@ -255,7 +255,7 @@ def test_tensors_are_counted_once():
 
 
 def test_what_is_compiled_before_is_not_compiled_again(monkeypatch, tmp_path):
-    """Triton finds it in its cache when the launch comes."""
+    """Triton finds the kernel in its cache at the launch."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compile_case(SMALL["dropout"])
     before = sorted(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The kernel for Hugging Face's hub, made from the package: its imports, and its results in the interpreter."""
+"""Kernel for Hugging Face's hub, made from the package: its imports, and its results in the interpreter."""
 
 from __future__ import annotations
 

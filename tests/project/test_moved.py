@@ -1,4 +1,4 @@
-"""Old paths of modules that moved still work, and say where the module is now."""
+"""Old paths of moved modules still work and name the new path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The switches with which all faults of C++ are compiled at once (tools/mutant_switches.py)."""
+"""Switches that let all C++ faults be compiled at once (tools/mutant_switches.py)."""
 
 from __future__ import annotations
 

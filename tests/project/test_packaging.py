@@ -1,4 +1,4 @@
-"""What is handed out: the source distribution, the wheel built from it, and that a stranger can run the wheel.
+"""Distributions: the source distribution, the wheel built from it, and the wheel in a new environment.
 
 The last part compiles C++ again, so it runs only where TRANSFORMER_FAST_TEST_WHEEL names the instruction sets that the
 wheel gets, as TRANSFORMER_FAST_CPU_SETS does (setup.py). In CI it does.
@@ -35,7 +35,7 @@ NOT_SOURCES = (".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", *OUTP
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this tree: an egg-info that is already there adds its own files, and two may be made at once."""
+    """Return a copy of this tree, because an existing egg-info adds its own files, and two tests may build at once."""
     pytest.importorskip("setuptools", "77", reason="pyproject.toml builds with setuptools>=77")
     folder = tmp_path_factory.mktemp("sdist") / "tree"
     shutil.copytree(ROOT, folder, ignore=lambda at, names: not_sources(Path(at), names))
@@ -44,7 +44,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tree: Path) -> Path:
-    """The source distribution of this tree, made by the build backend as `pip` and `build` make it."""
+    """Build the source distribution of this tree with the build backend, as `pip` and `build` do."""
     run(sys.executable, "-c", BUILD_SDIST, "../dist", cwd=tree, TRANSFORMER_FAST_CUDA="0", TRANSFORMER_FAST_URL="")
     (path,) = (tree.parent / "dist").iterdir()
     return path
@@ -56,13 +56,13 @@ def metadata_of(sdist: Path) -> Message:
 
 
 def not_sources(folder: Path, names: list[str]) -> set[str]:
-    """What is not copied: folders of these names in the root, and caches anywhere. Compiled modules are."""
+    """Return names that are not copied: some root folders, and caches anywhere. Compiled modules are copied."""
     patterns = NOT_SOURCES if folder == ROOT else ("__pycache__",)
     return shutil.ignore_patterns(*patterns)(str(folder), names)
 
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
-    """Standard output of a command; what it said where it failed."""
+    """Return the standard output of a command; fail with its errors."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
@@ -70,7 +70,7 @@ def run(*command: str, cwd: Path, **variables: str) -> str:
 
 
 def sources(*folders: str) -> set[str]:
-    """Every file under the folders that belongs to the project: not what was compiled or cached beside it."""
+    """Return every file of the project under the folders, without compiled and cached files."""
     files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
     return {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".so", ".pyc")}
 
@@ -102,7 +102,7 @@ METADATA = BUILD_SDIST.replace("build_sdist", "prepare_metadata_for_build_wheel"
 
 
 def test_links_of_the_description_lead_somewhere_from_a_package_index(sdist: Path, tree: Path, tmp_path: Path) -> None:
-    """They cannot be relative there; where the repository is published is known to who builds the package."""
+    """Links cannot be relative there; the builder of the package knows the URL of the repository."""
     url = "https://example.org/someone/transformer_fast"
     run(sys.executable, "-c", METADATA, str(tmp_path), cwd=tree, TRANSFORMER_FAST_CUDA="0", TRANSFORMER_FAST_URL=url)
     (path,) = tmp_path.glob("*.dist-info/METADATA")
@@ -130,7 +130,7 @@ def check_metadata(metadata: Message) -> None:
 
 @pytest.mark.skipif(not SETS_OF_THE_WHEEL, reason="compiles C++ again: `make test WHEEL=all` runs it")
 def test_a_stranger_can_use_the_wheel(sdist: Path, tmp_path: Path) -> None:
-    """One test, since its parts share what takes minutes."""
+    """One test, because its parts share a setup of minutes."""
     for name in ("wheel", "environment", "program", "command", "types"):
         (tmp_path / name).mkdir()
     wheel = built(sdist, tmp_path / "wheel")
@@ -144,7 +144,7 @@ def test_a_stranger_can_use_the_wheel(sdist: Path, tmp_path: Path) -> None:
 
 
 def built(sdist: Path, folder: Path) -> Path:
-    """The wheel that pip builds from the source distribution and nothing else."""
+    """The wheel that pip builds from the source distribution only."""
     variables = {"TRANSFORMER_FAST_CUDA": "0", "TRANSFORMER_FAST_CPU_SETS": SETS_OF_THE_WHEEL}
     build = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder), str(sdist))
     run(sys.executable, *build, cwd=folder, **variables)
@@ -167,7 +167,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def check_command(command: Path, folder: Path) -> None:
-    """From an empty folder, which `demo` alone writes to."""
+    """Run the command from an empty folder, to which only `demo` writes."""
     assert run(str(command), "--version", cwd=folder) == f"transformer_fast {transformer_fast.__version__}\n"
     assert "C++ extension: loaded: " in run(str(command), "info", cwd=folder)
     assert list(folder.iterdir()) == []
@@ -182,7 +182,7 @@ def check_command(command: Path, folder: Path) -> None:
 
 
 def check_types(python: Path, folder: Path) -> None:
-    """A user's program sees the types of the installed package; `make lint` shows it those of the tree."""
+    """Check that a user's program sees the types of the installed package; `make lint` checks those of the tree."""
     shutil.copy(ROOT / "tests/typing/public_api.py", folder)
     options = ("--python-executable", str(python), "--cache-dir", "cache", "--warn-unused-ignores")
     assert "Success" in run(sys.executable, "-m", "mypy", *options, "public_api.py", cwd=folder)

@@ -1,4 +1,4 @@
-"""Each command that a page shows exists and takes the options that stand behind it; a new page is checked by itself."""
+"""Each command on a page exists and takes the shown options; new pages are included automatically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import transformer_fast
 from transformer_fast import cli
 
 REQUIRED = {"train": "--source train.en --target train.de --save runs/en-de"}
-"""What "..." stands for."""
+"""Replacements of "..."."""
 MAKEFILE = (ROOT / "Makefile").read_text()
 EXTRAS = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies")[2], re.M)
 VARIABLES = (pages.REFERENCE / "environment.md").read_text() + (pages.DOCS / "troubleshooting.md").read_text()
@@ -24,7 +24,7 @@ OF_PYTEST = {"-k", "-n", "-m", "-q", "-x", "--all"}
 
 
 def check(command: str, *, whole: bool) -> None:
-    """Fail unless the command can be run as it stands; an inline one may lack what it needs."""
+    """Fail unless the command can be run as shown; an inline command may lack required arguments."""
     words = shlex.split(re.sub(r"(?<!\S)[<>] \S+", "", command))
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         variable = words.pop(0).partition("=")[0]
@@ -51,7 +51,7 @@ def check(command: str, *, whole: bool) -> None:
 
 
 def check_make(words: list[str]) -> None:
-    """The targets and the variables are of the Makefile."""
+    """Check that targets and variables are those of the Makefile."""
     for word in words:
         variable, equals, _ = word.partition("=")
         found = rf"^{variable} \?=|\$\({variable}\)" if equals else rf"^{re.escape(word)}:"
@@ -59,7 +59,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check_pip(words: list[str]) -> None:
-    """A wheel has the version of the package, and an extra is one of it."""
+    """Check the version of a wheel and the name of an extra."""
     for word in words:
         if said := re.match(r"transformer_fast-([^-]+)-", word):
             assert said[1] == transformer_fast.__version__
@@ -68,7 +68,7 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_cli(words: list[str], *, whole: bool) -> None:
-    """The command line understands the words."""
+    """Check that the command line parses the words."""
     if not words:
         return
     if "..." in words:
@@ -85,7 +85,7 @@ def check_cli(words: list[str], *, whole: bool) -> None:
 
 
 def check_script(script: str, words: list[str]) -> None:
-    """The script is there, and its source has the options; a benchmark is also run by pytest, with its options."""
+    """Check that the script exists and its source has the options; a benchmark may also have pytest's options."""
     for word in words:
         if re.match(r"(tests|benchmarks|tools)/", word) and "<" not in word:
             assert (ROOT / word.partition("::")[0]).exists(), word

@@ -1,4 +1,4 @@
-"""The figures of README's table are those of the records, with the digits that it shows."""
+"""Figures of README's table are those of the records, with the shown digits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "output layer": [("cpu-avx2", LOSS), ("cpu-linear", LOSS)],
     "linear layer": [("cpu-linear", f"{LINEAR}-forward{b}", "F.linear") for b in ("", "+backward")],
 }
-"""Beginning of each row of the table: its figures in their order, as arguments of ``results_pictures.ratio``."""
+"""Beginning of each row of the table: its figures in order, as arguments of ``results_pictures.ratio``."""
 
 
 def rows() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""What README and docs/ show must run, their links lead somewhere, and their pictures are those that the code draws."""
+"""Code of README and docs/ runs, links lead somewhere, and pictures are those that the code draws."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEEDED = {"import transformers": "transformers", "torch.onnx": "onnx", "onnxrunt
 
 
 def check_packages(text: str) -> None:
-    """Skip the test where a package is missing that the text imports."""
+    """Skip the test if a package that the text imports is missing."""
     for mention, package in NEEDED.items():
         if mention in text:
             pytest.importorskip(package)
@@ -39,14 +39,14 @@ def check_packages(text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a block writes; and there is no network."""
+    """Run a block in an empty folder, without network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @functools.cache
 def shown_by(block: str) -> str:
-    """Return what a block prints, with names of its own."""
+    """Return the output of a block, run with its own names."""
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         exec(compile(block, "a block of README", "exec"), {"__name__": "__main__"})
     return shown.getvalue()
@@ -68,7 +68,7 @@ def test_every_family_has_a_page() -> None:
 
 
 def test_no_page_is_a_wall() -> None:
-    """A screen and a half for README, 250 lines for a page; records and what is made of the code aside."""
+    """README has a screen and a half, a page 250 lines; records and generated pages are exempt."""
     assert len(TEXT.splitlines()) <= 110
     assert not [page_name(page) for page in PAGES if page.parent != ROOT and len(page.read_text().splitlines()) > 250]
 
@@ -81,7 +81,7 @@ EXPORTS = pytest.mark.slow("exports a model in four ways; tests/ops/test_export.
     [pytest.param(page, id=page_name(page), marks=[EXPORTS] if page.stem == "export" else []) for page in WRITTEN],
 )
 def test_the_blocks_of_a_page_run(page: Path) -> None:
-    """One after the other, with the same names."""
+    """Blocks run one after the other and share their names."""
     text, found = page.read_text(), blocks(page)
     assert 2 * len(found) == len(re.findall(r"^ *```", text, re.MULTILINE)), (
         "every block is one of Python, and was found"
@@ -93,7 +93,7 @@ def test_the_blocks_of_a_page_run(page: Path) -> None:
 
 
 def alone() -> Iterator[object]:
-    """All blocks of README, and the first of each page of docs/."""
+    """All blocks of README, and the first block of each page of docs/."""
     for page in PAGES:
         for number, block in enumerate(blocks(page)[: None if page == README else 1], start=1):
             yield pytest.param(block, id=f"{page_name(page)} {number}")
@@ -102,7 +102,7 @@ def alone() -> Iterator[object]:
 @pytest.mark.slow("each starts a program")
 @pytest.mark.parametrize("block", list(alone()))
 def test_a_block_runs_alone(block: str) -> None:
-    """In a fresh interpreter, in an empty folder, without network."""
+    """A block runs in a new interpreter, in an empty folder, without network."""
     check_packages(block)
     environment = os.environ | {"PYTHONPATH": str(Path(tfast.__file__).parent.parent), "PYTHONWARNINGS": "ignore"}
     run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, env=environment, timeout=600)
@@ -146,7 +146,7 @@ def test_the_twelve_lines_of_accelerate() -> None:
 
 
 def script(name: str) -> types.ModuleType:
-    """A script of benchmarks/ as a module."""
+    """Import a script of benchmarks/ as a module."""
     with mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path]):
         return importlib.import_module(name)
 
@@ -168,7 +168,7 @@ def test_the_picture_of_an_explanation_is_what_the_code_draws(name: str) -> None
 
 
 def test_the_headline_is_what_the_records_say() -> None:
-    """The picture is the one that is drawn from them, and the sentence above it has the same numbers."""
+    """The picture is drawn from the records, and the sentence above it has the same numbers."""
     headline = script("headline")
     assert headline.PICTURE.read_text() == headline.draw(), "python benchmarks/headline.py draws it again"
     attention, step = ([headline.said(bar.times) for bar in rows if bar.ours] for rows in headline.groups().values())
@@ -222,7 +222,7 @@ def test_the_pictures_of_the_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_gallery_has_what_plot_draws(tmp_path: Path) -> None:
-    """Without a model; tests/translation/test_cli.py draws the attention of one."""
+    """Pictures without a model; tests/translation/test_cli.py draws attention."""
     assert cli.main(["plot", "--out", str(tmp_path)]) == 0
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn and all(f"images/{picture}" in (DOCS / "gallery.md").read_text() for picture in drawn)

@@ -1,4 +1,4 @@
-"""The table of resources made without a GPU: occupancy against the rules, and the committed record."""
+"""Table of resources, made without a GPU: occupancy rules, and the committed record."""
 
 import json
 

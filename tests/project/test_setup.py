@@ -1,4 +1,4 @@
-"""What setup.py decides: CUDA or not, which instruction sets, and which older libraries go."""
+"""Decisions of setup.py: CUDA, instruction sets, and removal of older libraries."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_choice_of_cuda(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An obstacle is one line, and with the choice of 1 the end of the build."""
+    """An obstacle gives one line; if CUDA was requested, it ends the build."""
     from torch.utils import cpp_extension
 
     names = setup_names(ROOT)
@@ -110,7 +110,7 @@ def test_ccache_is_used_where_it_is_and_no_compiler_is_asked_for(
 
 
 def test_the_module_is_built_without_the_kernels() -> None:
-    """They are in the libraries of the instruction sets."""
+    """The kernels are in the libraries of the instruction sets."""
     files = setup_names(ROOT)["module_extension"]().sources
     assert "csrc/ops/norm.cpp" in files and len(files) == len(set(files))
     assert not [file for file in files if file.startswith("csrc/cpu/")]
@@ -152,7 +152,7 @@ def test_sets_of_a_machine(flags: set[str], expected: list[str]) -> None:
 def test_an_install_builds_for_this_machine(
     asked: str | None, expected: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All instruction sets are only for a wheel that other machines get: `make wheel` asks for them."""
+    """Only `make wheel` builds all instruction sets, for wheels of other machines."""
     monkeypatch.delenv("TRANSFORMER_FAST_CPU_SETS", raising=False)
     if asked:
         monkeypatch.setenv("TRANSFORMER_FAST_CPU_SETS", asked)
@@ -184,7 +184,7 @@ def test_kernels_older_than_their_sources_do_not_stay(age: int, stays: bool, tmp
 
 
 def test_libraries_are_built_where_they_are_looked_for() -> None:
-    """distutils writes a library by the last part of its name; setuptools copies it by the whole."""
+    """distutils writes a library by the last part of its name; setuptools copies it by the whole name."""
     names = setup_names(ROOT)
     name = names["kernels_name"]("avx2")
     build = names["Build"](Distribution({"ext_modules": [names["kernels_extension"]("avx2", [])]}))

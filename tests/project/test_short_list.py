@@ -1,4 +1,4 @@
-"""The short list holds one case of every test, every pair of values, and the same cases in every process."""
+"""The short list has a case of every test and every pair of values, and is the same in every process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_test_without_parameters_is_one_row() -> None:
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
-    """Run pytest with the short list and no other plugin, in this process; with "-n" in one of its own, with xdist."""
+    """Run pytest with the short list and no other plugin, in this process; with "-n", in a new process with xdist."""
     monkeypatch.setenv("PYTHONPATH", str(Path(short_list.__file__).parent))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("TESTS_ALL", "")  # so that what --all sets is taken back

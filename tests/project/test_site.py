@@ -1,4 +1,4 @@
-"""The site: every public name, command and environment variable stands on it, and every page is in its navigation."""
+"""Site of the documentation: it has every public name, command and environment variable, and a complete navigation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 NAVIGATION = re.search(r"^nav:\n((?: .*\n|\n)*)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
 INTERNAL = {"transformer_fast.accelerate.packed", "transformer_fast.accelerate.patterns"}
-"""Packages whose ``__all__`` is for the package around them."""
+"""Packages whose ``__all__`` is for their parent package."""
 
 LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="https?:|<link[^>]* rel="(?!canonical)[^>]* href="https?:')
-"""What a page loads from another host."""
+"""URLs that a page loads from another host."""
 
 
 def public_modules() -> Iterator[ModuleType]:
-    """Yield each module that has ``__all__``, and what it has there: the API."""
+    """Yield each module that has ``__all__``, and its names."""
     yield transformer_fast
     for found in pkgutil.walk_packages(transformer_fast.__path__, "transformer_fast."):
         path = ROOT / (found.name.replace(".", "/") + ("/__init__.py" if found.ispkg else ".py"))
@@ -38,7 +38,7 @@ def public_modules() -> Iterator[ModuleType]:
 
 
 def directives() -> Iterator[tuple[str, list[str] | None]]:
-    """Yield what the pages of the API show: (module, names), or None for all that its ``__all__`` has."""
+    """Yield (module, names) per directive of the API pages; names is None for the whole ``__all__``."""
     for page in sorted(REFERENCE.glob("*.md")):
         for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", page.read_text(), re.MULTILINE):
             members = re.search(r"members: \[(.*)\]", options)
@@ -46,7 +46,7 @@ def directives() -> Iterator[tuple[str, list[str] | None]]:
 
 
 def shown() -> Iterator[tuple[str, object]]:
-    """Yield the name and the object of all that the pages of the API show."""
+    """Yield the name and the object of everything on the API pages."""
     for name, members in directives():
         module = importlib.import_module(name)
         yield name, module
@@ -72,7 +72,7 @@ def test_the_pages_name_only_what_exists() -> None:
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    """The site leaves out what has none. Of a constant or an alias, the source has a string after it."""
+    """The site omits names without a docstring. Constants and aliases have a string after them."""
     bare = [name for name, value in shown() if callable(value) and not (value.__doc__ or "").strip()]
     assert not bare
 
@@ -128,7 +128,7 @@ def test_nothing_of_the_site_comes_from_another_host() -> None:
 @pytest.mark.slow("builds the site, half a minute")
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is missing: `make docs` installs it")
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """MkDocs is strict: a dead link, a missing page and a name that does not exist fail."""
+    """MkDocs is strict: a dead link, a missing page or an unknown name fails."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

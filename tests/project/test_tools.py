@@ -1,4 +1,4 @@
-"""What `make` runs: the set-up that is never silent, and the parts of the tests with their one verdict."""
+"""Tools of the Makefile: setup with progress, and the parts of the tests with one verdict."""
 
 from __future__ import annotations
 

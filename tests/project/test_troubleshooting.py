@@ -1,4 +1,4 @@
-"""The page on troubleshooting quotes what the code says, and has the words that people search for."""
+"""The page on troubleshooting quotes existing messages, and has the words that users search for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEARCHED = ("Trainer", "nanoGPT", "reproducible", "OMP_NUM_THREADS", "Troublesho
 
 
 def quoted() -> list[str]:
-    """Return the parts of the messages in the first column; "..." stands for what differs from case to case."""
+    """Return the parts of the messages in the first column; "..." stands for variable text."""
     rows = re.findall(r"^\| ([^|]+) \|", PAGE, re.MULTILINE)
     messages = [text for row in rows for text in re.findall(r"`([^`]*\.\.\.[^`]*)`", row)]
     return [part.strip() for message in messages for part in message.split("...") if len(part.strip()) > 1]

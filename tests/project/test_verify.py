@@ -1,4 +1,4 @@
-"""``verify`` where the kernels did not load: the reference beside itself proves nothing, and the command says so."""
+"""``verify`` without kernels fails, because it would compare the reference with itself."""
 
 from __future__ import annotations
 

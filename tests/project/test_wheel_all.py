@@ -1,4 +1,4 @@
-"""The wheel for every torch and every Python: what is compiled, what is refused, and what setup.py makes of it."""
+"""Wheel for every torch and every Python: compiled modules, refused modules, and the wheel of setup.py."""
 
 from __future__ import annotations
 

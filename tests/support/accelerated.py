@@ -1,4 +1,4 @@
-"""Accelerated copies of models, and what the tests of ``accelerate`` ask of them."""
+"""Accelerated copies of models, and checks that the tests of ``accelerate`` share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformer_fast.accelerate.probe import probe, signature
 
 
 def pair(make: nn.Module | Callable[[], nn.Module]) -> tuple[Any, Any, tfast.accelerate.Report]:
-    """Return a model, its accelerated copy, and the report. A function makes the model, from seed 0."""
+    """Return a model, its accelerated copy, and the report. A function is called with seed 0 to make the model."""
     if not isinstance(make, nn.Module):
         torch.manual_seed(0)
         make = make()
@@ -46,7 +46,7 @@ def copies(module: nn.Module) -> list[nn.Module]:
 
 
 class Seen(TorchDispatchMode):
-    """The ops of attention and dropout that ran forward: "ours" or "torch" for attention, "dropout" for our dropout."""
+    """Ops of attention and dropout that ran forward: "ours" or "torch" for attention, "dropout" for our dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ def seen(call: Callable[[], Any]) -> list[str]:
 
 
 def whose(call: Callable[[], Any]) -> set[str]:
-    """Return whose attention ran: "ours", "torch", both or none."""
+    """Return the attention that ran: "ours", "torch", both or none."""
     return set(seen(call)) - {"dropout"}
 
 
 def from_one_seed(*calls: Callable[[], Any], seed: int = 3) -> list[Any]:
-    """Return what each of some calls gives, all of them from the same random state."""
+    """Return the results of calls that start from the same random state."""
     results = []
     for call in calls:
         torch.manual_seed(seed)
@@ -87,7 +87,7 @@ def surroundings() -> tuple[Any, ...]:
 
 
 def seems_on_gpu(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """Make a module say that its parameters are on a GPU."""
+    """Make a module report that its parameters are on a GPU."""
     parameter = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     monkeypatch.setattr(model, "parameters", lambda recurse=True: iter((parameter,)), raising=False)
     return model
@@ -95,7 +95,7 @@ def seems_on_gpu(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of each fused loss."""
+    """Record the options of each fused loss."""
     calls: list[dict[str, Any]] = []
 
     def counted(*args: Any, **options: Any) -> Tensor:
@@ -111,9 +111,9 @@ _PROOFS: dict[Any, str | None] = {}
 
 @pytest.fixture
 def proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One proof per structure for all tests that ask for it, by the key of the engine, which proves once per model.
+    """Cache probes by structure for all tests that use the fixture; the engine itself caches per model.
 
-    Not for tests of what a proof accepts.
+    Tests of the probe must not use it.
     """
 
     def proof(module: nn.Module, pattern: Any) -> str | None:
@@ -127,5 +127,5 @@ def proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let calls of every size leave out their logits."""
+    """Let calls of any size skip their logits."""
     monkeypatch.setattr(output_layer, "WORTH_IT", 1)

@@ -1,4 +1,4 @@
-"""The attention kernels of one backend, by the ops: inputs, the call, the oracle, and the gate for all that it gives.
+"""Attention kernels of one backend, called as ops: inputs, call, oracle, and gate of all results.
 
 The tests in tests/ops that take the fixture ``kernels`` are of the C++ kernels. tests/interpreter imports them and
 gives them the Triton kernels.
@@ -28,7 +28,7 @@ GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = torch.tensor([-987_654_321_987_654_321])
 HALVES = [torch.float16, torch.bfloat16]
 DIALECTS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
-"""The names of :func:`helpers.mask_parts`."""
+"""Names of :func:`helpers.mask_parts`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,37 +54,37 @@ class Kernels:
     threads: tuple[int, ...]
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal numbers on the device, the same for every dtype but for rounding."""
+        """Return normal numbers on the device, equal for all dtypes up to rounding."""
         return torch.randn(shape, dtype=torch.float64).to(self.device, dtype)
 
     def inputs(self, B: int, H: int, Hkv: int, Lq: int, Lk: int, D: int, dtype=torch.float32) -> list[Tensor]:
-        """q, k, v and the gradient of the output of a padded batch."""
+        """Return q, k, v and the gradient of the output of a padded batch."""
         return [self.random(B, h, L, D, dtype=dtype) for h, L in ((H, Lq), (Hkv, Lk), (Hkv, Lk), (H, Lq))]
 
     def packed_inputs(self, lengths_q, lengths_k, H: int, Hkv: int, D: int, dtype=torch.float32) -> list[Tensor]:
-        """The same of a packed batch, (tokens, heads, D): slices of wider tensors."""
+        """Return :meth:`inputs` of a packed batch, (tokens, heads, D): slices of wider tensors."""
         tokens = [(sum(lengths_q), H), *[(sum(lengths_k), Hkv)] * 2, (sum(lengths_q), H)]
         return [self.random(T, 2 * heads, D + 8, dtype=dtype)[:, ::2, :D] for T, heads in tokens]
 
     def call(self, D: int, parts: dict[str, Any] | None = None, **more: Any) -> AttentionParams:
-        """The rest of a call, on the device; with a seed where there is dropout."""
+        """Return the other arguments of a call, on the device; with a seed if there is dropout."""
         given = {"scale": D**-0.5} | (parts or {}) | more
         if given.get("dropout_p"):
             given["seed"] = SEED
         return AttentionParams(**on(self.device, given))
 
     def packed_call(self, lengths_q, lengths_k, D: int, parts: dict[str, Any] | None = None, **more: Any):
-        """The rest of a call with sequences of these lengths."""
+        """Return the other arguments of a call with sequences of these lengths."""
         longest = max(lengths_q, default=0), max(lengths_k, default=0)
         packed = PackedBatch(*(starts(n).to(self.device) for n in (lengths_q, lengths_k)), *longest)
         return self.call(D, parts, packed=packed, **more)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionParams) -> Tensor:
-        """The output of a call."""
+        """Return the output of a call."""
         return op_of(call)(q, k, v, **call.keywords(), backend=self.backend)[0]
 
     def outcome(self, tensors, call: AttentionParams, grad_logsumexp: Tensor | None = None) -> dict[str, Tensor]:
-        """All results of a call by name: output, logsumexp, gradients, and the weights of a padded batch."""
+        """Return all results of a call by name: output, logsumexp, gradients, and the weights of a padded batch."""
         q, k, v, grad_out = tensors
         options = call.keywords() | {"backend": self.backend}
         out, logsumexp = op_of(call)(q, k, v, **options)
@@ -98,7 +98,8 @@ class Kernels:
         return found
 
     def recorded(self, tensors, call: AttentionParams, grad_logsumexp: Tensor | None = None) -> dict[str, Tensor]:
-        """The same by autograd, which sums the gradient of a bias in another way, and keeps weights where it may."""
+        """Return the results of :meth:`outcome` through autograd, which sums a bias gradient differently and may
+        keep weights."""
         *qkv, grad_out = tensors
         learned = {name: t.detach().clone().requires_grad_() for name, t in learned_parts(call).items()}
         leaves = [*(t.detach().clone().requires_grad_() for t in qkv), *learned.values()]
@@ -144,7 +145,7 @@ class Kernels:
         return found
 
     def ulps(self, name: str, q: Tensor, k: Tensor, call: AttentionParams) -> float:
-        """The allowance of a result, in units in the last place."""
+        """Return the allowance of a result, in units in the last place."""
         part = learned_parts(call).get(name.removeprefix("grad_"))
         # The gradient of a bias is a sum of terms that are rounded, through the output, to q's type.
         coarser = 1.0 if part is None else max(1.0, torch.finfo(q.dtype).eps / torch.finfo(part.dtype).eps)
@@ -162,9 +163,10 @@ class Kernels:
         return 4.0
 
     def largest_rounding(self, name, tensors, call, exact, received: bool) -> float | None:
-        """What a gradient of Triton may be that is 0 by terms that cancel; None for all others.
+        """Return the largest rounding error of a Triton gradient that is 0 by cancellation; None for all others.
 
-        One of the terms went through the output, which is rounded to the type. Eager never rounds it: it is no measure.
+        One of the cancelling terms comes from the output, which is rounded to its dtype. Eager never rounds it, so
+        eager's error is no measure.
         """
         if self.backend == "native":
             return None
@@ -228,13 +230,13 @@ TRITON = Kernels(
 
 @pytest.fixture
 def kernels() -> Kernels:
-    """The C++ kernels. The modules of tests/interpreter have a fixture of the same name, of the Triton kernels."""
+    """Return the C++ kernels. tests/interpreter has a fixture of the same name for the Triton kernels."""
     return NATIVE
 
 
 @pytest.fixture(params=[torch.float32, *HALVES, torch.float64], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Every type that the C++ kernels take."""
+    """Parametrize with every dtype of the C++ kernels."""
     return request.param
 
 
@@ -252,27 +254,27 @@ def assert_same_bits(run: Callable[[], Iterable[Tensor]], threads: tuple[int, ..
 
 
 def on(device: torch.device | str, given: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments, with their tensors on a device."""
+    """Return the arguments with their tensors on a device."""
     return {name: t.to(device) if isinstance(t, Tensor) else t for name, t in given.items()}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which scores and their logsumexp are."""
+    """Return the dtype of scores and their logsumexp."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def op_of(call: AttentionParams, suffix: str = "") -> Callable[..., Any]:
-    """The op of a padded or a packed batch."""
+    """Return the op of a padded or a packed batch."""
     return getattr(torch.ops.transformer_fast, f"attention{'_packed' if call.packed else ''}{suffix}")
 
 
 def learned_parts(call: AttentionParams) -> dict[str, Tensor]:
-    """The parts of a call that get a gradient of their own."""
+    """Return the parts of a call that get a gradient."""
     return {name: t for name in ("bias", "distance_bias") if (t := getattr(call, name)) is not None}
 
 
 def summed(name: str, q: Tensor, k: Tensor, call: AttentionParams) -> float:
-    """The number of terms of a sum that is the gradient of a bias."""
+    """Return the number of terms of the sum that is a bias gradient."""
     if name == "grad_bias" and call.packed:
         return q.shape[1] / call.bias.shape[0]
     if name == "grad_bias":
@@ -281,7 +283,7 @@ def summed(name: str, q: Tensor, k: Tensor, call: AttentionParams) -> float:
 
 
 def oracle(tensors, call: AttentionParams, dtype: torch.dtype, grad_logsumexp: Tensor | None) -> dict[str, Tensor]:
-    """What :meth:`Kernels.outcome` returns, by the reference in ``dtype`` on the CPU."""
+    """Return :meth:`Kernels.outcome` of the reference, in ``dtype`` on the CPU."""
     *qkv, grad_out = (t.detach().cpu().to(dtype) for t in tensors)
     learned = {
         name: t.detach().cpu().to(torch.promote_types(dtype, t.dtype)).requires_grad_()
@@ -310,19 +312,19 @@ def oracle(tensors, call: AttentionParams, dtype: torch.dtype, grad_logsumexp: T
 
 @functools.cache
 def kept(dropout_p: float, *shape: int) -> Tensor:
-    """The weights that dropout keeps, by the contract."""
+    """Return the weights that dropout keeps, as documented."""
     return attention_keep(SEED, dropout_p, *shape)
 
 
 def decode_oracle(q, k, v, lengths, table, options: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of decoding, by the reference in ``dtype`` on the CPU."""
+    """Return output and logsumexp of decoding, by the reference in ``dtype`` on the CPU."""
     q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
     table = None if table is None else table.cpu()
     return attention_decode(q, k, v, lengths=lengths.cpu(), page_table=table, **on("cpu", options))
 
 
 def starts(lengths: Iterable[int]) -> Tensor:
-    """``cu_seqlens`` of sequences of these lengths."""
+    """Return ``cu_seqlens`` of sequences of these lengths."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
@@ -346,7 +348,7 @@ def in_pages(caches: tuple[Tensor, ...], page_size: int, lengths: Tensor) -> tup
 
 
 def of_capacity(options: dict[str, Any], S: int, capacity: int) -> dict[str, Any]:
-    """The parts of a call on a cache of S keys, for pages that hold more."""
+    """Return the parts of a call on a cache of S keys, for pages that hold more keys."""
     pad, more = torch.nn.functional.pad, dict(options)
     if more.get("key_ids") is not None:
         more["key_ids"] = pad(more["key_ids"], (0, capacity - S), value=-7)
@@ -356,7 +358,7 @@ def of_capacity(options: dict[str, Any], S: int, capacity: int) -> dict[str, Any
 
 
 def cached(kernels: Kernels, H: int, Hkv: int, Lq: int, S: int, D: int, lengths, dtype=torch.float32):
-    """q, the two caches with NaN past each sequence's length, and the lengths."""
+    """Return q, the two caches with NaN past each sequence's length, and the lengths."""
     lengths = torch.tensor(lengths, dtype=torch.int32, device=kernels.device)
     q, k, v = (kernels.random(len(lengths), h, L, D, dtype=dtype) for h, L in ((H, Lq), (Hkv, S), (Hkv, S)))
     unused = torch.arange(S, device=kernels.device) >= lengths[:, None]

@@ -1,4 +1,4 @@
-"""Changes that people make to a child of a module. Each is applied alike to a fused parent and to the plain one."""
+"""Changes that users make to a child of a module, applied to a fused parent and to the plain one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 Change = Callable[[nn.Module, str], None]
-"""A change of the child at a path below a root. Raises NotApplicable where the child cannot be changed so."""
+"""Change of the child at a path below a root; raises NotApplicable if the child cannot be changed so."""
 
 
 class NotApplicable(Exception):
-    """The child has nothing that could be changed in this way."""
+    """Error: the child has nothing to change in this way."""
 
 
 def altered(value: Any) -> Any:
@@ -33,7 +33,7 @@ def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def subclass(root: nn.Module, path: str) -> None:
-    """A subclass that computes something else."""
+    """Return a subclass that computes something else."""
     child = root.get_submodule(path)
     kind = type(child)
     forward = lambda self, *args, **kwargs: altered(kind.forward(self, *args, **kwargs))  # noqa: E731
@@ -94,7 +94,7 @@ def weight_norm(root: nn.Module, path: str) -> None:
 
 
 class Adapter(nn.Module):
-    """A module around another one, as LoRA puts there."""
+    """Module around another one, as LoRA makes it."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def identity(root: nn.Module, path: str) -> None:
 
 
 class Kept:
-    """Outputs that a child has kept, beside a copy of each. It shows what was overwritten."""
+    """Outputs that a child stored, with a copy of each, which shows later writes."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""Models and modules that are compiled, exported and copied, with inputs of a length."""
+"""Models and modules to compile, export and copy, with inputs of any length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Inputs = Callable[[int], tuple[Any, ...]]
 
 
 class Padded(nn.Module):
-    """Our model, called with lengths and a look-ahead mask."""
+    """`Transformer`, called with lengths and a look-ahead mask."""
 
     def __init__(self, dropout: float = 0.1, **options: Any) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Padded(nn.Module):
 
 
 class Windowed(Padded):
-    """The same with a sliding window on either side."""
+    """`Transformer` with a sliding window on either side."""
 
     def forward(self, src: Tensor, trg: Tensor, lengths: Tensor) -> Tensor:
         masks = tfast.AttentionMask.lengths(lengths) & tfast.AttentionMask.window(2, 1), tfast.AttentionMask.window(1)
@@ -43,7 +43,7 @@ class Windowed(Padded):
 
 
 class Stock(nn.Module):
-    """An accelerated nn.Transformer."""
+    """Accelerated nn.Transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Packed(nn.Module):
 
 
 class PackedWindowed(Packed):
-    """The same with a sliding window in the targets."""
+    """``Transformer(packed=True)`` with a sliding window in the targets."""
 
     def forward(self, src: Tensor, trg: Tensor, src_lengths: Tensor, trg_lengths: Tensor) -> Tensor:
         window = AttentionMask.lengths(trg_lengths) & AttentionMask.window(2)
@@ -79,14 +79,14 @@ class PackedWindowed(Packed):
 
 
 class PackedKeep(Packed):
-    """The same on keep masks, and without padding in the targets."""
+    """``Transformer(packed=True)`` on keep masks, without padding in the targets."""
 
     def forward(self, src: Tensor, trg: Tensor, src_keep: Tensor, trg_mask: Tensor | None) -> Tensor:
         return self.model(src, trg, src_keep, AttentionMask.causal() if trg_mask is None else trg_mask)
 
 
 def swapped(model: nn.Module) -> nn.Module:
-    """An accelerated model."""
+    """Return an accelerated model."""
     assert tfast.accelerate(model).rows[0].now
     return model
 
@@ -100,7 +100,7 @@ def x(length: int) -> Tensor:
 
 
 def blocked(length: int) -> Tensor:
-    """The padding of three sentences."""
+    """Return the padding mask of three sentences."""
     return torch.arange(length) >= torch.tensor([length, length - 2, 1]).unsqueeze(1)
 
 
@@ -138,7 +138,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs, tuple[Any, ...]]] = {
     "packed, a window": (PackedWindowed, packed_inputs, ({1: AUTO}, {1: AUTO}, {}, {})),
     "packed, a keep mask with holes": (PackedKeep, packed_with_holes, ({1: AUTO}, {1: AUTO}, {2: AUTO}, None)),
 }  # fmt: skip
-"""Of each model, its inputs of a length, and which of their dimensions are dynamic."""
+"""Inputs of each model for a length, and their dynamic dimensions."""
 SIZES = (VOCABULARY, D, 24, 4, 1, 0.1)
 PARTS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "attention": (lambda: layers.MultiHeadAttention(2, D), lambda n: (x(n), x(n), x(n), keep(n))),

@@ -1,4 +1,4 @@
-"""Two ways to check csrc/cuda on a machine without a GPU: compile it with nvcc, and run it on the CPU.
+"""Two ways to check csrc/cuda without a GPU: compile it with nvcc, and run it on the CPU.
 
 Running it is exact about indices, strides, masks and summation order: the sources themselves are compiled by the host
 compiler against ``cuda_on_cpu/`` (blocks one after the other, threads as fibers), and their operators appear in
@@ -31,7 +31,7 @@ def nvcc() -> str | None:
 
 
 def host_source() -> str:
-    """One C++ file of all the CUDA sources: launches rewritten, operators registered for the CPU."""
+    """Return all CUDA sources as one C++ file: launches rewritten, operators registered for the CPU."""
     text = "\n".join(path.read_text() for path in SOURCES)
     text, launches = LAUNCH.subn(r"cuda_on_cpu::launch(\1, \2, ", text)
     assert launches == text.count("C10_CUDA_KERNEL_LAUNCH_CHECK()"), "a launch was not recognised, or is not checked"
@@ -72,7 +72,7 @@ def build_for_cpu() -> Path:
 
 
 def ptx(architecture: str) -> list[str]:
-    """The PTX of each of the sources by nvcc, compiled once for them and this torch."""
+    """Compile each source to PTX with nvcc, once per sources and torch."""
     folder = ROOT / "build/cuda_ptx" / _digest(*(path.read_text() for path in SOURCES))
     folder.mkdir(parents=True, exist_ok=True)
     texts = []
@@ -87,7 +87,7 @@ def ptx(architecture: str) -> list[str]:
 
 
 def _digest(*texts: str) -> str:
-    """Of texts, the headers of csrc, and torch's version."""
+    """Return the digest of texts, the headers of csrc, and torch's version."""
     headers = [path.read_text() for path in sorted(ROOT.glob("csrc/**/*.*h"))]
     return hashlib.sha256("".join((*texts, *headers, torch.__version__)).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Calls of every module of the four families: what the parity tests go through, and the inputs of other tests."""
+"""Calls of every module of the four families, for the parity tests and as inputs of other tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keep(*lengths: int, length: int = 5) -> Tensor:
 
 
 def layer_cases() -> list[Case]:
-    """Calls of the classic modules."""
+    """Return calls of the classic modules."""
     masks = KEEP, LOOK_AHEAD = keep(5, 3, 1), classic.subsequentmask(4) & keep(4, 3, 4, length=4)
     cases = [
         Case("Embedder", (11, 16), (SRC,), (), {"padding_idx": 3}),
@@ -133,7 +133,7 @@ D2L = [
 
 
 class Family:
-    """A family of d2l, and two modules made of it that call as plain functions of tensors."""
+    """A family of d2l, and two of its modules as plain functions of tensors."""
 
     def __init__(self, family: ModuleType) -> None:
         self.family = family

@@ -1,4 +1,4 @@
-"""What the dialects' tests share: a fast module and its oracle with the same weights, run on the same inputs."""
+"""Comparison of a fast dialect module with its oracle: equal weights and equal inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 20261121
 
 
 class Case(NamedTuple):
-    """One call of one module: its constructor's arguments, inputs (floats get gradients), and what follows them."""
+    """Call of a module: constructor arguments, inputs (floats get gradients), and further arguments."""
 
     name: str
     arguments: tuple
@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 def pair(fast: ModuleType, oracle: ModuleType, case: Case) -> tuple[nn.Module, nn.Module]:
-    """The fast module and its oracle. The state dict went over both ways."""
+    """Return the fast module and its oracle; the state dict was loaded in both directions."""
     slow = getattr(oracle, case.name)(*case.arguments, **case.options)
     for parameter in slow.parameters():  # no parameter at a value that hides a mistake
         nn.init.normal_(parameter, std=0.3)
@@ -44,7 +44,7 @@ def outcome(
     rounded: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Outputs and every gradient, by name. rounded: a dtype that weights and inputs are rounded to first."""
+    """Return outputs and every gradient, by name. rounded: a dtype to which weights and inputs are rounded first."""
     module = copy.deepcopy(module)
     if rounded is not None:
         module.to(rounded)
@@ -71,7 +71,7 @@ def outcome(
 
 
 def check_evaluation(fast: ModuleType, oracle: ModuleType, case: Case, device: torch.device) -> None:
-    """Outputs and gradients are as exact as eager PyTorch's, in fp32 and in bf16."""
+    """Check that outputs and gradients pass the gate in fp32 and in bf16."""
     quick, slow = pair(fast, oracle, case)
     quick.eval(), slow.eval()
     for dtype in (None, torch.bfloat16):
@@ -81,7 +81,7 @@ def check_evaluation(fast: ModuleType, oracle: ModuleType, case: Case, device: t
 
 
 def hold(actual: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], what: str = "") -> None:
-    """Hold every part of an outcome to the gate.
+    """Check every part of an outcome by the gate.
 
     A bias before a softmax has gradient zero but for rounding: it is measured against the largest gradient.
     """
@@ -93,7 +93,7 @@ def hold(actual: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, T
 
 
 def check_training(fast: ModuleType, oracle: ModuleType, case: Case) -> None:
-    """With dropout: the oracle, given the same seed for its masks, computes the same numbers."""
+    """Check results with dropout against the oracle with the same masks."""
     quick, slow = pair(fast, oracle, case)
     quick.train(), slow.train()
     with fixed_dropout_seed(SEED):
@@ -106,7 +106,7 @@ def check_training(fast: ModuleType, oracle: ModuleType, case: Case) -> None:
 
 
 def replace_dropout(module: nn.Module, heads: int = 1) -> int:
-    """Every ``nn.Dropout`` below becomes one that draws the mask of the contract; returns how many there were."""
+    """Replace every ``nn.Dropout`` below by one with the documented mask; return their number."""
     heads = getattr(module, "num_heads", getattr(module, "h", heads))
     on_weights = "Attention" in type(module).__name__
     count = 0
@@ -120,7 +120,7 @@ def replace_dropout(module: nn.Module, heads: int = 1) -> int:
 
 
 class SharedDropout(nn.Module):
-    """Dropout with the mask that seed ``SEED`` draws for attention weights (``heads`` given) or for elements."""
+    """Dropout with the mask of seed ``SEED``, for attention weights (if ``heads`` is given) or for elements."""
 
     def __init__(self, p: float, heads: int | None) -> None:
         super().__init__()

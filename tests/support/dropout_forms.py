@@ -1,4 +1,4 @@
-"""Ways to call torch's dropout from a module: what accelerate must find and redirect."""
+"""Forms of calls of torch's dropout in modules, which accelerate must find and redirect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Calls(nn.Module):
-    """The name that stands for torch's function, and for an attribute of the module."""
+    """Module in which one name is torch's function and an attribute of the module."""
 
     def __init__(self, p: float = 0.4) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ FORMS = (Calls, FullName, ByName, Builtin, Inside, Held, Helper)
 
 
 class Both(nn.Module):
-    """Two functions of torch in one class, one of them in two methods."""
+    """Two of torch's functions in one class, one of them in two methods."""
 
     p = 0.4
 
@@ -83,7 +83,7 @@ def shared(q: Tensor, p: float) -> Tensor:
 
 
 class OnlyDropout(Calls):
-    """It shares a function with a class that calls both, and is replaced on its own."""
+    """Class that shares a function with one that calls both, and is replaced on its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)

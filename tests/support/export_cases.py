@@ -1,4 +1,4 @@
-"""Models and ops that leave eager PyTorch in tests/ops/test_export.py, with inputs for a batch and a length."""
+"""Models and ops for tests/ops/test_export.py, with inputs of any batch size and length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[int, int], Inputs]]
 
 
 class Call(nn.Module):
-    """A function as a model."""
+    """A function as a module."""
 
     def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def lengths(batch: int, length: int) -> Tensor:
 
 
 def keep(batch: int, length: int) -> Tensor:
-    """(B, L), at least the first is kept."""
+    """Return a keep mask (B, L) with at least the first position."""
     return torch.arange(length) < lengths(batch, length)[:, None]
 
 
@@ -60,7 +60,7 @@ def packed_inputs(batch: int, length: int) -> Inputs:
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, n: Tensor, dense: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    """Attention with every part of a mask, and everything that it returns."""
+    """Attention with every part of a mask, and all its outputs."""
     parts = AttentionMask.lengths(n), AttentionMask.causal(1), AttentionMask.window(3, None), AttentionMask.keep(dense)
     mask = parts[0] & parts[1] & parts[2] & parts[3] & AttentionMask.keep(dense[:, :, :1])
     return tfast.attention(q, k, v, mask, bias=bias, return_weights=True, return_logsumexp=True)
@@ -76,7 +76,7 @@ def masked_inputs(batch: int, length: int) -> Inputs:
 
 
 def parted(*args: Tensor) -> tuple[Tensor, ...]:
-    """Attention by documents, distances and a window, of capped scores and with sinks, and all that it returns."""
+    """Attention with documents, distances, a window, a softcap and sinks, and all its outputs."""
     q, k, v, query_ids, key_ids, slopes, relative, sinks = args
     mask = AttentionMask.documents(query_ids, key_ids) & AttentionMask.window(4, 2, offset=1)
     mask &= AttentionMask.alibi(slopes, offset=2) & AttentionMask.relative(relative, max_distance=6)
@@ -92,7 +92,7 @@ def parted_inputs(batch: int, length: int) -> Inputs:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, **sizes: int) -> tuple[Tensor, ...]:
-    """Packed attention of which some queries have no keys."""
+    """Packed attention with queries that have no keys."""
     empty = AttentionMask.window(-2, None)
     options: tuple[dict[str, Any], ...] = (
         {"causal": True},
@@ -105,7 +105,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, **sizes: i
 
 
 def parted_tokens(*args: Tensor) -> tuple[Tensor, ...]:
-    """Packed attention, and attention to a cache, by documents and distances, of capped scores and with sinks."""
+    """Packed attention and cached attention, with documents, distances, a softcap and sinks."""
     q, k, v, starts, numbers, slopes, relative, sinks = args
     options: dict[str, Any] = {"softcap": 2.0, "sinks": sinks}
     by_distance = AttentionMask.alibi(slopes) & AttentionMask.relative(relative, 6, bidirectional=False)
@@ -188,7 +188,7 @@ def accelerated(model: nn.Module) -> nn.Module:
 
 
 def torch_encoder(model: nn.Module, rows: Tensor, blocked: Tensor) -> Tensor:
-    """Its outputs but those of padding, where ``nn.TransformerEncoder`` leaves zeros in eager PyTorch alone."""
+    """Return the outputs at tokens; at padding ``nn.TransformerEncoder`` gives zeros in eager PyTorch only."""
     return model(rows, src_key_padding_mask=blocked) * ~blocked[..., None]
 
 

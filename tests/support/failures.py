@@ -1,4 +1,4 @@
-"""A failed test says with what it was called, and how to run it again."""
+"""Report of a failed test: the arguments of its call, and the command to run it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model of one layer, eager and accelerated, for the tests of the fused loss."""
+"""Language model of one layer, eager and accelerated, for the tests of the fused loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ D, V = 16, 50
 
 
 class Gpt(nn.Module):
-    """An embedding, a layer and a head, with the loss in its forward, as people write it."""
+    """Embedding, layer and head, with the loss in forward, as users write it."""
 
     def __init__(self, bias: bool = False, tied: bool = True) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Gpt(nn.Module):
 
 
 def pair(dtype: torch.dtype = torch.float64, **options: bool) -> tuple[Gpt, Gpt]:
-    """An eager model and an accelerated copy."""
+    """Return an eager model and an accelerated copy."""
     eager = Gpt(**options).to(dtype)
     fast = copy.deepcopy(eager)
     report = tfast.accelerate(fast, fused_loss=True)

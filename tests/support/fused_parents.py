@@ -1,4 +1,4 @@
-"""Every module of the package that may compute a child without calling it, beside the plain module it stands for."""
+"""Every module that may compute a child without calling it, with the plain module that it replaces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCABULARY, HEADS, INNER = 11, 2, 12
 
 @dataclasses.dataclass(frozen=True)
 class Parent:
-    """A module, arguments for it, and what makes its fused form of it: ``accelerate``, or a class of this package."""
+    """A module, its arguments, and the function that makes its fused form: ``accelerate``, or a class."""
 
     make: Callable[[], nn.Module]
     arguments: Callable[[], tuple[Any, ...]]
@@ -33,7 +33,7 @@ class Parent:
 
 
 def _of_class(fast: ModuleType, oracle: ModuleType) -> Callable[..., Parent]:
-    """Return a function that makes the parent of a class from arguments for it, its name, and its constructor's."""
+    """Return a function that makes the parent of a class, from its arguments, name and constructor arguments."""
 
     def parent(arguments: Callable[[], tuple[Any, ...]], name: str, *sizes: Any, **options: Any) -> Parent:
         def fuse(plain: nn.Module) -> nn.Module:
@@ -47,7 +47,7 @@ def _of_class(fast: ModuleType, oracle: ModuleType) -> Callable[..., Parent]:
 
 
 class Padded(nn.Module):
-    """A stack over a padded batch. ``torch.nn`` leaves padded positions undefined, so that they are 0 here."""
+    """Stack on a padded batch. Padded outputs are set to 0, because ``torch.nn`` leaves them undefined."""
 
     def __init__(self, stack: nn.Module) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def _wide(length: int = L) -> Tensor:
 
 
 def _added_look_ahead() -> Tensor:
-    """Return the mask that a decoder of transformers gives its layers: eager attention looks ahead without one."""
+    """Return the mask that a decoder of transformers passes to its layers: eager attention is causal without a mask."""
     return torch.zeros(B, 1, L, L).masked_fill(_look_ahead(), torch.finfo(torch.float32).min)
 
 
@@ -190,7 +190,7 @@ HUGGING_FACE: dict[str, Parent] = {
 
 
 class _DenseNorm(nn.Module):
-    """The end of a block as models of transformers write it, with a norm of another name in each."""
+    """End of a block as models of transformers write it, each with another name of the norm."""
 
     def __init__(self, norm: str) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ PARENTS: dict[str, Parent] = (
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """Set every probability of dropout to 0: the two sides draw different masks."""
+    """Set every dropout probability to 0, because the two sides draw different masks."""
     for m in module.modules():
         for name, value in list(vars(m).items()):
             if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(m, nn.Dropout))):
@@ -253,7 +253,7 @@ def without_dropout(module: nn.Module) -> nn.Module:
 
 
 def plain(parent: Parent) -> nn.Module:
-    """Make the plain module, with parameters that hide no mistake."""
+    """Make the plain module, with random parameters, so that no mistake is hidden."""
     torch.manual_seed(0)
     module = without_dropout(parent.make())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A model whose best answers can be enumerated, and the enumeration."""
+"""Model whose best answers can be enumerated, and the enumeration."""
 
 import itertools
 import math
@@ -52,7 +52,7 @@ class Oracle(nn.Module):
         return (logits if self.edit is None else self.edit(logits, prefix)).to(self.dtype)
 
     def log_prob(self, source, tokens):
-        """Natural log-probability of the tokens after BOS, one softmax at a time."""
+        """Return the natural log-probability of the tokens after BOS, one softmax at a time."""
         steps = [self.logits(source, tuple(tokens[:i])).double().log_softmax(-1) for i in range(len(tokens))]
         return sum(step[token].item() for step, token in zip(steps, tokens, strict=True))
 
@@ -62,7 +62,7 @@ def sources(batch, width=3, seed=0):
 
 
 def every_finished(model, source, longest, alpha):
-    """All sequences of at most `longest` tokens that end in EOS, best first: (tokens without EOS, score)."""
+    """Return all sequences of at most `longest` tokens that end in EOS, best first: (tokens without EOS, score)."""
     words = [token for token in range(model.vocab) if token != EOS]
     found = []
     for length in range(1, longest + 1):
@@ -74,8 +74,9 @@ def every_finished(model, source, longest, alpha):
 
 
 def slow_beam(model, source, beam, longest, alpha=0.6, patience=1.0):
-    """The definition, with lists and no early stop: the best continuations for which there are slots survive a step,
-    and one that ends in EOS closes its slot. Returns (tokens without EOS, score) of the finished ones, best first."""
+    """Compute a beam search by its definition, with lists and without early stop: the best continuations fill the
+    slots, and one that ends in EOS closes its slot. Returns (tokens without EOS, score) of the finished ones, best
+    first."""
     survivors, finished, quota = [((), 0.0)], [], math.ceil(patience * beam)
     for length in range(1, longest + 1):
         grown = []
@@ -94,8 +95,8 @@ def slow_beam(model, source, beam, longest, alpha=0.6, patience=1.0):
 
 
 def slow_wide_beam(model, source, beam, longest, alpha, early_stop):
-    """The definition of a beam that stays wide, with lists: (tokens with their EOS, score) of the finished ones, best
-    first."""
+    """Compute a beam search of constant width by its definition, with lists. Returns (tokens with EOS, score) of the
+    finished ones, best first."""
     survivors, finished = [((), 0.0)], []
     for length in range(1, longest + 1):
         grown = []
@@ -116,18 +117,18 @@ def slow_wide_beam(model, source, beam, longest, alpha, early_stop):
 
 
 def prefer_eos(vocab, by):
-    """An edit of logits that makes the end so much more likely; `by` is a number, or a function of the prefix."""
+    """Return an edit of logits that makes EOS more likely; `by` is a number, or a function of the prefix."""
     ends = torch.eye(vocab)[EOS]
     return lambda logits, prefix: logits + ends * (by(prefix) if callable(by) else by)
 
 
 def search(model, src, prefix=None, **options):
-    """Tokens of every hypothesis, sentence by sentence, and the hypotheses."""
+    """Return the tokens of every hypothesis, sentence by sentence, and the hypotheses."""
     found = generate(model, src, prefix=prefix, config=GenerationConfig(**options), **MARKS)
     return [[h.tokens for h in hypotheses] for hypotheses in found], found
 
 
 def assert_found(tokens, hypotheses, expected):
-    """Hold the answers of a sentence to be (tokens, score), one after the other."""
+    """Assert that the answers of a sentence are these (tokens, score), in order."""
     assert tokens == [body for body, _ in expected]
     assert [h.score for h in hypotheses] == pytest.approx([score for _, score in expected], abs=1e-4)

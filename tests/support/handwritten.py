@@ -1,4 +1,4 @@
-"""Models as people write them, in plain PyTorch: what accelerate must recognise, and what it must not."""
+"""Models as users write them, in plain PyTorch, which accelerate must recognise or leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_fast.reference.dialects import d2l
 
 
 def heads_of(linear: nn.Module, x: Tensor, heads: int) -> Tensor:
-    """Project (B, L, D) and split it: (B, heads, L, D / heads)."""
+    """Project (B, L, D) and split into heads: (B, heads, L, D / heads)."""
     return linear(x).unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
@@ -159,7 +159,7 @@ class Generator(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """The annotated text's model, whose generator is a module beside it, which forward does not call."""
+    """The annotated text's model; its generator is a module that forward does not call."""
 
     def __init__(
         self, encoder: nn.Module, decoder: nn.Module, src_embed: nn.Module, tgt_embed: nn.Module, generator: nn.Module
@@ -179,7 +179,7 @@ class EncoderDecoder(nn.Module):
 
 
 def make_model(src_vocab: int, tgt_vocab: int, N: int, d_model: int, d_ff: int, h: int, dropout: float = 0.1):
-    """As the annotated text makes it."""
+    """Build the model as the annotated text does."""
     attention, inner = AnnotatedAttention(h, d_model, dropout), AnnotatedFeedForward(d_model, d_ff, dropout)
     layer = AnnotatedEncoderLayer(d_model, copy.deepcopy(attention), copy.deepcopy(inner), dropout)
     heads = copy.deepcopy(attention), copy.deepcopy(attention)
@@ -193,7 +193,7 @@ def make_model(src_vocab: int, tgt_vocab: int, N: int, d_model: int, d_ff: int, 
 
 
 class Annotated(nn.Module):
-    """The same model with lists of layers, and a generator that forward calls."""
+    """The annotated text's model with lists of layers, and a generator that forward calls."""
 
     def __init__(self, vocab: int, d_model: int, heads: int, d_ff: int, N: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Annotated(nn.Module):
 
 
 class InvertedAttention(AnnotatedAttention):
-    """The mask of the other libraries: nonzero = blocked."""
+    """Attention with the mask of other libraries: nonzero = blocked."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(query, key, value, None if mask is None else mask == 0)
@@ -268,7 +268,7 @@ class BertPositions(nn.Module):
 
 
 class BertEmbedding(nn.Module):
-    """Token, position and, as in the well-known code, the sentence of the pair."""
+    """Token, position and segment embedding, as in the well-known code."""
 
     def __init__(self, vocab_size: int, embed_size: int, dropout: float = 0.1, segments: bool = True) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class D2lPositions(nn.Module):
 
 
 class D2lHeads(nn.Module):
-    """The chapter's: sizes from the first call, heads folded into the batch."""
+    """The chapter's multi-head attention: sizes from the first call, heads folded into the batch."""
 
     def __init__(self, num_hiddens: int, num_heads: int, dropout: float, bias: bool = False) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class D2lHeads(nn.Module):
 
 
 class D2lDecoder(d2l.TransformerDecoder):
-    """As the chapter writes it: every call at position 0, the weights behind a property."""
+    """The chapter's decoder: every call starts at position 0, and weights are a property."""
 
     def forward(self, X: Tensor, state: list) -> tuple[Tensor, list]:
         X = self.pos_encoding(self.embedding(X) * math.sqrt(self.num_hiddens))

@@ -1,4 +1,4 @@
-"""The hand-written modules that accelerate knows by their structure, each with inputs: what its tests go through."""
+"""Hand-written modules that accelerate recognises by structure, with inputs for the tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids() -> Tensor:
 
 
 def fresh(value: Any) -> Any:
-    """The same tensors in lists of their own: a decoder changes its state."""
+    """Return the tensors in new lists, because a decoder changes its state."""
     return [fresh(inner) for inner in value] if isinstance(value, list) else value
 
 

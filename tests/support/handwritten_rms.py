@@ -1,4 +1,4 @@
-"""RMSNorm as people write it, in plain PyTorch: what accelerate must recognise, and what it must not."""
+"""RMSNorm as users write it, in plain PyTorch, which accelerate must recognise or leave."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ScaledRMSNorm(nn.Module):
 
 
 class RMSNormEpsOutside(ScaledRMSNorm):
-    """The formula of the first implementations; with it a small eps makes a difference to small rows alone."""
+    """RMSNorm of the first implementations, with eps outside the root, which changes small rows only."""
 
     def norm(self, x: Tensor) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
@@ -54,7 +54,7 @@ class RMSNormOnePlus(ScaledRMSNorm):
 
 
 def with_rms(m: nn.Module, norm: type[nn.Module] = LlamaRMSNorm) -> nn.Module:
-    """A model of The Annotated Transformer with RMSNorm for its norms."""
+    """Return a model of The Annotated Transformer with RMSNorm instead of its norms."""
     for part in m.modules():
         if isinstance(getattr(part, "norm", None), hw.AnnotatedNorm):
             part.norm = norm(part.norm.a_2.shape[0])

@@ -1,4 +1,4 @@
-"""What tests of several ops need: poisoned memory for each, mask parts of every dialect, a step compiled and not."""
+"""Helpers of several tests: poisoned memory, mask parts of every dialect, and a compiled training step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.torch_version import TorchVersion
 from transformer_fast.testing import poisoned_memory
 
 OLD_TORCH = torch.__version__ < TorchVersion("2.13")
-"""Whether PyTorch may be 2.11, whose own faults some tests name."""
+"""True if PyTorch may be 2.11, whose bugs some tests allow for."""
 
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """For the conftest of a folder: :func:`poisoned_memory` around each of its tests."""
+    """Run each test of a folder in :func:`poisoned_memory`; for use in a conftest."""
     with poisoned_memory():
         yield
 
 
 def mask_parts(B: int, H: int, Lq: int, Lk: int, generator: torch.Generator) -> dict[str, dict]:
-    """One mask of each dialect and one of all together, in the normal form the op takes, by name."""
+    """Return one mask per dialect and one with all parts, in the op's normal form, by name."""
 
     def bools(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator) > 0.4
@@ -55,7 +55,7 @@ def mask_parts(B: int, H: int, Lq: int, Lk: int, generator: torch.Generator) -> 
 
 
 def assert_trained_alike(compiled: nn.Module, model: nn.Module, args: tuple) -> None:
-    """A compiled model gives the output of the model, and the gradients of its parameters, from one seed."""
+    """Assert that a compiled model gives the model's output and gradients from one seed."""
     results = []
     for m in (compiled, model):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers with blocks that ``accelerate`` knows, and accelerated copies of them."""
+"""Models of transformers whose blocks ``accelerate`` recognises, and accelerated copies of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pair_and_report(name: str) -> tuple[nn.Module, nn.Module, Any]:
 
 
 def pair(name: str) -> tuple[Any, Any]:
-    """Return a model as transformers made it, and the same after accelerate."""
+    """Return a model of transformers, and a copy after accelerate."""
     eager, fast, _ = pair_and_report(name)
     return copy.deepcopy(eager), copy.deepcopy(fast)
 
@@ -59,12 +59,12 @@ def given(name: str, side: str = "right") -> dict[str, Tensor]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that run on our patterns."""
+    """Return the modules that run on a pattern."""
     return [m for m in model.modules() if isinstance(m, Accelerated)]
 
 
 def set_dropout(model: nn.Module, p: float) -> None:
-    """Set every dropout but those of attention weights, whose mask eager draws in its own way."""
+    """Set every dropout except that of attention weights, whose mask eager draws differently."""
     for path, m in model.named_modules():
         if isinstance(m, nn.Dropout) and not path.endswith(("self.dropout", "attention.dropout", "attn_dropout")):
             m.p = p

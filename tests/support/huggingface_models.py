@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face transformers with large random weights, made from the names of their configs' fields."""
+"""Tiny models of transformers with large random weights, built from the field names of their configs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ NOT_MADE = {
 
 @dataclass(frozen=True)
 class Case:
-    """A class of transformers and what it is for."""
+    """A class of transformers and its kind."""
 
     kind: str
     name: str
@@ -146,7 +146,7 @@ _ENDINGS = {
 
 @functools.cache
 def language_models() -> list[Case]:
-    """Every class that the installed transformers lists for the three kinds of language model."""
+    """Return every class that the installed transformers lists for the three kinds of language model."""
     names = importlib.import_module("transformers.models.auto.modeling_auto")
     cases: dict[Case, None] = {}
     for kind, mapping in LANGUAGE.items():
@@ -158,7 +158,7 @@ def language_models() -> list[Case]:
 
 @functools.cache
 def other_models() -> list[Case]:
-    """Vision, audio and models put together from two."""
+    """Return vision, audio and combined models."""
     single = [Case(kind, name + _ENDINGS[kind]) for kind, names in OTHERS.items() for name in names.split()]
     return single + COMPOSITES
 
@@ -170,7 +170,7 @@ def model_class(case: Case) -> type:
 
 
 def named(name: str, *parts: str) -> Case:
-    """Return the case of a class of transformers, whose kind is in its name."""
+    """Return the case of a class of transformers, whose kind follows from its name."""
     if parts:
         return Case("text to text", name, parts)
     if name.startswith(("Whisper", "Speech2Text")):
@@ -191,7 +191,7 @@ def make(case: Case, implementation: str | None = None, **settings: Any) -> nn.M
 
 
 def config_of(case: Case, implementation: str | None = None, **settings: Any) -> Any:
-    """Return the config of a tiny model, as `make` takes it."""
+    """Return the config of a tiny model, as `make` uses it."""
     import transformers
 
     config_class = model_class(case).config_class
@@ -211,7 +211,7 @@ def config_of(case: Case, implementation: str | None = None, **settings: Any) ->
 
 
 def tiny_settings(config_class: type) -> dict[str, Any]:
-    """The fields of a config that make its model tiny, and one layer of each type that it has."""
+    """Return config fields that make a model tiny, with one layer of each of its types."""
     default = config_class()
     fields = vars(default)
     settings = {
@@ -234,7 +234,7 @@ def tiny_settings(config_class: type) -> dict[str, Any]:
 
 @torch.no_grad()
 def enlarge(model: nn.Module) -> None:
-    """Large weights, so that what a query may see decides what comes out."""
+    """Multiply the weights, so that results depend clearly on the visible keys."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -243,7 +243,7 @@ def enlarge(model: nn.Module) -> None:
 
 @torch.no_grad()
 def scattered(model: nn.Module, std: float = 0.1) -> nn.Module:
-    """Add noise to all that is trained, so that norms do something and weights are large enough to be seen."""
+    """Add noise to all parameters, so that norms have an effect and weights are not too small."""
     for parameter in model.parameters():
         if parameter.requires_grad:  # the others are computed, and not saved
             parameter.add_(std * torch.randn_like(parameter))
@@ -251,12 +251,12 @@ def scattered(model: nn.Module, std: float = 0.1) -> nn.Module:
 
 
 def typed(given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Convert what is no id and no mask."""
+    """Convert tensors that are neither ids nor masks."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
 
 
 def outcome(model: nn.Module, given: dict[str, Tensor], *, gradients: bool = True) -> dict[str, Tensor]:
-    """Return the logits, and the gradients of a weighted mean of those that stand for no padding, by name.
+    """Return the logits, and the gradients of a weighted mean of the logits at tokens, by name.
 
     They come from ``backward``: a reentrant checkpoint knows no other way.
     """
@@ -273,7 +273,7 @@ def outcome(model: nn.Module, given: dict[str, Tensor], *, gradients: bool = Tru
 
 
 def inputs(case: Case, side: str, seed: int = 2) -> dict[str, Tensor]:
-    """What a model of a case is called with, padded on a side ("left", "right") or not at all ("none").
+    """Return the inputs of a case's model, padded on a side ("left", "right") or not at all ("none").
 
     Returns:
         ids (3, 7) int64, images (3, 3, 32, 32), waves (3, 1200) or spectra (3, bins, frames) float32, the mask of

@@ -1,4 +1,4 @@
-"""One model of transformers with attn_implementation="transformer_fast", held to the same model with "eager"."""
+"""Comparison of a model of transformers with attn_implementation="transformer_fast" and the same model with "eager"."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EQUAL, UNTOUCHED, REFUSED, NOT_MADE = "equal", "equal, nothing to replace", "ref
 
 
 def sides(case: models.Case) -> list[str]:
-    """The paddings a case is tried with."""
+    """Return the padding sides for a case."""
     if case.kind in ("image", "image to text"):
         return ["none"]
     return ["none", "right", "left"] if "text" in case.kind or case.kind in models.LANGUAGE else ["none", "right"]
 
 
 def verdict(case: models.Case) -> tuple[str, str]:
-    """(what a user gets, the message of a refusal or why the model is not made).
+    """Return (verdict, message of the refusal or reason why the model cannot be made).
 
     Raises:
         AssertionError: where the numbers are not those of eager, or a causal model sees what comes later.
@@ -55,7 +55,7 @@ def verdict(case: models.Case) -> tuple[str, str]:
 
 
 class Three:
-    """A model with our attention, the same with eager's, and the same in fp64."""
+    """A model with our attention, the same with eager attention, and the same in fp64."""
 
     def __init__(self, model: nn.Module, eager: nn.Module, exact: nn.Module) -> None:
         self.model, self.eager, self.exact = model, eager, exact
@@ -115,14 +115,14 @@ def _hold(case: models.Case, three: Three, side: str) -> None:
 
 @torch.no_grad()
 def _logits(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
-    """What a model computes, (B, L, vocabulary) for language models; fp64 for a model in fp64."""
+    """Return a model's output, (B, L, vocabulary) for language models; fp64 for a model in fp64."""
     with softmax_in_the_dtype_of_its_input():
         return _first(model(**models.typed(given, next(model.parameters()).dtype)))
 
 
 @torch.no_grad()
 def _step(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
-    """The logits of the last token, (B, vocabulary), after the others were read into a cache."""
+    """Return the logits of the last token, (B, vocabulary), after the others were read into a cache."""
     ids, mask = given["input_ids"], given.get("attention_mask")
     with softmax_in_the_dtype_of_its_input():
         start = {"input_ids": ids[:, :-1]} | ({} if mask is None else {"attention_mask": mask[:, :-1]})
@@ -165,7 +165,7 @@ def softmax_in_the_dtype_of_its_input() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counted(calls: list[None]) -> Iterator[None]:
-    """One entry in ``calls`` for each call of our attention."""
+    """Append to ``calls`` for each call of our attention."""
     attention = integration.ops.attention
 
     def count(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The table of docs/huggingface.md, from the sweep: ``python tests/support/huggingface_table.py --write`` writes it."""
+"""Table of docs/huggingface.md, from the sweep: ``python tests/support/huggingface_table.py --write`` writes it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ENDINGS = {
 
 
 def cases() -> list[models.Case]:
-    """Every model of the sweep."""
+    """Return every model of the sweep."""
     return models.language_models() + models.other_models()
 
 
 def label(what: str, why: str, case: models.Case) -> str:
-    """What the table says of a verdict."""
+    """Return the table's text for a verdict."""
     if what == sweep.NOT_MADE:
         return f"not tried: {models.NOT_MADE.get(case.name, why)}"
     if what != sweep.REFUSED:
@@ -39,14 +39,14 @@ def label(what: str, why: str, case: models.Case) -> str:
 
 
 def row_of(case: models.Case) -> tuple[str, str]:
-    """(kind, name) of a model in the table."""
+    """Return (kind, name) of a model in the table."""
     if case.parts:
         return KINDS["composites"], " + ".join((case.name.removesuffix("Model"), *case.parts))
     return KINDS[case.kind], case.name.removesuffix(_ENDINGS.get(case.kind, "-"))
 
 
 def table(labels: dict[models.Case, str]) -> str:
-    """The table and the version of transformers, in Markdown."""
+    """Return the table and the version of transformers, in Markdown."""
     import transformers
 
     groups: dict[tuple[str, str], list[str]] = {}
@@ -61,7 +61,7 @@ def table(labels: dict[models.Case, str]) -> str:
 
 
 def documented() -> tuple[str, dict[tuple[str, str], str]]:
-    """(version of transformers, what the page says of each (kind, name))."""
+    """Return (version of transformers, the page's verdict per (kind, name))."""
     text = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     said = {}
     for kind, what, names in re.findall(r"^\| (.+?) \| (.+?) \| \d+: (.+) \|$", text, re.MULTILINE):

@@ -28,13 +28,14 @@ def kernels() -> Kernels:
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Every type that the Triton kernels take. In the interpreter the launchers read bf16 as fp32, and round."""
+    """Parametrize with every dtype of the Triton kernels. In the interpreter the launchers read bf16 as fp32, and
+    round."""
     return request.param
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """On CPU, tiles of 32 x 32 and few programs, so that small shapes have several of both, and steps to share."""
+    """Use tiles of 32 x 32 and few programs on CPU, so that small shapes have several of both."""
     if device.type != "cpu":
         return
     for key in configs.ATTENTION:
@@ -50,7 +51,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 def tiles_of_distances(
     monkeypatch: pytest.MonkeyPatch, small_tiles: None, request: pytest.FixtureRequest, device: torch.device
 ) -> None:
-    """On CPU, both shapes of the tiles by which the gradient of a bias by distance is summed."""
+    """Parametrize with both tile shapes of the distance-bias gradient, on CPU."""
     if device.type == "cpu":
         tiles = dict.fromkeys(grad_distance_bias.TILES, (request.param, 32, 4))
         monkeypatch.setattr(grad_distance_bias, "TILES", tiles)
@@ -58,7 +59,7 @@ def tiles_of_distances(
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Counter:
-    """Counts of the tiles that kernels load: by kernel ("out", "q" and "kv") and rows of the tile."""
+    """Count the tiles that kernels load: by kernel ("out", "q" and "kv") and rows of the tile."""
     if device.type != "cpu":
         pytest.skip("loads are watched in the interpreter")
     counts: Counter = Counter()

@@ -46,7 +46,7 @@ def half_done(name: str, *args: Any) -> None:
 
 
 def lay_in_wait(moment: str, number: int) -> None:
-    """Make the `number`-th disk event of `checkpoint` from now on the last one."""
+    """Kill the process at the `number`-th disk event of `checkpoint` from now on."""
     seen = 0
 
     def watched(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def lay_in_wait(moment: str, number: int) -> None:
 
 
 def part(config: TrainConfig, kill: str | None, threads: int) -> int:
-    """Run one part in a fork; its wait status."""
+    """Run one part in a fork; return its wait status."""
     ready, announce = os.pipe()
     child = os.fork()
     if child == 0:
@@ -101,7 +101,7 @@ def part(config: TrainConfig, kill: str | None, threads: int) -> int:
 
 
 def run(job: dict[str, Any]) -> str:
-    """Every part of a job; "ok", or what went otherwise than asked for."""
+    """Run every part of a job; return "ok", or the first deviation."""
     config, threads = TrainConfig(**job["config"]), job["threads"]
     for kill in job["kills"]:
         status = part(config, kill, threads)

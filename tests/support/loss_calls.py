@@ -1,4 +1,4 @@
-"""Calls of ``linear_cross_entropy`` with the loss of PyTorch beside them, and chunks of two sizes."""
+"""Calls of ``linear_cross_entropy``, with PyTorch's loss beside them, and chunks of two sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IGNORED, VOCABULARY, ROWS = 3, 37, (3, 50)
 
 @pytest.fixture(params=["one chunk", "chunks"])
 def chunks(request, monkeypatch):
-    """The logits are computed at once, or in chunks of 64 rows, the fewest."""
+    """Parametrize with logits computed at once, and in chunks of 64 rows, the smallest."""
     if request.param == "chunks":
         monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 1, "cuda": 1})
 
@@ -29,7 +29,7 @@ def torch_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, target: Tensor, class_weight: Tensor | None = None,
     dtype: torch.dtype | None = None, seed: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """``F.cross_entropy`` of all logits, in their own dtype or in a wider one."""
+    """Return ``F.cross_entropy`` of all logits, in their own dtype or in a wider one."""
     logits = F.linear(x, weight, bias).reshape(-1, weight.shape[0])
     logits = logits if dtype is None else logits.to(torch.promote_types(logits.dtype, dtype))
     rows = target.reshape(logits.shape) if target.is_floating_point() else target.flatten()
@@ -55,7 +55,7 @@ def loss_call(
     function: Callable[..., Tensor] = our_loss,
     **options: Any,
 ) -> Call:
-    """A call of rows (*shape, d), of which some have the class 3, or have probabilities of all classes.
+    """Return a call on rows (*shape, d); some targets are class 3, or all are probabilities.
 
     Args:
         shape: ROWS by default.
@@ -75,12 +75,12 @@ def loss_call(
 
 
 def by_torch(call: Call) -> Call:
-    """The same call of PyTorch's loss."""
+    """Return the call of PyTorch's loss with the same arguments."""
     return call._replace(function=partial(torch_loss, **call.function.keywords))
 
 
 def hold_to_torch(call: Call, sums: tuple[str, ...] = ("output 0", "weight", "bias")) -> dict[str, Tensor]:
-    """Hold a call to PyTorch's loss by the gate, and the oracle to the same loss in float64."""
+    """Check a call against PyTorch's loss by the gate, and the oracle against the same loss in float64."""
     wide = {name: t.double() if t.is_floating_point() else t for name, t in call.tensors.items()}
     options = {name: value for name, value in call.function.keywords.items() if name != "dtype"}
     exact = call._replace(function=partial(torch_loss, **options), tensors=wide)
@@ -91,7 +91,7 @@ def hold_to_torch(call: Call, sums: tuple[str, ...] = ("output 0", "weight", "bi
 
 
 def assert_no_loss(call: Call, wrong: int) -> None:
-    """Give one row a target outside the vocabulary: its number is in an error on a CPU; the loss is NaN elsewhere."""
+    """Give one row a target outside the vocabulary: on a CPU the error has its number; elsewhere the loss is NaN."""
     target = call.tensors["target"]
     target[0, :2], target[1, 4] = -100, wrong
     if target.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Hugging Face folders of small random Marian models, as OPUS-MT distributes them, made on the spot.
+"""Hugging Face folders of small random Marian models, in the form of OPUS-MT.
 
 Random, and far from ties: what is said depends on what was read and said. Left alone such a model says one word again
 and again; where no two words may be said twice in a row, its answers end at many lengths.
@@ -40,7 +40,7 @@ TEXT = [
 
 @functools.cache
 def sentencepieces() -> tuple[bytes, bytes]:
-    """Two sentencepiece models, of English and of German numbers; each has pieces that the other lacks."""
+    """Return two sentencepiece models, of English and of German numbers; each has pieces that the other lacks."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def sentencepieces() -> tuple[bytes, bytes]:
 
 
 def vocabulary(models: Iterable[bytes], *, tags: Iterable[str] = (">>deu<<",)) -> dict[str, int]:
-    """One map of all pieces: the end first and padding last, as Marian has it; ids are not sentencepiece's."""
+    """Return one map of all pieces: EOS first and padding last, as Marian has it; ids are not sentencepiece's."""
     pieces = ["</s>", "<unk>", *tags]
     for model in models:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -68,7 +68,7 @@ def vocabulary(models: Iterable[bytes], *, tags: Iterable[str] = (">>deu<<",)) -
 
 
 def write_marian(folder: Path, *, generation: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> Path:
-    """A folder with a tiny model and what its files say. `generation`: of generation_config.json beside the ids."""
+    """Write a folder with a tiny model. `generation`: settings of generation_config.json besides the ids."""
     folder.mkdir(parents=True, exist_ok=True)
     models = sentencepieces()
     for name, model in zip(("source.spm", "target.spm"), models, strict=True):
@@ -95,7 +95,7 @@ def write_marian(folder: Path, *, generation: dict[str, Any] | None = None, seed
 
 @torch.no_grad()
 def random_marian(config: MarianConfig, seed: int) -> MarianMTModel:
-    """A model with weights of the right sizes for answers of many lengths."""
+    """Return a model with weights scaled so that answers have many lengths."""
     model = MarianMTModel(config).eval()
     torch.manual_seed(seed)  # now: what the model drew for itself depends on more than is kept
     tables = {id(module.weight) for module in (*_embeddings(model), model.lm_head)}
@@ -117,14 +117,14 @@ def _embeddings(model: MarianMTModel) -> list[torch.nn.Module]:
 
 
 def load(folder: Path) -> tuple[MarianMTModel, MarianTokenizer]:
-    """What transformers makes of a folder, in fp32."""
+    """Load a folder with transformers, in fp32."""
     model = MarianMTModel.from_pretrained(folder, dtype=torch.float32)
     return model.eval(), MarianTokenizer.from_pretrained(folder)
 
 
 @torch.no_grad()
 def answers(folder: Path, lines: list[str], **options: Any) -> tuple[list[list[int]], list[str]]:
-    """The tokens without begin, end and padding, and the texts, that transformers' `generate` gives."""
+    """Return the tokens, without begin, end and padding, and the texts of transformers' `generate`."""
     model, tokenizer = load(folder)
     found = model.generate(**tokenizer(lines, return_tensors="pt", padding=True), **options)
     eos, pad, tokens = tokenizer.eos_token_id, tokenizer.pad_token_id, []

@@ -1,4 +1,4 @@
-"""The notebooks of examples/, run: ``python tests/support/notebooks.py --write`` writes what they print into them."""
+"""Run of the notebooks of examples/: ``python tests/support/notebooks.py --write`` writes their outputs into them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import transformer_fast as tfast
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 LONGEST = 600
-"""Seconds for the kernel to start, and for one cell, on a slow core that others use too: more is a hang."""
+"""Time limits in seconds for the start of the kernel and for one cell, on a slow shared core."""
 MEASURED = "measured"
-"""Tag of a cell that prints times of the machine; its text is not committed."""
+"""Tag of a cell that prints times of the machine; its output is not committed."""
 
 
 def run(path: Path, folder: Path) -> Any:
-    """Return a notebook, run from the first cell to the last: in a fresh kernel of this Python, without network.
+    """Run a notebook in a new kernel of this Python, without network; return it.
 
     Args:
         folder: empty; the notebook runs in it.
@@ -49,20 +49,20 @@ def run(path: Path, folder: Path) -> Any:
 
 
 def printed(cell: Any) -> str:
-    """Return what a cell has printed; "" for one that measures."""
+    """Return the output of a cell; "" for a cell that measures."""
     if MEASURED in cell.metadata.get("tags", []):
         return ""
     return "".join(o.text for o in cell.get("outputs", []) if o.output_type == "stream" and o.name == "stdout")
 
 
 def without_numbers(text: str) -> str:
-    """Return a text without what differs from machine to machine: numbers, and the white space beside them."""
+    """Return a text without numbers and the white space beside them, which differ between machines."""
     text = re.sub(r"\d+(?:[.,]\d+)*(?:e[+-]\d+)?", "#", text)
     return re.sub(r"\s+", " ", re.sub(r"#(?:, #)+", "#", re.sub(r"-{3,}", "---", text))).strip()
 
 
 def write(path: Path) -> None:
-    """Run a notebook, and write what it prints into it; its pictures stay."""
+    """Run a notebook and write its outputs into it; its pictures stay."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         fresh = run(path, Path(folder))
     notebook = nbformat.read(path, as_version=4)

@@ -1,4 +1,4 @@
-"""One thread for the tensors of tests: the processes of a run share the cores, and their tensors are small."""
+"""One thread for tests: the processes of a run share the cores, and test tensors are small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of every public op with each option that changes its path, and ways to run one."""
+"""Calls of every public op with each option that changes its path, and ways to run them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Call(NamedTuple):
 
     @property
     def leaves(self) -> list[str]:
-        """The names of the tensors that have a gradient."""
+        """Names of the tensors that have a gradient."""
         return [name for name, t in self.tensors.items() if t.is_floating_point() and name not in self.constant]
 
     def outputs(self, **given: Tensor) -> tuple[Tensor, ...]:
-        """The outputs for these tensors and, where none is given, those of the call; dropout is drawn from one seed."""
+        """Return the outputs for these tensors, by default those of the call; dropout has one seed."""
         with fixed_dropout_seed(SEED):
             out = self.function(**(self.tensors | given))
         return out if isinstance(out, tuple) else (out,)
 
     def trained(self, frozen: tuple[str, ...] = (), grads: list[Tensor] | None = None, **given: Tensor) -> list[Tensor]:
-        """The outputs, then the gradient of each leaf that is not frozen."""
+        """Return the outputs, then the gradient of each leaf that is not frozen."""
         given = self.tensors | given
         leaves = {name: given[name].detach().requires_grad_() for name in self.leaves if name not in frozen}
         outputs = self.outputs(**(given | leaves))
@@ -61,7 +61,7 @@ class Call(NamedTuple):
 def hold(
     call: Call, oracle: Callable[..., Any], *, ulps: float = 8, rows: int = 1, sums: tuple[str, ...] = ()
 ) -> dict[str, Tensor]:
-    """Hold outputs and gradients to the gate, and return them by name.
+    """Check outputs and gradients by the gate, and return them by name.
 
     Args:
         call: what is tested.
@@ -85,7 +85,7 @@ def hold(
 
 
 def assert_equal(ours: list[Tensor], others: list[Tensor], what: str = "") -> None:
-    """Two results agree bit for bit."""
+    """Assert that two results agree bit for bit."""
     for n, (a, b) in enumerate(zip(ours, others, strict=True)):
         assert torch.equal(a, b), f"{what} {n}: {(a - b).abs().max() if a.shape == b.shape else (a.shape, b.shape)}"
 
@@ -101,7 +101,7 @@ def on_threads(count: int) -> Iterator[None]:
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that are called, with their arguments."""
+    """Mode that records the operators that are called, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,12 +113,12 @@ class Operators(TorchDispatchMode):
 
     @property
     def ours(self) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-        """The calls of this package's operators."""
+        """Return the recorded calls of this package's operators."""
         return [call for call in self.called if getattr(call[0], "namespace", "") == "transformer_fast"]
 
 
 def by_dispatcher() -> contextlib.AbstractContextManager[Any]:
-    """No call takes the eager fast path."""
+    """Turn the eager fast path off."""
     return mock.patch.multiple(eager_ops, native=lambda: None, fast_path=lambda op, q: (None, False))
 
 
@@ -144,7 +144,7 @@ def calls(
     d: int = 24,
     device: str | torch.device = "cpu",
 ) -> dict[str, Call]:
-    """By name, the calls of every op but attention, of rows of a shape."""
+    """Return calls of every op except attention, on rows of a shape, by name."""
     draw = Draw(seed, dtype, device)
     x, residual, weight, bias = draw.floats(*leading, d), draw.floats(*leading, d), draw.floats(d), draw.floats(d)
     vocabulary, added = draw.floats(11, d), draw.floats(11)
@@ -220,7 +220,7 @@ def calls(
 
 
 def attention_calls(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Call]:
-    """By name, the calls of attention in which something else than a mask differs."""
+    """Return calls of attention that differ in something other than the mask, by name."""
     draw = Draw(seed, dtype)
     qkv = {name: draw.floats(B, 4, length, D) for name, length in (("q", 6), ("k", 7), ("v", 7))}
     keep, padding = draw.whole(B, 1, 6, 7, below=3) > 0, draw.whole(B, 1, 1, 7, below=3) > 0
@@ -258,7 +258,7 @@ def attention_calls(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[s
 
 
 def token_calls(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Call]:
-    """By name, the calls of packed attention, of decoding and of torch's function."""
+    """Return calls of packed attention, of decoding and of torch's function, by name."""
     draw, tokens = Draw(seed, dtype), 12
     packed = {name: draw.floats(tokens, H, D) for name in "qkv"}
     packed["starts"] = torch.tensor([0, int(draw.whole(low=1, below=tokens)), tokens], dtype=torch.int32)
@@ -345,16 +345,16 @@ MASKS: dict[str, tuple[Callable[[Tensor], AttentionMask], Callable[[Draw], Tenso
     "alibi": (AttentionMask.alibi, lambda draw: draw.floats(H).abs()),
     "relative": (AttentionMask.relative, lambda draw: draw.floats(8, H)),
 }
-"""By name, a mask and the tensor that it is made of."""
+"""A mask and the tensor that it is made of, by name."""
 COPIED_MASKS: dict[str, tuple[Callable[[Tensor], AttentionMask], Callable[[Draw], Tensor]]] = {
     "keep of integers": (AttentionMask.keep, lambda draw: draw.whole(B, 1, L, L, below=2)),
     "blocked": (AttentionMask.blocked, lambda draw: draw.whole(B, 1, 1, L, below=2).float()),
 }
-"""Masks that hold a copy of the tensor, so that one made before a write is of what was there."""
+"""Masks that hold a copy of the tensor, so a later write does not change them."""
 
 
 def masked_call(mask: str, seed: int = 0, **options: Any) -> Call:
-    """A call of attention with a mask of :data:`MASKS` or :data:`COPIED_MASKS`."""
+    """Return a call of attention with a mask of :data:`MASKS` or :data:`COPIED_MASKS`."""
     make, drawn = (MASKS | COPIED_MASKS)[mask]
     draw = Draw(seed)
     qkv = {name: draw.floats(B, H, L, D) for name in "qkv"}

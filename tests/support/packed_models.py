@@ -1,4 +1,4 @@
-"""Models of transformers with and without padding: what is compared, and how close it must be."""
+"""Models of transformers with and without padding: compared outputs, and tolerances."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_
 
 
 def kept(rows: tuple[str, ...]) -> Tensor:
-    """Bool (rows, length), True at an x."""
+    """Return bool (rows, length), True at an x."""
     return torch.tensor([[letter == "x" for letter in row] for row in rows])
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with, and bool (B, L) or (B, L_trg): which positions of its output are tokens."""
+    """Arguments of a model, and bool (B, L) or (B, L_trg), True where its output is at a token."""
 
     given: dict[str, Tensor]
     tokens: Tensor
 
 
 def batch(name: str, padding: str, seed: int = 3) -> Batch:
-    """Three rows for a model of this class, with labels where it takes one per token or per row."""
+    """Return three rows for a model of this class, with labels per token or per row."""
     generator = torch.Generator().manual_seed(seed)
     keep = kept(PADDING[padding])
     ids = _ids(LENGTH, generator).masked_fill(~keep, models.PAD)
@@ -66,8 +66,8 @@ def _ids(length: int, generator: torch.Generator) -> Tensor:
 
 
 def make(name: str, **settings: Any) -> nn.Module:
-    """A tiny model of a class, with weights that are large enough for padding to be seen, and without dropout unless
-    a setting names it."""
+    """Return a tiny model of a class with large weights, so that padding has an effect, and without dropout unless a
+    setting names it."""
     model = models.make(models.named(name), "eager", **settings)
     if not any("dropout" in setting for setting in settings):
         for module in model.modules():
@@ -82,7 +82,7 @@ def make(name: str, **settings: Any) -> nn.Module:
 
 
 def step(model: nn.Module, call: Batch, **more: Any) -> dict[str, Tensor]:
-    """The outputs of a call at tokens, the loss, and the gradient of every parameter, by name."""
+    """Return the outputs at tokens, the loss, and the gradient of every parameter, by name."""
     model.zero_grad(set_to_none=True)
     with softmax_in_the_dtype_of_its_input():
         output = model(**call.given, **more)
@@ -121,5 +121,5 @@ class Sides:
             assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
     def is_packed(self) -> bool:
-        """Whether no call so far has kept its padding."""
+        """Return True if no call so far kept its padding."""
         return not self.report.padded_calls.reasons

@@ -1,4 +1,4 @@
-"""The pages that people read: README, CONTRIBUTING, CHANGELOG and all of docs/; a new page is one of them by itself."""
+"""Pages of the documentation: README, CONTRIBUTING, CHANGELOG and all of docs/, new pages included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFERENCE = DOCS / "reference"
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 """All pages."""
 PAGES = [page for page in WRITTEN if page.parent != REFERENCE]
-"""All but those of the reference, which are made from docstrings."""
+"""All pages except those of the reference, which are made from docstrings."""
 
 
 def page_name(page: Path) -> str:
@@ -45,6 +45,6 @@ def commands(page: Path) -> list[str]:
 
 
 def inline_commands(page: Path) -> list[str]:
-    """Return the commands that stand in the sentences of a page."""
+    """Return the commands in the sentences of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`((?:make|transformer-fast|python3?|pytest|torchrun|benchmarks/\w+\.py)(?: [^`\n]*)?)`", text)

@@ -1,4 +1,4 @@
-"""Plain statements of what flash-attention and FlexAttention document, one sequence and one pair at a time."""
+"""Plain computation of what flash-attention and FlexAttention document, per sequence and per pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def seen(Lq: int, Lk: int, causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Tensor:
-    """The keys that each query sees, bool (Lq, Lk): the last query is at the last key."""
+    """Return the keys that each query sees, bool (Lq, Lk): the last query is at the last key."""
     found = torch.zeros(Lq, Lk, dtype=torch.bool)
     left, right = window[0], 0 if causal else window[1]
     for i, j in itertools.product(range(Lq), range(Lk)):
@@ -30,7 +30,7 @@ def plain_attention(
     slopes: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (Lq, H, D), logsumexp (H, Lq) and weights (H, Lq, Lk) of one sequence.
+    """Return output (Lq, H, D), logsumexp (H, Lq) and weights (H, Lq, Lk) of one sequence.
 
     Args:
         q: (Lq, H, D).
@@ -55,7 +55,7 @@ def plain_attention(
 
 
 def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """x (heads, D) of one position with pairs of numbers turned by the angles (R / 2,), as complex numbers."""
+    """Rotate pairs of numbers of x (heads, D), at one position, by the angles (R / 2,), as complex numbers."""
     R = 2 * angles.shape[0]
     first, second = (x[:, 0:R:2], x[:, 1:R:2]) if interleaved else (x[:, : R // 2], x[:, R // 2 : R])
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
@@ -68,12 +68,12 @@ def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 
 
 def tokens(lengths: Iterable[int], heads: int, D: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers (T, heads, D) that require a gradient."""
+    """Return normal numbers (T, heads, D) that require a gradient."""
     return torch.randn(sum(lengths), heads, D, dtype=torch.float64).to(dtype).requires_grad_()
 
 
 def assert_alike(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None], atol: float = 1e-10) -> None:
-    """Results and gradients agree, -inf where the others have it."""
+    """Assert that results and gradients agree, -inf included."""
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:

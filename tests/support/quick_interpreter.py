@@ -1,4 +1,4 @@
-"""Triton's interpreter with a shorter way to do what it does again and again, and rounding of one kind.
+"""Triton's interpreter, made faster, with products that are rounded in one way.
 
 Of the time that interpreted kernels take, two thirds have no part in what they compute. Here that is done once:
 
@@ -31,12 +31,12 @@ __all__ = ["install", "obstacle"]
 PATCH_LANG, GET_NP_DTYPE = interpreter._patch_lang, interpreter._get_np_dtype
 NEW_BLOCK_TYPE, NEW_TENSOR = tl.block_type.__init__, tl.tensor.__init__
 EVERYTHING = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-"""It stands for a kernel that sees the language by both of its modules, as some device function does."""
+"""Kernel that sees the language by both of its modules, as some device function does."""
 NUMPY_DTYPES: dict[str, np.dtype] = {}
 BLOCK_TYPES: dict[tuple[object, ...], dict[str, Any]] = {}
 SIZES: dict[str, dict[str, Any]] = {}
 REPLACED: list[tuple[object, str, Any]] = []
-"""The longer ways, with the owner and the name of each."""
+"""Replaced functions, with the owner and the name of each."""
 
 
 @functools.cache
@@ -50,7 +50,8 @@ def builtin_names(package: object) -> tuple[str, ...]:
 
 
 def replace_builtins(package: object, *rest: object) -> None:
-    """What ``interpreter._patch_builtin`` does; the rest is the interpreter's builder, and where it notes changes."""
+    """Replacement of ``interpreter._patch_builtin``; the remaining arguments are the interpreter's builder and the
+    record of changes."""
     for name in builtin_names(package):
         member = getattr(package, name)
         if is_builtin(member):
@@ -58,19 +59,20 @@ def replace_builtins(package: object, *rest: object) -> None:
 
 
 def patch_lang(function: Any) -> Any:
-    """What ``interpreter._patch_lang`` does, for a kernel and all that it calls: within it, nothing is left to do."""
+    """Replacement of ``interpreter._patch_lang`` for a kernel and all functions that it calls, which then need no
+    patch."""
     return PATCH_LANG(EVERYTHING) if is_builtin(tl.load) else interpreter._LangPatchScope()
 
 
 def numpy_dtype(kind: Any) -> np.dtype:
-    """What ``interpreter._get_np_dtype`` does."""
+    """Replacement of ``interpreter._get_np_dtype``."""
     if kind.name not in NUMPY_DTYPES:
         NUMPY_DTYPES[kind.name] = GET_NP_DTYPE(kind)
     return NUMPY_DTYPES[kind.name]
 
 
 def new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    """What ``block_type.__init__`` does, with the attributes of an equal type."""
+    """Replacement of ``block_type.__init__``, with the attributes of an equal type."""
     key = element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape)
     if key not in BLOCK_TYPES:
         NEW_BLOCK_TYPE(self, element_ty, shape)
@@ -79,7 +81,7 @@ def new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def new_tensor(self: Any, handle: Any, kind: Any) -> None:
-    """What ``tensor.__init__`` does, with the sizes of another tensor of its type."""
+    """Replacement of ``tensor.__init__``, with the sizes of another tensor of its type."""
     if kind.name not in SIZES:
         NEW_TENSOR(self, handle, kind)
         SIZES[kind.name] = {"numel": self.numel, "shape": self.shape}
@@ -87,7 +89,8 @@ def new_tensor(self: Any, handle: Any, kind: Any) -> None:
 
 
 def dot(builder: Any, a: Any, b: Any, added: Any, *options: object) -> Any:
-    """What ``create_dot`` of the interpreter's builder does, each sum rounded once: in any order it is the same."""
+    """Replacement of ``create_dot`` of the interpreter's builder: each sum is rounded once, so its order does not
+    matter."""
     product = np.matmul(a.data, b.data, dtype=np.float64).astype(added.data.dtype)
     return interpreter.TensorHandle(product + added.data, added.dtype.scalar)
 
@@ -103,7 +106,7 @@ def obstacle(triton: str, numpy: str) -> str:
 
 
 def install() -> None:
-    """Let the interpreter of this process go the shorter way, from now on, and round products alike."""
+    """Install the fast interpreter in this process, with equally rounded products."""
     builder = interpreter.interpreter_builder
     for owner, name, ours in (
         (interpreter, "_patch_builtin", replace_builtins),

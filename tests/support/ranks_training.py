@@ -1,4 +1,4 @@
-"""The program of each process of test_ranks.py: `python ranks_training.py WHAT OUT`, started by torchrun or alone."""
+"""Program of each process of test_ranks.py: `python ranks_training.py WHAT OUT`, started by torchrun or alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY, D, STEPS = 20, 16, 4
 
 
 class Stock(nn.Module):
-    """An accelerated nn.Transformer between embeddings and logits."""
+    """Accelerated nn.Transformer between embeddings and logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def build(kind: str) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, each sharded by itself."""
+    """Return the layers of a model, each of which is sharded by itself."""
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return [layer for stack in stacks for layer in stack]
 

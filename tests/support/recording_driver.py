@@ -1,4 +1,4 @@
-"""A driver that only records, in place of a GPU's: what the tests of launches share.
+"""A driver that records calls instead of a GPU's driver, for the tests of launches.
 
 The device number is one that no machine has, so that nothing compiled here is mistaken for a real GPU's.
 """
@@ -40,7 +40,7 @@ def kernel(x, y, out, count, step, wide: tl.int64, factor, SIZE: tl.constexpr, D
 
 
 class Launcher:
-    """In place of Triton's: what a compiled kernel is started by."""
+    """Replacement of Triton's launcher, which starts a compiled kernel."""
 
     def __init__(self, source, metadata):
         pass
@@ -51,7 +51,7 @@ class Launcher:
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
-    """The driver calls made, each as the launcher of a compiled kernel gets it."""
+    """Record the driver calls, as the launcher of a compiled kernel gets them."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -74,17 +74,17 @@ def launched(monkeypatch):
 
 
 def seen(call):
-    """What a driver call does: grid, stream, function, options and arguments; tensors as the pointers they become."""
+    """Return grid, stream, function, options and arguments of a driver call; tensors as pointers."""
     return (*call[:6], [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in call[9:]])
 
 
 def arguments_of(kernel, call):
-    """The arguments of a driver call by name, tensors as in :func:`seen`."""
+    """Return the arguments of a driver call by name, tensors as in :func:`seen`."""
     return dict(zip([parameter.name for parameter in kernel.params], seen(call)[-1], strict=True))
 
 
 def outcomes(calls, given):
-    """Driver calls with every pointer named: the input it is of, or in what order it first came."""
+    """Return driver calls with every pointer named by its input, or by its order of occurrence."""
     names = {t.data_ptr(): name for name, t in given.items()}
     return [
         [names.setdefault(v, f"new {len(names)}") if isinstance(v, int) and v > 2**32 else v for v in seen(call)[-1]]
@@ -108,7 +108,7 @@ def forget_backends():
 
 @pytest.fixture
 def on_a_gpu(launched, monkeypatch):
-    """The public functions take the Triton kernels, as on a GPU, on CPU tensors that only the recording driver gets."""
+    """Let the public functions run the Triton kernels on CPU tensors, with the recording driver."""
     monkeypatch.setattr(backends, "_obstacle", lambda *_: None)
     forget_backends()
     with tfast.backend("triton"):

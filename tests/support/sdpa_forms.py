@@ -1,4 +1,4 @@
-"""Ways to call torch's attention from a module: what accelerate must find and redirect."""
+"""Forms of calls of torch's attention in modules, which accelerate must find and redirect."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Partial(Base):
 
 
 class Closure(Base):
-    """Backward runs the inner function again, from outside of the module."""
+    """Module whose backward runs the inner function again, from outside of the module."""
 
     dropout_p = 0.0
 
@@ -110,7 +110,7 @@ class Inherited(Attribute):
 
 
 def from_a_factory() -> type[nn.Module]:
-    """A class made in a function that imports for it."""
+    """Return a class made in a function that imports for it."""
     import torch.nn.functional as functional
 
     class FromAFactory(Base):

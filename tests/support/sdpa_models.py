@@ -1,5 +1,5 @@
-"""Small models in the styles of people who call torch's attention themselves: a GPT whose attention is one method, a
-vision transformer with a switch for it, an encoder and a decoder that share a module around it. One layer is for tests
+"""Small models that call torch's attention in users' styles: a GPT whose attention is one method, a vision
+transformer with a switch for it, and an encoder and a decoder that share a module around it. One layer serves tests
 of single forms of calls."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Ids (B, L) -> logits (B, L, vocabulary); the table of the tokens is also the last layer."""
+    """Ids (B, L) -> logits (B, L, vocabulary); the token table is also the output layer."""
 
     def __init__(
         self, vocabulary: int = 40, width: int = 32, layers: int = 2, heads: int = 4, most: int = 64,
@@ -160,7 +160,7 @@ class GammaNorm(nn.Module):
 
 
 class Attend(nn.Module):
-    """What every attention here shares: (B, H, Lq, D) and keys and values, of one head or of as many."""
+    """Base of every attention here: (B, H, Lq, D), and keys and values with one head or with H heads."""
 
     def __init__(self, dropout: float, causal: bool) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Attention(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Ids (B, S), (B, L) and a keep mask (B, S) -> logits (B, L, vocabulary). The encoder learns a bias."""
+    """Ids (B, S), (B, L) and a keep mask (B, S) -> logits (B, L, vocabulary). The encoder has a learned bias."""
 
     def __init__(self, vocabulary: int = 40, width: int = 32, heads: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Base(nn.Module):
-    """One layer of attention; how it is called is up to the subclasses."""
+    """One layer of attention; subclasses make the call."""
 
     dropout_p = 0.0
 

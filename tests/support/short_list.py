@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = "bench_*.py"
-"""Files of which all cases run, one after the other."""
+"""Files that run all their cases, one after the other."""
 STRENGTHS = {"values": 1, "pairs": 2}
 LEFT = pytest.StashKey[int]()
 COLLECTED = pytest.StashKey[int]()
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run folders of tests in as many processes as there are cores, if the command does not say in how many."""
+    """Run folders of tests in as many processes as there are cores, unless the command sets a number."""
     option = config.option
     alone = hasattr(config, "workerinput") or option.collectonly or option.usepdb
     folders = all(Path(name).is_dir() and not any(Path(name).glob(BENCHMARKS)) for name in config.args)
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count what -k and -m have left, too; a process of xdist tells its controller."""
+    """Count the cases that -k and -m leave; a process of xdist sends the count to its controller."""
     gc.freeze()  # nor is it later: a test that compiles, or calls gc.collect(), looks through its own objects alone
     gc.set_threshold(50_000)  # Python's own is 700: compilers make millions of objects
     gc.enable()
@@ -89,7 +89,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def short_list(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
-    """The cases that run without ``--all``, with combinations of at most so many parameters."""
+    """Return the cases that run without ``--all``, with every combination of at most this many parameters."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     chosen: set[pytest.Item] = set()
     for item in items:
@@ -159,6 +159,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def reason_of(report: Any) -> str:
-    """The reason of a skipped test, as its author wrote it."""
+    """Return the reason of a skipped test, as its mark states it."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return text.removeprefix("Skipped: ")

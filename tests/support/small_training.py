@@ -1,7 +1,7 @@
-"""What tests of training and translating share: texts of spelled-out numbers, configs of models that train in a second,
-finished runs, the command line in this process, and a disk that is full.
+"""Helpers of the tests of training and translating: texts of spelled-out numbers, configs of models that train in a
+second, finished runs, the command line in this process, and a full disk.
 
-Runs that several tests read are trained once a process; a test that changes one copies it.
+Runs that several tests read are trained once per process; a test that changes one copies it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TINY |= {"vocab_size": 60, "valid_every": 1000}
 
 
 class Messages(Silent):
-    """Keeps what is said."""
+    """Progress that records messages."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -53,7 +53,7 @@ class Messages(Silent):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Options of a config: training and validation text, source and target."""
+    """Return config options of training and validation texts, source and target."""
     paths = make_numbers_corpus(tmp_path_factory.mktemp("corpus"), train_size=150, held_out=8)
     names = {"train_source": "source", "train_target": "target", "test_source": "valid_source"}
     return {names.get(name, "valid_target"): str(path) for name, path in paths.items()}
@@ -69,7 +69,7 @@ def finished(corpus: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def never_stopped(corpus: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps that nothing interrupted."""
+    """A run of 12 steps without an interruption."""
     save = tmp_path_factory.mktemp("never_stopped") / "run"
     train(checkpointed_config(corpus, save), Silent())
     return save
@@ -82,7 +82,7 @@ def run_copy(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """data/ (a text), one/ and two/: runs on it that differ in their seed, and answer something."""
+    """Folder with data/ (a text) and with one/ and two/, runs on it with different seeds, trained enough to answer."""
     root = tmp_path_factory.mktemp("numbers")
     make_numbers_corpus(root / "data", train_size=800, held_out=20)
     for seed, name in enumerate(("one", "two")):
@@ -96,26 +96,26 @@ def trained(numbers: Path) -> Trained:
 
 
 def small_config(corpus: dict[str, str], save: Path, **changes: object) -> TrainConfig:
-    """A small model on the corpus, on the CPU, with what the caller changes."""
+    """Return the config of a small model on the corpus, on the CPU, with the caller's changes."""
     small = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "vocab_size": 60, "batch_tokens": 400}
     run = {"save": str(save), "device": "cpu", "max_length": 100, "warmup": 4}
     return TrainConfig(**{**corpus, **small, **run, **changes})
 
 
 def short_config(corpus: dict[str, str], save: Path, **changes: object) -> TrainConfig:
-    """That of a run of six updates that validates nothing and writes one checkpoint."""
+    """Return the config of a run of six updates without validation and with one checkpoint."""
     run = {"max_steps": 6, "valid_every": 100, "bleu_sentences": 0}
     return small_config(corpus, save, **run | changes)
 
 
 def checkpointed_config(corpus: dict[str, str], save: Path, **changes: object) -> TrainConfig:
-    """That of a run with checkpoints 3, 6, 9 and 12, of which it keeps the last two and the best."""
+    """Return the config of a run with checkpoints 3, 6, 9 and 12, which keeps the last two and the best."""
     run = {"max_steps": 12, "valid_every": 3, "bleu_sentences": 2, "keep_last": 2}
     return small_config(corpus, save, **run | changes)
 
 
 def fresh_run(config: TrainConfig) -> training._Run:
-    """A run that has made no update yet."""
+    """Return a run before its first update."""
     folder = RunFolder(config.save)
     with folder.writing():
         return training._Run(config, folder, Silent(), build_model, lambda: 0.0)
@@ -125,22 +125,22 @@ def fresh_run(config: TrainConfig) -> training._Run:
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of its log."""
+    """Return the lines of a run's log."""
     return [json.loads(line) for line in RunFolder(folder).log.read_text().splitlines()]
 
 
 def weights_of(folder: Path, step: int = 6) -> bytes:
-    """The file with the weights of a checkpoint."""
+    """Return the file with the weights of a checkpoint."""
     return RunFolder(folder).path(step).joinpath("model.safetensors").read_bytes()
 
 
 def files_of(folder: Path) -> dict[Path, bytes]:
-    """Every file under a folder."""
+    """Return every file under a folder."""
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def outcome(folder: Path) -> tuple:
-    """All that a run leaves behind and that must not depend on whether it was killed: everything but times."""
+    """Return everything that a run writes and that a kill must not change: all but times."""
     run = RunFolder(folder)
     last = run.steps()[-1]
     state, log = json.loads((run.path(last) / "state.json").read_text()), log_of(folder)
@@ -156,7 +156,7 @@ def outcome(folder: Path) -> tuple:
 
 @contextlib.contextmanager
 def full_disk(name: str = "") -> Iterator[None]:
-    """No file whose name ends so fits on the disk: it is cut, and the write fails."""
+    """Let writes to files whose name ends so fail with a full disk, after a part of the data."""
     written = checkpoint._write_flushed
 
     def write(path: Path, data: bytes) -> None:
@@ -174,7 +174,7 @@ def full_disk(name: str = "") -> Iterator[None]:
 
 
 def flags_of(options: dict[str, object]) -> list[str]:
-    """Options of a config as flags of the command line."""
+    """Return the options of a config as flags of the command line."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 

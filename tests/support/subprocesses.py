@@ -11,14 +11,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python with arguments and variables of the environment, in the repository by default."""
+    """Run this Python with arguments and environment variables, in the repository by default."""
     environment = {**os.environ, **variables}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def program(code: str, cwd: Path = ROOT, **variables: str) -> str:
-    """What a program prints that must end well."""
+    """Return the output of a program, which must end with exit code 0."""
     done = python("-c", code, cwd=cwd, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout

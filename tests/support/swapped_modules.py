@@ -1,4 +1,4 @@
-"""The modules that ``accelerate`` swaps, made from their signatures, and calls of them with tensors of many kinds."""
+"""Modules that ``accelerate`` swaps, made from their signatures, and calls with tensors of many kinds."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SIZES = {
     "embed_dim": E, "num_heads": HEADS, "d_model": E, "nhead": HEADS, "dim_feedforward": 12, "num_layers": 2,
     "batch_first": True, "eps": 1e-5,
 }  # fmt: skip
-"""What is passed to a constructor, by the name of the argument."""
+"""Values of constructor arguments, by name."""
 
 KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (*SWAPS, nn.Linear)}
-"""The classes of torch.nn that have a swapped class, by name."""
+"""Classes of torch.nn that have a swapped class, by name."""
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 
 def make(kind: type[nn.Module], p: float = 0.0) -> nn.Module:
-    """A module of a class. A constructor that has an argument of another name needs it in SIZES."""
+    """Make a module of a class. Constructor arguments with other names need an entry in SIZES."""
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if name in SIZES:
@@ -48,7 +48,7 @@ def make(kind: type[nn.Module], p: float = 0.0) -> nn.Module:
 
 
 def swapped(module: nn.Module) -> nn.Module:
-    """An accelerated copy of a module."""
+    """Return an accelerated copy of a module."""
     fast = copy.deepcopy(module)
     tfast.accelerate(fast)
     if type(fast) is nn.Linear:  # on this processor torch's is as fast
@@ -58,7 +58,7 @@ def swapped(module: nn.Module) -> nn.Module:
 
 
 def inputs(kind: type[nn.Module], length: int = L) -> list[Tensor]:
-    """Tensors for the arguments of forward that must be given: ids, or rows of the same length."""
+    """Return tensors for the required arguments of forward: ids, or rows of the same length."""
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     count = sum(p.default is inspect.Parameter.empty for p in parameters)
     if issubclass(kind, nn.Embedding):
@@ -67,7 +67,7 @@ def inputs(kind: type[nn.Module], length: int = L) -> list[Tensor]:
 
 
 def outcome(call: Callable[[], Any], plain: Callable[[Any], Any] = lambda t: t) -> list[Any]:
-    """What a call returns from a fixed seed, or the class of the error that it raises.
+    """Return the result of a call from a fixed seed, or the class of its error.
 
     Args:
         call: returns a tensor, or a tuple of tensors and None.
@@ -83,7 +83,7 @@ def outcome(call: Callable[[], Any], plain: Callable[[Any], Any] = lambda t: t) 
 
 
 def assert_alike(ours: list[Any], theirs: list[Any], *, exactly: bool = True) -> None:
-    """Two outcomes are of the same classes and numbers."""
+    """Assert that two outcomes have the same classes and values."""
     assert len(ours) == len(theirs), f"{ours} instead of {theirs}"
     for mine, expected in zip(ours, theirs):
         if not isinstance(expected, tuple):
@@ -105,6 +105,6 @@ def assert_as_torch(
     fast: nn.Module | None = None,
     exactly: bool = True,
 ) -> None:
-    """A call of the swapped module gives what that of torch's own gives, or fails with the same error."""
+    """Assert that the swapped module gives the result of torch's module, or fails with its error."""
     fast = swapped(module) if fast is None else fast
     assert_alike(*(outcome(lambda m=m: call(m), plain) for m in (fast, module)), exactly=exactly)

@@ -1,4 +1,4 @@
-"""Every size at which the package takes another path, by the place where it stands, and the op to try there.
+"""Every size at which the package changes its path, by its place in the code, with the op that tests it.
 
 A name that ``test_thresholds.py`` finds in the code must stand in one of the two tables.
 """
@@ -36,7 +36,7 @@ _UPPER = re.compile(r"^(_?[A-Z][A-Z_0-9]*) = ([0-9][0-9 *]*)$", re.MULTILINE)
 
 
 def found() -> Iterator[tuple[str, int]]:
-    """The names of the numbers in the code of ops, with the values that they have there."""
+    """Return the names of the numbers in the code of ops, with their values there."""
     for path in sorted(p for folder in ("cpu", "ops") for p in (ROOT / "csrc" / folder).rglob("*.*")):
         for declared in _CONSTANT.findall(path.read_text()):
             for name, value in re.findall(r"(k\w+) = ([^,;]+)", declared):
@@ -52,7 +52,7 @@ def found() -> Iterator[tuple[str, int]]:
 
 
 def compare(call: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """A call and its gradients on the kernels: no further from float64 than eager PyTorch is."""
+    """Check a call and its gradients on the kernels by the gate."""
     results = []
     for backend, dtype in (("native", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
         leaves = [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in inputs]
@@ -66,7 +66,7 @@ def compare(call: Callable[..., Tensor], *inputs: Tensor) -> None:
 
 
 def scaled(n: int, unit: int) -> int:
-    """Rows of a unit each: one less for one less than a multiple of it, and one more for one more."""
+    """Return rows of a unit each: one less below a multiple of the unit, and one more above it."""
     return n // unit + (n % unit == 1)
 
 
@@ -87,7 +87,7 @@ def keys(n: int) -> None:
 
 
 def head_dim(n: int) -> None:
-    """The kernels in C++ take any; those in Triton take up to 256, and the backend says so."""
+    """Test head_dim: C++ kernels take any size; Triton kernels take up to 256, and the backend says so."""
     attend(D=n)
     q = torch.randn(1, 2, 5, n)
     refused = pytest.raises(ValueError, match="up to 256") if n > 256 else contextlib.nullcontext()
@@ -124,7 +124,7 @@ def loss(rows: int, vocabulary: int) -> None:
 
 
 def step_linear(rows: int, inputs: int = 20, outputs: int = 33, most: int = 0) -> None:
-    """The linear layer of decoding, which makes a copy of its weights for up to so many rows."""
+    """Test the linear layer of decoding, which copies its weights for up to this many rows."""
     linear = nn.Linear(inputs, outputs)
     x = torch.randn(rows, inputs)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def step_linear(rows: int, inputs: int = 20, outputs: int = 33, most: int = 0) -
 
 
 def stamped(pairs: int) -> None:
-    """A weight of so many pairs of values, of which a row, and then all, is written to in a way that is not counted."""
+    """Test a weight of this many pairs of values: one row, then all, are written to in a way that is not counted."""
     weight = torch.randn(pairs, 2)
     before = stamp_of(weight)
     weight.data[pairs // 2].add_(1.0)
@@ -146,7 +146,7 @@ def stamped(pairs: int) -> None:
 
 
 def generated(rows: int, tokens: int, length: int = 5) -> None:
-    """Greedy search on the kernels and on the reference."""
+    """Run greedy search on the kernels and on the reference."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = tfast.Transformer(40, 40, 16, 1, 2, 0.0).eval()
@@ -159,7 +159,7 @@ def generated(rows: int, tokens: int, length: int = 5) -> None:
 
 
 def drawn(steps: int) -> None:
-    """Tokens of equal logits, one step after the other, beside the number of each step alone."""
+    """Draw tokens of equal logits step by step, and compare with the random number of each single step."""
     config, stream = tfast.GenerationConfig(sample=True, seed=3), torch.tensor([5])
     sampler = Sampler(config, stream)
     tokens = [int(sampler(torch.zeros(1, 1000), torch.tensor([0]))) for _ in range(steps)]
@@ -167,7 +167,7 @@ def drawn(steps: int) -> None:
 
 
 def logits_left_out(count: int) -> None:
-    """A training step of a model whose logits may be left out."""
+    """Train one step of a model that may skip its logits."""
     V, d = 1024, 8
     model = nn.Sequential(nn.Embedding(V, d), nn.Linear(d, V, bias=False))
     plain = copy.deepcopy(model)
@@ -182,7 +182,7 @@ def logits_left_out(count: int) -> None:
 
 
 def t5(scores: int) -> None:
-    """T5's attention bias, which is not made for many scores of a head; (L, L) of them, for the L on both sides."""
+    """Test T5's attention bias, which stays lazy for many scores per head: (L, L), for L on both sides."""
     import transformers
 
     config = transformers.T5Config(
@@ -243,7 +243,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "transformer_fast/accelerate/output_layer.py:WORTH_IT": logits_left_out,
     "transformer_fast/integrations/lazy_bias.py:WORTH_IT": t5,
 }
-"""By where a number stands, what is run with it, with one less and with one more."""
+"""Function to run for each number, with one less and with one more."""
 
 OTHERS: dict[str, str] = {
     "csrc/cpu/attention/attention_params.h:kMaxSavedScores": "2**26 scores are too many for a short test",
@@ -265,4 +265,4 @@ OTHERS: dict[str, str] = {
     "transformer_fast/accelerate/rebinding.py:_DEEPEST": "the depth of a search in code",
     "transformer_fast/reference/dropout.py:MASK32": "32 bits",
 }  # fmt: skip
-"""Numbers that choose no path by a size of the inputs. Those of csrc/cpu/simd are sizes of vectors."""
+"""Numbers that choose no path by an input size. Those of csrc/cpu/simd are vector sizes."""

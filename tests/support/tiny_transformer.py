@@ -1,4 +1,4 @@
-"""A small Transformer to test decoding with, a batch for it, and its answers in every way that there is."""
+"""A small Transformer for tests of decoding, a batch for it, and ways to search its answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answers = list[list[Hypothesis]]
 
 
 def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -> Transformer:
-    """A model in evaluation mode, whose choices are far from ties, and whose answers have many lengths.
+    """Return a model in evaluation mode, with choices far from ties and answers of many lengths.
 
     Args:
         options: those of `Transformer`.
@@ -41,14 +41,14 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -
 
 
 def never_ending(model: nn.Module) -> nn.Module:
-    """The model, which now says EOS never."""
+    """Return the model with EOS made impossible."""
     with torch.no_grad():
         (model.out if hasattr(model, "out") else model.generator.proj).bias[EOS] = -1e4
     return model
 
 
 def batch(size: int = 6, width: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random sources (size, width), and their lengths (size,)."""
+    """Return random sources (size, width), and their lengths (size,)."""
     generator = torch.Generator().manual_seed(seed)
     src = torch.randint(2, VOCAB, (size, width), generator=generator)
     return src, torch.randint(1, width + 1, (size,), generator=generator)
@@ -63,17 +63,17 @@ def answers(
 
 
 def tokens_of(found: Answers) -> list[list[list[int]]]:
-    """The tokens of every hypothesis."""
+    """Return the tokens of every hypothesis."""
     return [[one.tokens for one in hypotheses] for hypotheses in found]
 
 
 def bits_of(found: Answers) -> list[tuple]:
-    """All that two searches must have alike to be alike in every bit."""
+    """Return everything that two searches must share to be equal in every bit."""
     return [(one.tokens, one.log_prob, one.score, one.finished) for each in found for one in each]
 
 
 def assert_same(found: Answers, expected: Answers, what: object = "", tolerance: float = 1e-3) -> None:
-    """Hold tokens and ends to be the same, scores and log-probabilities to be near."""
+    """Assert that tokens and ends are equal, and that scores and log-probabilities are close."""
     assert tokens_of(found) == tokens_of(expected), what
     for ours, theirs in zip((h for each in found for h in each), (h for each in expected for h in each), strict=True):
         assert ours.finished == theirs.finished, what
@@ -84,7 +84,7 @@ def assert_same(found: Answers, expected: Answers, what: object = "", tolerance:
 
 @contextlib.contextmanager
 def by_modules() -> Iterator[None]:
-    """No step is one call: the modules compute each of them."""
+    """Turn the fused step off: modules compute every step."""
     with mock.patch("transformer_fast.generation.decoding.new_session", lambda *_: None):
         yield
 
@@ -92,7 +92,7 @@ def by_modules() -> Iterator[None]:
 def decoding(
     model: nn.Module, given: tuple[Tensor, Tensor], rows: int, config: GenerationConfig | None = None
 ) -> Decoding:
-    """The steps of a model for at most so many rows, without a search."""
+    """Return the decoding of a model for at most this many rows, without a search."""
     src, lengths = given
     options = {"src_mask": None, "pad": None, "max_length": 99}
     request = check_request(model, src, src_lengths=lengths, **options, **MARKS)
@@ -100,13 +100,13 @@ def decoding(
 
 
 def random_rows(rows: int, least: int, most: int, generator: torch.Generator) -> Tensor:
-    """Rows that go on: between least and most of them, each one of so many that are there."""
+    """Return random rows that continue: between least and most of the given rows."""
     kept = int(torch.randint(least, most + 1, (), generator=generator))
     return torch.randint(rows, (kept,), generator=generator)
 
 
 class ReferenceLinear(nn.Module):
-    """A linear layer as the reference computes it with int8 weights."""
+    """Linear layer with int8 weights, computed by the reference."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class ReferenceLinear(nn.Module):
 
 
 def with_reference_linears(model: nn.Module) -> nn.Module:
-    """A copy of a model whose linear layers are those of the reference."""
+    """Return a copy of a model whose linear layers are ReferenceLinear."""
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         if not isinstance(module, ReferenceLinear):

@@ -1,4 +1,4 @@
-"""Masks of every form that torch.nn takes, at one set of sizes."""
+"""Masks of every form that torch.nn takes, with one set of sizes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Masks = dict[str, Tensor]
 
 
 def look_ahead(length: int) -> Tensor:
-    """Return a mask of floats."""
+    """Return the look-ahead mask as floats."""
     return nn.Transformer.generate_square_subsequent_mask(length)
 
 
 def padding(length: int) -> Tensor:
-    """Return a mask in which True is blocked; one row has no padding, one has a single key left."""
+    """Return a mask, True = blocked; one row has no padding, one keeps a single key."""
     return torch.arange(length) >= torch.tensor([length, length - 2, 1]).unsqueeze(1)
 
 
@@ -30,12 +30,12 @@ def some_blocked(*shape: int) -> Tensor:
 
 
 def as_float(blocked: Tensor) -> Tensor:
-    """Return the same mask as floats that are added."""
+    """Return the mask as floats that are added to the scores."""
     return torch.zeros(blocked.shape).masked_fill(blocked, INF)
 
 
 def typed(masks: Masks, dtype: torch.dtype) -> Masks:
-    """Convert the masks that are floats."""
+    """Convert float masks to a dtype."""
     return {name: m.to(dtype) if m.is_floating_point() else m for name, m in masks.items()}
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's own sample inputs, and what each of our functions is in torch's words.
+"""PyTorch's sample inputs, and torch's equivalent of each of our functions.
 
 The samples are those of ``torch.testing._internal``, which is in torch's wheel. Its import takes seconds, so it waits
 for the first call.
@@ -31,7 +31,7 @@ LEAST_SAMPLES = {
     "dropout": 15,
     "linear": 15,
 }
-"""The least number of samples of each function, in a torch that has the function."""
+"""Smallest number of samples per function, in a torch that has the function."""
 LEAST_MODULE_SAMPLES = {
     "Linear": 3,
     "LayerNorm": 6,
@@ -43,9 +43,9 @@ LEAST_MODULE_SAMPLES = {
     "TransformerEncoder": 35,
     "Transformer": 60,
 }
-"""The same of each module, in training and in evaluation each."""
+"""Smallest number of samples per module, in training and in evaluation."""
 UNIT = 1 / 9
-"""Inputs of samples lie in [-9, 9]. Times this, scores of attention are of unit scale."""
+"""Factor for inputs, which lie in [-9, 9], so that scores of attention have unit scale."""
 
 
 def _layer_norm(x: Tensor, shape: tuple[int, ...], weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
@@ -85,7 +85,7 @@ OURS: dict[str, Callable[..., Tensor]] = {
 
 
 class Caller(nn.Module):
-    """A module that calls one function of torch."""
+    """Module that calls one function of torch."""
 
 
 class Attention(Caller):
@@ -125,12 +125,12 @@ class Linear(Caller):
 
 CALLERS = dict(zip(OURS, (Attention, LayerNorm, RMSNorm, Embedding, LinearCrossEntropy, Dropout, Linear), strict=True))
 REDIRECTED = {"scaled_dot_product_attention", "dropout"}
-"""The functions that ``accelerate`` redirects in a module of any structure."""
+"""Functions that ``accelerate`` redirects in a module of any structure."""
 
 
 @functools.cache
 def function_samples(name: str, scale: float = 1.0) -> list[Call]:
-    """The samples of ``F.<name>``: arguments by position, arguments by name. Floats are float32, times ``scale``."""
+    """Yield the samples of ``F.<name>``: positional and keyword arguments. Floats are float32, times ``scale``."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     torch.manual_seed(SEED)
@@ -148,7 +148,7 @@ def function_samples(name: str, scale: float = 1.0) -> list[Call]:
 
 @functools.cache
 def module_samples(name: str, training: bool) -> list[tuple[nn.Module, Call]]:
-    """Modules ``nn.<name>`` with parameters other than the initial ones, and the arguments of a call of each."""
+    """Yield modules ``nn.<name>`` with random parameters, and the arguments of a call of each."""
     from torch.testing._internal.common_modules import module_db
 
     torch.manual_seed(SEED)
@@ -166,7 +166,7 @@ def module_samples(name: str, training: bool) -> list[tuple[nn.Module, Call]]:
 
 
 def representable(t: Tensor) -> Tensor:
-    """The nearest numbers that every dtype has, so that one call in float64 is the truth of all."""
+    """Round to numbers that every dtype has, so that one call in float64 is the truth of all dtypes."""
     return t.bfloat16().half().to(t.dtype) if t.is_floating_point() else t
 
 
@@ -183,7 +183,7 @@ def _is_float(value: Any) -> bool:
 
 
 def torchs(name: str, kwargs: dict[str, Any]) -> Callable[..., Tensor]:
-    """Torch's function; with dropout, ours on the eager reference, which draws the same mask."""
+    """Return torch's function; for dropout, our op on the eager reference, which draws the same mask."""
     probability = (
         kwargs.get("p", 0.5) * kwargs.get("training", True) if name == "dropout" else kwargs.get("dropout_p", 0)
     )
@@ -198,7 +198,7 @@ def torchs(name: str, kwargs: dict[str, Any]) -> Callable[..., Tensor]:
 
 
 def outcome(function: Callable[..., Any], call: Call, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs of a call in a dtype, and the gradients of its inputs, and of the parameters of a module.
+    """Return the outputs of a call in a dtype, and the gradients of its inputs and of a module's parameters.
 
     Each output has a fixed gradient. Under ``torch.no_grad()`` there are no gradients.
     """

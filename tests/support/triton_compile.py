@@ -1,4 +1,4 @@
-"""What the ahead-of-time compilation of the Triton kernels found, said at the end of a test run.
+"""Summary of the ahead-of-time compilation of the Triton kernels, at the end of a test run.
 
 The compilation itself is tools/triton_kernels.py, which benchmarks/resources.py and benchmarks/predict use too.
 """
@@ -14,7 +14,7 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
-    """Say how many kernels were compiled for how many architectures, and what they need."""
+    """Print the number of compiled kernels and architectures, and their resources."""
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
     rows = [json.loads(v) for r in reports for key, v in getattr(r, "user_properties", ()) if key == "compiled"]
     if not rows:
@@ -27,7 +27,7 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 
 def summary(rows: list[dict]) -> list[str]:
-    """One line in all, one an architecture, one for each kernel that spills."""
+    """Yield one line for all, one per architecture, and one per kernel that spills."""
     kernels = {row["kernel"] for row in rows}
     configs = {row["name"] for row in rows}
     lines = [
@@ -50,7 +50,7 @@ def summary(rows: list[dict]) -> list[str]:
 
 
 def table(rows: list[dict]) -> str:
-    """A Markdown table of every compilation."""
+    """Return a Markdown table of every compilation."""
     columns = ("arch", "name", "registers", "spill_bytes", "hot_spills", "shared", "warps", "wgmma")
     lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
     for row in sorted(rows, key=lambda row: (row["name"], row["arch"])):

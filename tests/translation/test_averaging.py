@@ -1,4 +1,4 @@
-"""The mean of checkpoints, the moving average, early stopping, and the logs of a run."""
+"""Mean of checkpoints, moving average, early stopping, and the logs of a run."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_it_stops_when_nothing_gets_better(
 
 
 class Events:
-    """Stands in for torch's SummaryWriter."""
+    """Replacement of torch's SummaryWriter."""
 
     def __init__(self, folder: str, purge_step: int) -> None:
         self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified; and each part of a run's state."""
+"""Checkpoints are complete or absent, and verified; each part of a run's state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_resumed_in_the_same_process_equals_never_stopped(
 
 
 def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(corpus: dict[str, str], run_copy: Path, never_stopped: Path) -> None:
-    """It holds the GPU's random state and perhaps a loss scale; neither means anything here, nothing else differs."""
+    """The GPU's random state and loss scale are ignored on a CPU; nothing else differs."""
     folder = RunFolder(run_copy)
     loaded = folder.load(6)
     loaded.tensors["optimizer"]["rng:cuda"] = torch.zeros(16, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Runs as folders of transformers and of CTranslate2: loaded there, they say what they say here."""
+"""Runs exported to transformers and to CTranslate2 give the same translations there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformer_fast.translation.progress import Silent
 
 
 def tokens(trained: Trained, config: GenerationConfig) -> list[list[int]]:
-    """The best answer to each line of the text."""
+    """Return the best answer to each line of the text."""
     sources = trained.tokenizer.encode_source(TEXT)
     width, lengths = max(map(len, sources)), torch.tensor([len(ids) for ids in sources])
     src = torch.tensor([ids + [trained.tokenizer.pad] * (width - len(ids)) for ids in sources])
@@ -36,7 +36,7 @@ def tokens(trained: Trained, config: GenerationConfig) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, str]) -> dict[str, Path]:
-    """An imported run and trained ones, post-norm and pre-norm."""
+    """An imported run, and trained ones with post-norm and pre-norm."""
     root = tmp_path_factory.mktemp("runs")
     pad, vary = 103, {"no_repeat_ngram_size": 2}
     settings = {"num_beams": 4, "max_length": 20, "bad_words_ids": [[pad]], "renormalize_logits": True, **vary}
@@ -74,7 +74,7 @@ def test_transformers_says_the_same(name: str, runs: dict[str, Path], tmp_path: 
 
 
 def test_a_way_there_and_back(runs: dict[str, Path], tmp_path: Path) -> None:
-    """What was exported can be imported, and is the same run, file by file."""
+    """An exported run that is imported again is the same run, file by file."""
     export_hf(runs["imported"], tmp_path / "hf")
     import_marian(tmp_path / "hf", tmp_path / "back")
     names = sorted(path.relative_to(runs["imported"]) for path in runs["imported"].rglob("*") if path.is_file())
@@ -83,7 +83,7 @@ def test_a_way_there_and_back(runs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_a_trained_run_comes_back(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Its positional table has another layout than Marian's; the folder says it in numbers."""
+    """Its positional table has another layout than Marian's, so the folder holds its values."""
     export_hf(runs["post"], tmp_path / "hf")
     import_marian(tmp_path / "hf", tmp_path / "back")
     trained, back = load_trained(runs["post"]), load_trained(tmp_path / "back")

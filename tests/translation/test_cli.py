@@ -1,4 +1,4 @@
-"""The command line, on a model trained for a moment: what comes out, in which order, and how it fails."""
+"""The command line on a briefly trained model: outputs, their order, and errors."""
 
 import dataclasses
 import gzip
@@ -60,7 +60,7 @@ def test_translate_reads_and_writes_files(numbers, command, tmp_path):
 
 
 def test_translate_takes_lines_as_they_come(trained):
-    """Memory is bounded by a chunk: no line is read before the chunk ahead of it is answered."""
+    """Memory is bounded by a chunk: a line is read only after the answer to the chunk before the last."""
     read = []
 
     def lines():
@@ -102,7 +102,7 @@ def test_split_text_prefers_sentences_then_words_then_anything():
 
 
 def test_as_a_program_in_a_pipe(numbers):
-    """python -m transformer_fast, with a pipe on either side, and a reader that leaves early."""
+    """Run python -m transformer_fast between two pipes, with a reader that ends early."""
     given = [sys.executable, "-m", "transformer_fast", "translate", "--model", str(numbers / "one"), "--beam", "1"]
     done = subprocess.run(given, input=TEXT, capture_output=True, timeout=600)
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, b"", len(LINES))

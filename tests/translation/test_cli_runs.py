@@ -1,4 +1,4 @@
-"""Runs that are finished, and the search that a run keeps from its recipe."""
+"""Commands on finished runs, and the search options that a run keeps from its recipe."""
 
 import dataclasses
 import json

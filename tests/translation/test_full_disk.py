@@ -1,4 +1,4 @@
-"""A disk that is full, or a folder that cannot be written: one message, and the last good checkpoint as it was."""
+"""A full disk or an unwritable folder gives one message, and the last good checkpoint stays unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_disk_full_in_the_moving_average_and_in_the_mean(corpus: dict[str, str],
 
 
 def test_a_real_write_error(corpus: dict[str, str], run_copy: Path) -> None:
-    """The kernel refuses to let any file grow past 20 kB: a checkpoint does not fit, the log does."""
+    """The kernel limits files to 20 kB: a checkpoint does not fit, the log does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -71,6 +71,6 @@ def test_unwritable_folder(corpus: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_folder_that_nobody_may_write_to(corpus: dict[str, str]) -> None:
-    """The kernel's own, which refuses root too."""
+    """A folder of the kernel, which refuses even root."""
     with pytest.raises(CheckpointError, match=r"cannot write to the folder /sys/run: \w+"):
         train(checkpointed_config(corpus, Path("/sys/run")), Silent())

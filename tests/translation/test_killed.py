@@ -1,4 +1,4 @@
-"""Training that is killed at any moment, once or again and again, continues bit for bit."""
+"""Training that is killed at any moment, even repeatedly, continues bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINER = Path(killed_training.__file__)
 
 
 class Killer:
-    """Run `killed_training.py`: trains with each of `kills` in turn, then to the end."""
+    """Run `killed_training.py`: train with each of `kills` in turn, then to the end."""
 
     def __init__(self, corpus: dict[str, str], folder: Path):
         self.corpus, self.folder, self.jobs = corpus, folder, 0
@@ -100,19 +100,19 @@ AVERAGED = {"ema": 0.9, "average_last": 2, "valid_every": 0, "max_steps": 26, "k
 
 @pytest.fixture(scope="module")
 def averaged(killer: Killer) -> tuple:
-    """The outcome of a run with a moving average and the mean of epochs that was never stopped."""
+    """Outcome of an uninterrupted run with a moving average and the mean of epochs."""
     return outcome(killer([], **AVERAGED))
 
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("kills", [["half:7", "before:6", "after:9"], ["after:3", "before:16"], ["half:2", "time:0.5"]])
 def test_killed_with_a_moving_average_and_the_mean_of_epochs(killer: Killer, averaged: tuple, kills: list[str]) -> None:
-    """A checkpoint is then four files, at the end of an epoch; the last one written is the mean of two."""
+    """A checkpoint has four files, at the end of an epoch; the last one is the mean of two."""
     assert len(averaged[0]) == 4 and len(averaged[3]) >= 3
     assert outcome(killer(kills, **AVERAGED)) == averaged
 
 
 def test_the_outcome_can_differ(killer: Killer, never_stopped: Path) -> None:
-    """The comparison above sees the seed, so it would see a lost random number state."""
+    """Another seed changes the outcome, so a lost random state would be found."""
     other = outcome(killer([], seed=1))
     assert all(left != right for left, right in zip(other[0], outcome(never_stopped)[0], strict=True))

@@ -1,4 +1,4 @@
-"""What an update does: schedule, initial weights, accumulation, precision, memory."""
+"""Update of the weights: schedule, initial weights, accumulation, precision, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_fast.translation.progress import Silent
 from transformer_fast.translation.tokenizer import PAD
 
 EXACT = {"clip": 0.0, "dropout": 0.0}
-"""So that two updates of the same tokens are one update."""
+"""No clipping and no dropout, so that two updates on the same tokens are equal."""
 
 
 # Schedule and initial weights
@@ -72,7 +72,7 @@ def test_optimizer_is_that_of_the_paper(corpus: dict[str, str], tmp_path: Path) 
 
 
 def test_accumulated_batches_weigh_every_token_alike(corpus: dict[str, str], tmp_path: Path) -> None:
-    """One update of three batches has the gradient of the mean over all their tokens, whatever each one holds."""
+    """An update of three batches has the gradient of the mean over all tokens, whatever their distribution."""
     config = short_config(corpus, tmp_path, accumulate=3, dropout=0.0, clip=0.0, batch_tokens=150)
     run = fresh_run(config)
     stream = TokenBatches(run.batches.corpus, config.batch_tokens, config.seed)
@@ -100,13 +100,13 @@ def test_gradient_is_clipped(corpus: dict[str, str], tmp_path: Path) -> None:
 
 
 def assert_same_gradients(one: training._Run, other: training._Run) -> None:
-    """Hold the gradients of two runs to be the same."""
+    """Assert that the gradients of two runs are equal."""
     for ours, theirs in zip(one.learner.model.parameters(), other.learner.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_four_unequal_micro_batches_are_one_big_batch(corpus: dict[str, str], tmp_path: Path) -> None:
-    """Four batches of 1, 2, 5 and 9 sentences, and all 17 in one: the same loss, gradients and weights to rounding."""
+    """Batches of 1, 2, 5 and 9 sentences, and all 17 in one: equal loss, gradients and weights up to rounding."""
     runs = [fresh_run(short_config(corpus, tmp_path / name, **EXACT)) for name in ("four", "one")]
     pairs, cuts = runs[0].batches.corpus, (0, 1, 3, 8, 17)
     four = [pairs.batch(range(*cut)) for cut in itertools.pairwise(cuts)]
@@ -122,7 +122,7 @@ def test_four_unequal_micro_batches_are_one_big_batch(corpus: dict[str, str], tm
 
 
 def test_a_packed_update_is_the_padded_one(corpus: dict[str, str], tmp_path: Path) -> None:
-    """Sentences of unequal lengths on both sides: no layer sees padding, and loss and gradients are the same."""
+    """Sentences have unequal lengths on both sides; no layer sees padding, and loss and gradients are equal."""
     runs = [fresh_run(short_config(corpus, tmp_path / str(packed), packed=packed, **EXACT)) for packed in (True, False)]
     rows: list[int] = []
     for run in runs:
@@ -150,7 +150,7 @@ def test_bf16_on_the_cpu_follows_fp32(corpus: dict[str, str], tmp_path: Path) ->
 
 
 def test_runs_in_bf16_differ_by_less_than_seeds(corpus: dict[str, str], tmp_path: Path) -> None:
-    """With dropout, which falls on the same places in both."""
+    """Both runs have the same dropout masks."""
     losses = {
         amp: [
             train(short_config(corpus, tmp_path / f"{amp}-{seed}", amp=amp, seed=seed), Silent()).scores["valid_loss"]
@@ -163,7 +163,7 @@ def test_runs_in_bf16_differ_by_less_than_seeds(corpus: dict[str, str], tmp_path
 
 
 def test_activation_checkpointing_changes_no_bit(corpus: dict[str, str], tmp_path: Path) -> None:
-    """Layers computed again draw the same dropout: the runs are one, and fewer tensors are kept for backward."""
+    """Recomputed layers draw the same dropout: runs are equal, and fewer tensors are saved for backward."""
     ends, kept = [], []
     for name, again in (("kept", False), ("again", True)):
         config = short_config(corpus, tmp_path / name, dropout=0.3, checkpoint_activations=again)

@@ -1,4 +1,4 @@
-"""A Marian folder of Hugging Face as a run: token for token what transformers' `generate` says, in the fused step."""
+"""Imported Marian folders: answers equal transformers' `generate` token by token, in the fused step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_of(folder: Path, save: Path) -> Trained:
 
 
 def search(trained: Trained, lines: list[str], **changes: object) -> list[Hypothesis]:
-    """All hypotheses of a padded batch, as the run asks for them."""
+    """Return all hypotheses of a padded batch, with the run's search options."""
     sources = trained.tokenizer.encode_source(lines)
     width = max(map(len, sources))
     src = torch.tensor([ids + [trained.tokenizer.pad] * (width - len(ids)) for ids in sources])
@@ -56,7 +56,7 @@ def search(trained: Trained, lines: list[str], **changes: object) -> list[Hypoth
 
 @pytest.fixture(scope="module")
 def opus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
-    """A folder that asks for the search of OPUS-MT, and the run that it became."""
+    """A folder with the search options of OPUS-MT, and the imported run."""
     root = tmp_path_factory.mktemp("opus")
     folder = write_marian(root / "hf", generation=SEARCHES["opus-mt"])
     return folder, run_of(folder, root / "run")
@@ -64,7 +64,7 @@ def opus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
 
 @pytest.fixture
 def fused_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A step that is not the fused one fails; returns the rows of each call, which takes one step or several."""
+    """Let a step outside of the fused one fail; return the rows of each call of one step or several."""
     calls: list[int] = []
     prepare = Session.prepare
 
@@ -81,7 +81,7 @@ def fused_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("activation", ["swish", "gelu", "relu"])
 def test_tokens_are_those_of_transformers(activation: str, tmp_path: Path, fused_only: list[int]) -> None:
-    """Every search, of one model: only the generation_config.json differs, and with it the run."""
+    """Every search on one model: only generation_config.json differs."""
     folder = write_marian(tmp_path / "hf", activation_function=activation, seed=1)
     path = folder / "generation_config.json"
     ids, lengths = {"decoder_start_token_id": PAD, "pad_token_id": PAD, "eos_token_id": 0}, set()
@@ -156,7 +156,7 @@ def test_ids_are_those_of_the_tokenizer(opus: tuple[Path, Trained]) -> None:
 
 
 def test_text_in_text_out(opus: tuple[Path, Trained]) -> None:
-    """The whole way; lines of the output have single spaces."""
+    """Translate text; lines of the output have single spaces."""
     folder, trained = opus
     _, texts = answers(folder, [line.strip() for line in LINES])
     translator = Translator(trained.model, trained.tokenizer, config=trained.generation)
@@ -165,7 +165,7 @@ def test_text_in_text_out(opus: tuple[Path, Trained]) -> None:
 
 
 def test_without_a_config_padding_is_no_word(tmp_path: Path) -> None:
-    """Of all tokens padding is the most likely one in this model, as it may be in those of OPUS-MT."""
+    """In this model padding is the most likely token, as can happen in OPUS-MT."""
     folder = write_marian(tmp_path / "hf")
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["final_logits_bias"][0, PAD] = 99
@@ -183,7 +183,7 @@ def test_every_part_of_a_long_line_asks_for_its_language(opus: tuple[Path, Train
 
 
 def test_the_commands(opus: tuple[Path, Trained], tmp_path: Path, command: Callable) -> None:
-    """`import`, then `translate` as the folder says, and as its flags say where there are any."""
+    """Run `import`, then `translate` with the folder's options and with flags."""
     folder, run = opus[0], tmp_path / "run"
     assert command("import", "--from", folder, "--save", run)[0] == 0
 
@@ -206,7 +206,7 @@ def test_the_commands(opus: tuple[Path, Trained], tmp_path: Path, command: Calla
 
 
 def test_positions_past_the_table(tmp_path: Path) -> None:
-    """transformers fails there; here they are computed, in the layout of the others."""
+    """transformers fails there; here positions are computed, in the layout of the table."""
     folder = write_marian(tmp_path / "hf", max_position_embeddings=8, generation={"max_length": 30, "min_length": 20})
     wide = write_marian(tmp_path / "wide", max_position_embeddings=64, generation={"max_length": 30, "min_length": 20})
     expected, _ = answers(wide, TEXT)
@@ -221,7 +221,7 @@ def as_bin(folder: Path) -> None:
 
 
 def as_old_bin(folder: Path) -> None:
-    """As the first OPUS-MT models are: 16 bits, every name of a shared matrix, positions too."""
+    """Convert to the format of the first OPUS-MT models: 16 bits, every name of a shared matrix, and positions."""
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors["model.shared.weight"]
@@ -247,7 +247,7 @@ def test_every_kind_of_weight_file(change, tmp_path: Path) -> None:
 
 
 def test_without_a_generation_config(tmp_path: Path) -> None:
-    """Old folders say in config.json how to search."""
+    """Old folders have the search options in config.json."""
     folder = write_marian(tmp_path / "hf")
     (folder / "generation_config.json").unlink()
     path = folder / "config.json"

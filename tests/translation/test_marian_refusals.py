@@ -1,4 +1,4 @@
-"""What is no Marian folder, or not a whole one: an error that names it, and nothing is written."""
+"""Folders that are not Marian's, or incomplete: the error names the problem, and nothing is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edit(name: str, **changes: Any) -> Callable[[Path], None]:
-    """A json file with other values; ... takes one away."""
+    """Change values of a json file; ... removes one."""
 
     def change(folder: Path) -> None:
         path = folder / name
@@ -39,7 +39,7 @@ def edit(name: str, **changes: Any) -> Callable[[Path], None]:
 
 
 def remove(*names: str) -> Callable[[Path], None]:
-    """Files away."""
+    """Remove files."""
 
     def change(folder: Path) -> None:
         for name in names:
@@ -71,7 +71,7 @@ def as_bin(content: object) -> Callable[[Path], None]:
 
 
 class Code:
-    """Pickled, it creates a file when it is loaded."""
+    """Object whose pickle creates a file when it is loaded."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return Path("this-was-run").touch, ()

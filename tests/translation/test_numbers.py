@@ -1,4 +1,4 @@
-"""The numbers task: both languages are right, training and test never overlap, and the recipe fits the files."""
+"""Task of number names: both languages are right, training and test never overlap, and the recipe fits the files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ENGLISH_VALUES = {
 
 
 def read_english(words: str) -> int:
-    """What an English reader understands, left to right; shares nothing with the generator."""
+    """Parse an English number name from left to right, independently of the generator."""
     total = current = 0
     for word in re.split("[ -]", words):
         if word == "thousand":
@@ -89,7 +89,7 @@ BELOW_1000 = re.compile(
 
 
 def read_german(word: str) -> int:
-    """A reader by regular expression; an inflected or uninflected 1 in the wrong place is an error."""
+    """Parse a German number name by a regular expression; a wrong form of 1 is an error."""
     if word == "null":
         return 0
     head, thousand, tail = word.rpartition("tausend")

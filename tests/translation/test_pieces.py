@@ -1,4 +1,4 @@
-"""A run in one piece and the same run in any pieces leave the same files, and count the same validations."""
+"""A run in one piece and the same run in several pieces leave the same files and validate at the same steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDERS = itertools.count()
 
 
 class Recording(Silent):
-    """Keeps what a run says."""
+    """Progress that records messages."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -31,7 +31,7 @@ class Recording(Silent):
 
 
 def run(corpus: dict[str, str], save: Path, ends: list[int], **changes: Any) -> tuple[Any, list[str]]:
-    """Train in pieces that end at these steps; the result of the last, and all that was said."""
+    """Train in pieces that end at these steps; return the last result, and all messages."""
     progress = Recording()
     for end in ends:
         config = short_config(corpus, save, resume=True, **{"valid_every": 3, "max_steps": end, **changes})
@@ -41,7 +41,7 @@ def run(corpus: dict[str, str], save: Path, ends: list[int], **changes: Any) -> 
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, float]]:
-    """Scores by step, for validations that measure nothing."""
+    """Replace validation by given scores per step."""
     scores: dict[int, dict[str, float]] = {}
     take = Validation.take
     monkeypatch.setattr(Validation, "measure", lambda *_: ({"valid_loss": 1.0}, "scripted"))
@@ -87,7 +87,7 @@ def test_the_files_are_those_of_one_piece(
 def test_the_best_checkpoint_outlives_a_better_end_of_a_piece(
     corpus: dict[str, str], tmp_path: Path, scripted: dict[int, dict[str, float]]
 ) -> None:
-    """Found by hypothesis: step 13 ends a piece and is better, but one run in one piece does not validate there."""
+    """Found by hypothesis: step 13 ends a piece and is better, but a run in one piece does not validate there."""
     scripted.update({step: {"valid_loss": 1.0, "bleu": 1.5 if step == 13 else 0.2} for step in range(16)})
     options = {"keep_last": 2, "bleu_sentences": 2}
     run(corpus, tmp_path / "whole", [15], **options)
@@ -99,7 +99,7 @@ def test_the_best_checkpoint_outlives_a_better_end_of_a_piece(
 def test_a_finished_run_that_is_started_again_tells_its_own_result(
     corpus: dict[str, str], tmp_path: Path, scripted: dict[int, dict[str, float]]
 ) -> None:
-    """Step 5 is its best, though no run in one piece to 9 would have validated there."""
+    """Step 5 is the run's best, although a run in one piece to 9 does not validate there."""
     scripted.update({3: {"valid_loss": 3.0}, 5: {"valid_loss": 2.0}})
     first, _ = run(corpus, tmp_path / "run", [5])
     again, said = run(corpus, tmp_path / "run", [5])

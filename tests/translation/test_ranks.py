@@ -1,4 +1,4 @@
-"""Two processes train as one does: DDP and FSDP2 around our layers, the train command, activation checkpointing."""
+"""Two processes train as one does: DDP and FSDP2 around the layers, the train command, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 def groups(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
-    """Weights, moving average and Adam's moments."""
+    """Return weights, moving average and Adam's moments."""
     loaded = RunFolder(folder).load(step).tensors
     names = [(group, name) for group in loaded for name in loaded[group] if not name.startswith("rng:")]
     return {f"{group}:{name}": loaded[group][name] for group, name in names}
@@ -76,8 +76,8 @@ def groups(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
 def test_the_train_command_on_any_number_of_processes_whole_or_sharded(
     corpus: dict[str, object], tmp_path: Path
 ) -> None:
-    """Two processes (DDP, FSDP2, FSDP2 with activation checkpointing) train as one does; a run begun in one of the
-    ways goes on in another."""
+    """Two processes (DDP, FSDP2, FSDP2 with activation checkpointing) train as one does; a run that began in one of
+    these ways continues in another."""
     shard, again = {"shard": True}, {"checkpoint_activations": True}
 
     def train(processes: int, *parts: tuple[str, int, dict[str, bool]]) -> None:
@@ -141,7 +141,7 @@ def test_each_process_draws_its_own_dropout() -> None:
 
 
 def test_activation_checkpointing_draws_the_same_dropout() -> None:
-    """The mask is a function of a seed that torch's generator draws, so the second forward draws it again."""
+    """The mask follows from a seed of torch's generator, so the second forward draws it again."""
     stock = torch.nn.TransformerEncoderLayer(16, 2, 24, dropout=0.3, batch_first=True)
     classic = reference.EncoderLayer(16, 2, dropout=0.3, d_ff=24)
     tfast.accelerate(stock), tfast.accelerate(classic)

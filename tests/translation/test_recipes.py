@@ -1,4 +1,4 @@
-"""Named recipes: what they set, how flags override them, and what a wrong one says."""
+"""Named recipes: their settings, flags that override them, and errors of wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands on odd texts: one stream of random numbers, limits that one line cannot meet, broken files."""
+"""Commands on unusual texts: one stream of random numbers, limits that one line cannot meet, broken files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def translate(
     *flags: Any,
     data: bytes = b"",
 ) -> tuple[int, list[str], str]:
-    """Exit code, lines on standard output, text on standard error."""
+    """Return exit code, lines on standard output, and text on standard error."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     code = cli.main(["translate", "--model", str(folder), *map(str, flags)])
     out, err = capsysbinary.readouterr()

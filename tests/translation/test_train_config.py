@@ -1,4 +1,4 @@
-"""Settings of a training run: durations, checks, flags; and how a run reports itself."""
+"""Settings of a training run: durations, checks, flags; and its progress reports."""
 
 from __future__ import annotations
 

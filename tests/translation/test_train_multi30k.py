@@ -1,4 +1,4 @@
-"""The two sides of benchmarks/train_multi30k.py train one thing, and its record can be had at any time."""
+"""Both sides of benchmarks/train_multi30k.py train the same model, and its record can be written at any time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow("trains both sides in turn")
 def test_both_sides_train_one_thing(script: ModuleType, flags: list[str], tmp_path: Path) -> None:
-    """With the same draws of dropout a seed gives the same losses on both sides, and another seed others."""
+    """With equal dropout masks, one seed gives equal losses on both sides, and another seed others."""
     args = script.arguments([*flags, "--same-dropout", "--seeds", "0", "5"])
     before = script.write_record(args)
     assert not before["finished"] and before["results"]["fast"]["5"]["updates"] == 0

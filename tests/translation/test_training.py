@@ -1,4 +1,4 @@
-"""The training loop: when it stops, what it keeps, logs and refuses."""
+"""Training loop: when it stops, what it keeps, what it logs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_where_bf16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow("trains until it translates")
 def test_it_learns(tmp_path: Path) -> None:
-    """Forty numbers by heart: loss and exact matches both say so, from the saved folder alone."""
+    """Forty numbers are memorised: the saved folder gives a low loss and exact matches."""
     paths = make_numbers_corpus(tmp_path, train_size=40, held_out=1)
     source, target = str(paths["train_source"]), str(paths["train_target"])
     corpus = {"source": source, "target": target, "valid_source": source, "valid_target": target}
@@ -110,7 +110,7 @@ def test_max_time_counts_over_resumes(corpus: dict[str, str], tmp_path: Path) ->
 
 
 class Interrupting(Silent):
-    """Asks the process to stop after the first update."""
+    """Progress that requests a stop after the first update."""
 
     def update(self, status: Status) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Translating a corpus: columns, n-best, alignments, several models, and lines that break."""
+"""Translation of a corpus: columns, n-best, alignments, several models, and lines that fail."""
 
 import copy
 import io
@@ -77,7 +77,7 @@ def test_the_mark_of_utf8_is_no_text(numbers, command):
 
 
 def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained):
-    """NaN for one source token: of a batch of five, the four others are translated as ever."""
+    """One source token gives NaN: the other four of a batch of five are translated as usual."""
     lines = ["seven", "two", "one thousand", "nine", "forty-one"]
     expected = list(Translator(trained.model, trained.tokenizer, beam=2).translate(lines))
     others = {token for ids in trained.tokenizer.encode([*lines[:2], *lines[3:]]) for token in ids}
@@ -144,7 +144,7 @@ def test_drawn_translations(numbers, command):
 
 
 def test_memory_does_not_grow_with_the_text(trained):
-    """A million lines are promised; what is answered is not kept, and no line is read ahead of its window."""
+    """The input promises a million lines; answers are not kept, and no line is read ahead of its window."""
     read = 0
 
     def lines():
@@ -201,7 +201,7 @@ for count in (500, 2_000, 20_000):
 
 @pytest.mark.slow("translates 20,000 lines")
 def test_ten_times_the_lines_take_no_more_memory(numbers):
-    """A chunk's worth, not the text's; in an interpreter of its own, since all that is allocated counts."""
+    """Memory is that of a chunk, not of the text; the test needs a new process, because all allocations count."""
     given = [sys.executable, "-c", MEMORY, str(numbers / "one")]
     _, few, many = map(int, subprocess.run(given, capture_output=True, text=True, check=True).stdout.split())
     assert many < 1.3 * few + 50_000, f"{few} bytes for 2,000 lines, {many} for 20,000"

@@ -1,4 +1,4 @@
-"""From files to batches: reading, the joint vocabulary, token-bounded batches."""
+"""From files to batches: reading, the joint vocabulary, batches limited by tokens."""
 
 from __future__ import annotations
 

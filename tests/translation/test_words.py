@@ -1,4 +1,5 @@
-"""Words, parts and alignments of any text: every index names a word, nothing is lost, no part is empty or too long."""
+"""Words, parts and alignments of any text: every index is that of a word, nothing is lost, no part is empty or too
+long."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def test_parts_lose_nothing_and_are_neither_empty_nor_too_long(
 
 
 class Echo(nn.Module):
-    """A model of nothing: `generate` is replaced by a search that answers with what it is told."""
+    """Empty model, for a search that gives fixed answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class Echo(nn.Module):
 def translator_that_says(
     monkeypatch: pytest.MonkeyPatch, tokenizer: AnyTokenizer, answers: Any, longest: int = 256
 ) -> Translator:
-    """A translator whose search gives each source what ``answers(source)`` gives: ids, and the source token of each."""
+    """Return a translator whose search gives each source ``answers(source)``: ids, and the source token of each."""
 
     def search(models: Any, src: torch.Tensor, *, src_lengths: torch.Tensor, **_: Any) -> list[list[Hypothesis]]:
         found = []
@@ -189,7 +190,7 @@ def test_a_token_that_decoding_leaves_out_is_not_counted(monkeypatch: pytest.Mon
 
 
 def test_a_tag_is_one_word_whatever_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """21 words, the first of them a tag that each part repeats: a part's words are those of the line."""
+    """21 words, the first of them a tag that each part repeats: word numbers are those of the line."""
     tokenizer = TOKENIZERS["imported"]
     line = ">>deu<< " + " ".join(["two forty hundred seven"] * 5)
     translator = translator_that_says(monkeypatch, tokenizer, lambda s: (s[1:-1], list(range(1, len(s) - 1))), 24)

@@ -1,4 +1,4 @@
-"""A text translated by several workers: the answers of one, in their order, with the same reports."""
+"""A text translated by several workers: answers, order and reports are those of one worker."""
 
 import copy
 import itertools
@@ -60,7 +60,7 @@ def test_lines_are_read_no_further_ahead_than_the_workers_need(translator):
 
 
 def test_models_and_threads_are_as_before(translator):
-    """Also where the caller stops early: models in training mode translate as in evaluation mode until then."""
+    """Models in training mode translate as in evaluation mode and are restored, even if the caller stops early."""
     threads = torch.get_num_threads()
     expected = [one[0].text for one in translator.translations(LINES)]
     translator.models[0].train()

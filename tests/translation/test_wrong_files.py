@@ -1,4 +1,4 @@
-"""Files that cannot be read, and runs that cannot go on: one clear error, and nothing that was saved is lost."""
+"""Unreadable files, and runs that cannot be continued: one clear error, and no saved data is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def settings(folder: Path, **changes) -> TrainConfig:
 
 
 def trained(folder: Path, **changes) -> Path:
-    """The folder of a run that was trained without a word."""
+    """Return the folder of a run that was trained without messages."""
     train(settings(folder, **changes), progress=Silent())
     return folder / "run"
 
@@ -45,7 +45,7 @@ def with_broken_weights(folder: Path) -> None:
 
 
 def with_a_foreign_config(folder: Path) -> None:
-    """Train, replace every json of the run by somebody else's, and load."""
+    """Train, replace every json of the run by another one, and load."""
     for path in trained(folder).rglob("*.json"):
         path.write_text(json.dumps({"architectures": ["SomethingElse"]}))
     load_trained(folder / "run")

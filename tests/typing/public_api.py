@@ -1,4 +1,4 @@
-"""What a user writes, for the type checker: `make lint` holds it to the types that the package promises.
+"""A user's code for the type checker: `make lint` checks it against the types of the package.
 
 It is never run. Where a mistake is marked as such, mypy must see it: an ignore that ignores nothing is an error.
 """
