@@ -1,19 +1,18 @@
 """Beam search: the most likely whole translations, not the most likely words.
 
-At every step the `beam` best prefixes of a sentence, by cumulative log-probability, are continued with every
-token and the best continuations overall survive. One that ends in EOS is finished: it leaves, and its slot
-closes with it, so at most `beam` hypotheses finish and a beam of 1 is greedy decoding. Finished ones are ranked by
+At every step the `beam` best prefixes of a sentence, by cumulative log-probability, are continued with every token.
+The best continuations survive. A hypothesis that ends in EOS is finished: it leaves the beam, and its slot closes.
+So at most `beam` hypotheses finish, and a beam of 1 is greedy decoding. Finished hypotheses are ranked by
 
     score = log P(tokens, EOS | source) / ((5 + length) / 6) ** length_penalty        (EOS counts in the length)
 
 from Wu et al. 2016, "Google's Neural Machine Translation System", section 7; `generate` has the coverage term and
-the other options. A sentence stops as soon as no open hypothesis can still reach a better score, however it might
-go on, and never before.
+the other options. A sentence stops as soon as no continuation of an open hypothesis can reach a better score.
 
-With slots "keep" the beam stays wide: 2 * beam continuations are looked at, and the best `beam` that do not end go on.
-Of these 2 * beam only the best `beam` may finish, and a sentence stops when `beam` have finished and, as `early_stop`
-says, no open one can beat the worst of them. This is the beam search of Hugging Face transformers (early_stop "now",
-False and True are their early_stopping False, "never" and True), and gives the same answers.
+With slots "keep" the beam stays wide: 2 * beam continuations are considered, and the best `beam` that do not end
+continue. Only the best `beam` of the 2 * beam may finish. A sentence stops when `beam` have finished and, depending on
+`early_stop`, no open one can beat the worst of them. This is the beam search of Hugging Face transformers, with the
+same answers; early_stop "now", False and True are its early_stopping False, "never" and True.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ def beam_search(
     """Translate a batch with beam search (see the top of this file for what it computes).
 
     model, src, src_lengths, src_mask, bos, eos, pad, max_length, cache: as in `greedy`.
-    beam: how many hypotheses a sentence keeps, >= 1. May exceed the vocabulary.
-    length_penalty: alpha in the score; 0 ranks by probability alone, more favours longer translations.
-    n_best: how many hypotheses to return for each sentence, 1 <= n_best <= beam.
+    beam: number of hypotheses per sentence, >= 1. It may exceed the vocabulary.
+    length_penalty: alpha in the score; 0 ranks by probability only, larger values favour longer translations.
+    n_best: number of hypotheses to return per sentence, 1 <= n_best <= beam.
 
-    Returns for each sentence, in the order of src, at most n_best hypotheses (fewer where fewer exist, never
-    none): finished ones first, best score first; ones cut off by max_length fill up only where too few finished.
+    Returns per sentence, in the order of src, one to n_best hypotheses: finished ones first, best score first.
+    Hypotheses that max_length cut off are returned only if too few finished.
     Scores are fp32 (fp64 for an fp64 model) whatever the model's dtype.
-    Raises ValueError for input that cannot be decoded, FloatingPointError if the model answers NaN.
+    Raises ValueError for input that cannot be decoded, FloatingPointError if the model returns NaN.
 
     Example:
         >>> model = tfast.Transformer(20, 20, d_model=16, N=1, heads=2, dropout=0.0)
@@ -79,16 +78,16 @@ def beam_search(
 
 
 class Search(SearchState):
-    """The state of a search. A unit is one group of a sentence's beam (the whole beam, where there are no groups).
-    Rows are the open hypotheses of all units, best first. To be used within `evaluating`."""
+    """State of a beam search. A unit is one group of a sentence's beam (the whole beam if there are no groups). Rows
+    are the open hypotheses of all units, best first. Use it within `evaluating`."""
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
         super().__init__(models, request, config, rules, rows=config.beam)
         batch, device, self.groups = len(self.found), request.src.device, config.beam_groups
         units = batch * self.groups
-        self.width = config.beam // self.groups  # open hypotheses of a unit
+        self.width = config.beam // self.groups  # most open hypotheses of a unit
         self.keeps_slots = config.slots == "keep"
-        self.candidates = 2 * self.width if self.keeps_slots else self.width  # continuations looked at
+        self.candidates = 2 * self.width if self.keeps_slots else self.width  # continuations considered
         self.quota = math.inf if self.keeps_slots else math.ceil(config.patience * self.width)
         self.enough = self.width if self.keeps_slots else config.n_best  # finished hypotheses that can end a sentence
         self.unit = torch.arange(units, device=device)
@@ -141,11 +140,11 @@ class Search(SearchState):
         return not bool(stop.any())
 
     def _per_unit(self, sentences: Tensor) -> Tensor:
-        """Values per sentence repeated per unit, (sentences,) -> (units,)."""
+        """Repeat values per sentence (sentences,) for each unit -> (units,)."""
         return sentences if self.groups == 1 else sentences.repeat_interleave(self.groups)
 
     def _continue(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
-        """Make the continuations that are alive the open hypotheses."""
+        """Make the continuations with `alive` True the open hypotheses."""
         rows = parent[alive]
         self.tokens = torch.cat([self.tokens[rows], token[alive][:, None]], dim=1)
         self.log_prob = total[alive]
@@ -155,14 +154,16 @@ class Search(SearchState):
         self.decoding.select(rows)
 
     def _may_continue(self, total: Tensor, finished: Tensor) -> Tensor:
-        """(units, candidates) bool: those that may be. A slot that closed stays closed, and -inf is no hypothesis."""
+        """Mask (units, candidates), bool: True for continuations that get a slot. A closed slot stays closed, and a
+        score of -inf is no hypothesis."""
         if self.keeps_slots:
             return total > -torch.inf
         slots = max(self.quota, self.width) - finished
         return (total > -torch.inf) & (torch.arange(self.width, device=total.device) < slots[:, None])
 
     def _fused_steps(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Run as many fused steps as possible, and return the last one's `_best_continuations`; None if unsupported."""
+        """Run as many fused steps as possible and return the `_best_continuations` of the last one; None if
+        unsupported."""
         width = self.width
         supported = self.groups == 1 and self._candidates_per_row == self.candidates and len(self.unit) % width == 0
         if not supported or self.attention is not None or not len(self.unit):
@@ -187,11 +188,12 @@ class Search(SearchState):
         return total, parent, token
 
     def _needs_bookkeeping(self, units: Tensor) -> bool:
-        """Return True if a step of one of these units does more than keep its best continuations, though none ends."""
+        """Return True if a step of one of these units does more than keep its best continuations, even if none ends."""
         return bool((self.finished[units] >= (self.width if self.keeps_slots else 1)).any())
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(units, candidates) each, best first: cumulative log-probability, row it continues, token it adds."""
+        """Best continuations per unit, each (units, candidates), best first: cumulative log-probability, the row
+        that is continued, and the added token."""
         if (found := self._fused_steps()) is not None:
             return found
         rows = torch.arange(len(self.unit), device=self.unit.device)
@@ -205,7 +207,7 @@ class Search(SearchState):
         logits, probable = self.rules.apply(logits, self.tokens, self.sentences(), self.start)
         known = self.log_prob.to(logits.dtype) - log_normalizer(probable)
         width = min(self._candidates_per_row, logits.shape[1])
-        chosen = logits.new_zeros(len(self.found), logits.shape[1])  # how often, by the groups before
+        chosen = logits.new_zeros(len(self.found), logits.shape[1])  # number of choices by earlier groups
         each = []
         for group in range(self.groups):
             rows = (self.unit % self.groups == group).nonzero().squeeze(1)
@@ -223,7 +225,7 @@ class Search(SearchState):
 
     @property
     def _candidates_per_row(self) -> int:
-        """Continuations considered per row, which is as many as can survive. `benchmarks/compare_cached.py` asks for
+        """Number of continuations considered per row: as many as can survive. `benchmarks/compare_cached.py` uses
         one more."""
         return self.candidates
 
@@ -234,15 +236,18 @@ class Search(SearchState):
     def _best_per_unit(
         self, rows: Tensor, unit: Tensor, rank: Tensor, total: Tensor, token: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best continuations of some rows as each unit has them. rank, total, token (rows, width): of each row's
-        best ones what decides, the cumulative log-probability, and the token; the token of a -inf is arbitrary."""
+        """Best continuations of some rows, merged per unit.
+
+        rank, total, token: (rows, width), sort key, cumulative log-probability and token of each row's best
+        continuations; the token of a -inf is arbitrary.
+        """
         width = token.shape[1]
         units, slot, candidates = len(self.found), self.slot[rows], min(self.candidates, self.width * width)
         if len(rows) and use_native(rank):
             where = unit, slot, units, self.width, candidates
             best, parent, chosen = torch.ops.transformer_fast.choose_continuations(rank, total, token, *where)
             return best, rows[parent], chosen
-        # A row whose logits are all -inf has NaN here, and no continuation.
+        # NaN: all logits of the row are -inf, so it has no continuation.
         total, rank = (t.masked_fill(t.isnan(), -torch.inf) for t in (total, rank))
         grid = total.new_full((2, units, self.width, width), -torch.inf)
         grid[0, unit, slot], grid[1, unit, slot] = rank, total
@@ -255,8 +260,8 @@ class Search(SearchState):
         return best, rows[parent], token[parent, flat % width]
 
     def _is_decided(self, open_log_prob: Tensor, last: Tensor) -> Tensor:
-        """(units,) bool: the `enough` best finished hypotheses are at least as good as what the open ones can become.
-        last (units,): True where answers may not be longer.
+        """Return (units,) bool: True if the `enough` best finished hypotheses are at least as good as any
+        continuation of the open ones. last (units,): True where answers may not be longer.
 
         With groups nothing is decided early, because what one group chooses changes what the next one does. A beam that
         stays wide is not decided in its last step, whose hypotheses are all recorded.
@@ -269,8 +274,8 @@ class Search(SearchState):
             scores = sorted((h.score for h in self.found[index] if h.finished), reverse=True)
             if len(scores) >= self.enough:
                 bar[index] = torch.inf if config.early_stop is True else scores[self.enough - 1]
-        # log P only falls and the coverage penalty only lowers a score, so the best score in reach has today's log P,
-        # no coverage penalty, and the length that is penalised least.
+        # log P only falls, and the coverage penalty only lowers a score. So the best possible score has the current
+        # log P, no coverage penalty, and the length with the smallest penalty.
         lengths = self._per_unit(self.limits)
         if config.length_penalty <= 0 or config.early_stop == "now":
             lengths = torch.full_like(lengths, self.tokens.shape[1] + (not self.keeps_slots))
@@ -279,7 +284,7 @@ class Search(SearchState):
         return (least >= reachable) & (least > -torch.inf) & ~(last & self.keeps_slots)
 
     def _record_stuck(self, valid: Tensor) -> None:
-        """Record the hypotheses of units in which none can go on, as cut off."""
+        """Record the hypotheses of units without a possible continuation, as cut off."""
         stuck = ~valid.any(dim=1)[self.unit]
         if bool(stuck.any()):
             rows = stuck.nonzero().squeeze(1)
@@ -288,7 +293,8 @@ class Search(SearchState):
     def _record(
         self, rows: Tensor, last: Tensor | None, log_prob: Tensor, *, finished: bool, stuck: bool = False
     ) -> None:
-        """Record hypotheses: those of some rows, with a last token or, at the end, EOS; stuck ones have neither."""
+        """Record the hypotheses of some rows, with a last token or, at the end, EOS; hypotheses without a
+        continuation have neither."""
         if not len(rows):
             return
         tokens = self.tokens[rows]

@@ -1,13 +1,13 @@
 """Keys and values of the positions decoded so far, so that a step computes one position and not the whole prefix.
 
-`DecoderCache` serves `models.Decoder`. Its rows are the open hypotheses, which all hold equally many positions.
-Self-attention has one tensor for all layers, which is doubled when it is full. Attention to the source has one more,
-computed once, with one entry per *sentence*, which all its hypotheses share. A hypothesis that goes on keeps its slot
-in the cache where it can, and only rows that moved are copied; `enter` and `leave` translate between the caller's rows
-and the slots.
+`DecoderCache` is the cache of a `models.Decoder`. Its rows are the open hypotheses, which all hold the same number of
+positions. Self-attention has one tensor for all layers, which is doubled when it is full. Attention to the source has
+another one, computed once, with one entry per sentence, which all hypotheses of the sentence share. A hypothesis keeps
+its slot in the cache if possible, and only rows that move are copied. `enter` and `leave` convert between the order of
+the caller's rows and that of the slots.
 
-The fused step on a CPU copies no rows at all: a table of cells says where each position of a slot lies, in the slot of
-the hypothesis that wrote it. Since all hold equally many positions, a slot writes behind all that others read of it.
+The fused step on a CPU copies no rows: a table of cells holds the place of each position, in the slot of the hypothesis
+that wrote it. All slots hold the same number of positions, so a slot never overwrites what others read of it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class DecoderCache:
     """The cache of one batch, for a decoder of `transformer_fast`.
 
     Args:
-        decoder: to be called with this cache.
+        decoder: the decoder that is called with this cache.
         memory: (B, S, d_model), the encoder's outputs; row i is at first the only hypothesis of sentence i.
         mask: keep mask (B, 1, S) of the source, or None.
-        rows: how many hypotheses there will be at most.
+        rows: largest number of hypotheses.
         record: keep the last layer's attention to the source, as `weights`.
 
     Attributes:
-        length: positions held.
-        layers: for each layer the pair of caches that it takes.
+        length: number of positions held.
+        layers: pair of caches per layer.
         weights: with `record`, (rows, S) attention of the newest position to the source, the mean of the heads.
         cross: (layers, sentences, 2, heads, S, d_k), keys and values of the source.
-        span: newest positions of a slot that a step computes; more than one in a `SpanCache`.
+        span: number of new positions per slot and step; more than one in a `SpanCache`.
     """
 
     weights: Tensor
@@ -58,15 +58,15 @@ class DecoderCache:
         self.record = record
         self._max_rows = max(rows, batch)
         self._states: Tensor | None = None  # (layers, max rows, 2, heads, capacity, d_k)
-        self._in_cells = False  # whether the last step read its table
-        self._cells: Tensor | None = None  # (slots, capacity); None where each position lies in its slot
+        self._in_cells = False  # True if the last step read the table of cells
+        self._cells: Tensor | None = None  # (slots, capacity); None: each position lies in its own slot
         self._heads, self._width = layers[0].attn_1.h, layers[0].attn_1.d_k
         self._source_heads = layers[0].attn_2.h
         self._source = [concat_linears(layer.attn_2.k_linear, layer.attn_2.v_linear) for layer in layers]
         self.cross = self._source_states(memory)
         self._set_mask(None if mask is None else mask.squeeze(1))
-        self._slots = list(range(batch))  # of the caller's rows
-        self._sentences = list(range(batch))  # of the slots: their entries in `cross`
+        self._slots = list(range(batch))  # slot per caller's row
+        self._sentences = list(range(batch))  # entry in `cross` per slot
         self._order: tuple[Tensor, Tensor] | None = None
         self.grid: tuple[Tensor, Tensor, int] | None = None
         me = weakref.proxy(self)  # A reference cycle would keep the cache until garbage is next collected.
@@ -76,15 +76,15 @@ class DecoderCache:
         ]
 
     def enter(self, tokens: Tensor) -> Tensor:
-        """(rows,) in the caller's order -> in the order of the slots."""
+        """Reorder (rows, ...) from the caller's order to the order of the slots."""
         return tokens if self._order is None else tokens.index_select(0, self._order[0][: tokens.shape[0]])
 
     def leave(self, rows: Tensor) -> Tensor:
-        """(rows, ...) in the order of the slots -> in the caller's."""
+        """Reorder (rows, ...) from the order of the slots to the caller's order."""
         return rows if self._order is None else rows.index_select(0, self._order[1][: rows.shape[0]])
 
     def places(self) -> Tensor:
-        """(rows,) the slot of each of the caller's rows."""
+        """Slot of each of the caller's rows, (rows,)."""
         return torch.arange(len(self._slots)) if self._order is None else self._order[1]
 
     def select(self, rows: list[int]) -> None:
@@ -106,16 +106,16 @@ class DecoderCache:
         self._slots_changed()
 
     def stepped(self, steps: int = 1) -> None:
-        """Every row holds so many positions more."""
+        """Count `steps` more positions in every row."""
         self.length += steps
 
     def keys(self) -> Tensor | None:
-        """(slots, span) int32, how many positions each slot holds with each of its newest ones; None where all hold
-        `length` + 1."""
+        """Number of keys that each newest position sees, int32 (slots, span); None if all see `length` + 1."""
         return None
 
     def own(self, rows: int) -> Tensor:
-        """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for what is newest.
+        """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for the newest
+        positions.
 
         rows: how many are in use."""
         self._in_cells = False
@@ -123,28 +123,32 @@ class DecoderCache:
         return self._states_with_room(rows)
 
     def own_in_cells(self, rows: int, *, always: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The same, where positions need not lie in their slots, and the table of cells, int32 (rows, capacity): where
-        they are, counted in d_k from the first of slot 0 of a layer and head. None: in their slots; `always`: only
-        where there can be no table."""
+        """Keys and values of self-attention and their table of cells, int32 (rows, capacity).
+
+        An entry of the table is the place of a position, in units of d_k from the start of slot 0 in each layer and
+        head. The table is None if every position lies in its own slot; with `always`, only if a table is impossible.
+        """
         states = self._states_with_room(rows)
-        self._in_cells = states[0].numel() < 2**31 * self._width  # what int32 counts
+        self._in_cells = states[0].numel() < 2**31 * self._width  # an int32 can index all cells
         if always and self._cells is None and self._in_cells:
             self._cells = self._own_cells()
         return states, self._cells
 
     def position(self, rows: int) -> tuple[int | Tensor, int]:
-        """Positions of the newest ids of so many rows, and the length that the positional table must have."""
+        """Position of the newest ids, for this number of rows, and the required length of the positional table."""
         return self.length, self.length + 1
 
     def attend_own(self, layer: int, q: Tensor, states: Tensor) -> Tensor:
-        """q (rows, heads, 1, d_k), and keys and values of the newest positions (rows, 2, heads, d_k), which are kept
-        -> the attention to all positions so far (rows, heads, 1, d_k)."""
+        """Attend from q (rows, heads, 1, d_k) to all positions so far -> (rows, heads, 1, d_k).
+
+        states: keys and values of the newest positions, (rows, 2, heads, d_k), which are stored first.
+        """
         own = self.own(q.shape[0])[layer, : q.shape[0]]
         own[:, :, :, self.length] = states
         return ops.attention(q, *own[:, :, :, : self.length + 1].unbind(1))
 
     def attend_source(self, layer: int, q: Tensor) -> Tensor:
-        """q (rows, 1, heads, d_k) -> the attention to the source (rows, 1, heads, d_k)."""
+        """Attend from q (rows, 1, heads, d_k) to the source -> (rows, 1, heads, d_k)."""
         heads, width = q.shape[2:]
         if self.grid is None:
             q = q.view(-1, self.span, heads, width)
@@ -162,13 +166,13 @@ class DecoderCache:
         return out if self.grid is None else out.index_select(0, entries)
 
     def _source_states(self, memory: Tensor) -> Tensor:
-        """memory (B, S, d_model) -> its keys and values (layers, B, 2, heads, S, d_k)."""
+        """Project memory (B, S, d_model) to keys and values (layers, B, 2, heads, S, d_k)."""
         heads = self._source_heads
         source = [project(memory).unflatten(-1, (2, heads, -1)) for project in self._source]
         return torch.stack([states.permute(0, 2, 3, 1, 4) for states in source])
 
     def _states_with_room(self, rows: int) -> Tensor:
-        """The states of self-attention with room for `span` more positions."""
+        """States of self-attention, with room for `span` more positions."""
         capacity = 0 if self._states is None else self._states.shape[4]
         if capacity < self.length + self.span:
             needed = max(2 * capacity, BLOCK * math.ceil((self.length + self.span) / BLOCK))
@@ -176,13 +180,13 @@ class DecoderCache:
         return self._states
 
     def _own_cells(self) -> Tensor:
-        """The cells of every slot, each its own."""
+        """Table of cells in which every position lies in its own slot."""
         slots, parts, heads, capacity = self._states.shape[1:5]
         first = torch.arange(slots, dtype=torch.int32) * (parts * heads * capacity)
         return first[:, None] + torch.arange(capacity, dtype=torch.int32)
 
     def _move_into_slots(self) -> None:
-        """Bring every position into its slot."""
+        """Copy every position into its own slot and drop the table of cells."""
         if self._cells is None:
             return
         layers, _, parts, heads, capacity, width = self._states.shape
@@ -195,7 +199,8 @@ class DecoderCache:
         self._cells = None
 
     def _grow(self, rows: int, capacity: int) -> None:
-        """Give self-attention a tensor of `_max_rows` and so many positions, with what the first `rows` slots hold."""
+        """Reallocate self-attention for `_max_rows` rows and `capacity` positions, with the contents of the first
+        `rows` slots."""
         self._move_into_slots()
         shape = len(self.layers), self._max_rows, 2, self._heads, capacity, self._width
         known = None if self._states is None else self._states[:, :rows, :, :, : self.length]
@@ -204,7 +209,7 @@ class DecoderCache:
             self._states[:, :rows, :, :, : self.length] = known
 
     def _slots_changed(self) -> None:
-        """Update all that is derived from `_slots` and `_sentences`."""
+        """Update everything that is derived from `_slots` and `_sentences`."""
         rows, device = len(self._slots), self.cross.device
         self._order = None
         if self._slots != list(range(rows)):
@@ -214,7 +219,7 @@ class DecoderCache:
         self.grid = None if self._sentences == list(range(self.cross.shape[1])) else self._source_grid()
 
     def _drop_sentences(self) -> None:
-        """Drop the sources that no row reads any more."""
+        """Drop the sources that no row reads."""
         kept = sorted(set(self._sentences))
         if len(kept) == self.cross.shape[1]:
             return
@@ -227,8 +232,8 @@ class DecoderCache:
         self._sentences = [moved[sentence] for sentence in self._sentences]
 
     def _source_grid(self) -> tuple[Tensor, Tensor, int]:
-        """The rows of each sentence as the queries of one batch entry: the slots (sentences * width,) that they are
-        read from, the entries (rows,) that the slots have among these, and the width.
+        """Grid in which the rows of a sentence are the queries of one batch entry: slots (sentences * width,) to
+        read, entry of each slot (rows,), and the width.
 
         An entry without a row repeats slot 0, and its result is not read.
         """
@@ -243,7 +248,7 @@ class DecoderCache:
         return torch.tensor(slots, device=device), torch.tensor(entries, device=device), width
 
     def _set_mask(self, mask: Tensor | None) -> None:
-        """mask (sentences, S). Where it is no more than lengths, what lies past them is not even read."""
+        """Store the mask (sentences, S). If it is equivalent to lengths, positions past them are not read."""
         self._mask = mask
         self.source_lengths = lengths = None if mask is None else as_lengths(mask)
         self.source_mask: AttentionMask | None = None
@@ -276,17 +281,18 @@ class _SourceAttention:
 
 
 def as_lengths(mask: Tensor) -> Tensor | None:
-    """A keep mask (B, S) as lengths, int32 (B,), where it is padding on the right alone; else None."""
+    """Convert a keep mask (B, S) to lengths, int32 (B,), if it is only padding on the right; else None."""
     lengths = mask.sum(dim=1, dtype=torch.int32)
     padding = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     return lengths if torch.equal(mask, padding) else None
 
 
 def assign_slots(parents: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """New slots 0 .. len(parents) - 1: each parent keeps its own for its first child, others take what is left.
+    """Assign slots 0 .. len(parents) - 1 to children: each parent's first child keeps its slot, others get free
+    slots.
 
-    Returns the slots, and which copies that needs: (from, to). No slot is both: what is copied from stays where it is,
-    or lies past the last slot.
+    Returns the slots, and the required copies (from, to). No slot is both source and target: a source keeps its
+    content, or is past the last slot.
     """
     count = len(parents)
     slots, taken = [-1] * count, [False] * count
@@ -311,9 +317,9 @@ def move_rows(cache: Tensor, moves: list[tuple[int, int]], length: int) -> None:
 
 
 def _copy_rows(parts: Sequence[Tensor], moves: list[tuple[int, int]]) -> None:
-    """Copy rows of each part, (rows, ...), all read before one is written."""
+    """Copy rows of each part, (rows, ...); all rows are read before one is written."""
     if moves:
         sources, targets = (torch.tensor(side, device=parts[0].device) for side in zip(*moves, strict=True))
-        # Not index_select: of a part that is not contiguous it copies the whole first.
+        # Not index_select, which first copies the whole of a part that is not contiguous.
         for part in parts:
             part[targets] = part[sources]

@@ -15,57 +15,59 @@ class GenerationConfig:
     """Options of `generate`. Validated on construction.
 
     Attributes:
-        beam: hypotheses a sentence keeps; 1 is greedy decoding.
-        n_best: hypotheses returned for each sentence, at most `beam`; with `sample`, how many are drawn.
-        length_penalty: alpha of the penalty by which log P is divided; 0 ranks by probability alone.
+        beam: number of hypotheses per sentence; 1 is greedy decoding.
+        n_best: number of hypotheses returned per sentence, at most `beam`; with `sample`, the number of draws.
+        length_penalty: alpha of the penalty by which log P is divided; 0 ranks by probability only.
         length_norm: "gnmt", ((5 + length) / 6) ** alpha, or "power", length ** alpha. EOS counts.
         coverage_penalty: beta of Wu et al. 2016, section 7: beta * sum over the source's tokens of
-            log(min(the attention it got in all, 1)) is added to a hypothesis's final score.
-        slots: what becomes of the slot of a hypothesis that finishes. "close": it is closed, so that at most `beam`
-            finish. "keep": the next best continuation takes it, as in Hugging Face transformers; see `beam.py`.
-        early_stop: with slots "close", stop a sentence at its first n_best finished hypotheses, even if an open one
-            could still win; with "keep", at its first `beam`. "now" (with "keep" alone): stop when the best open
-            hypothesis, if it ended as it is, would not beat the worst finished one.
+            log(min(total attention to the token, 1)) is added to a hypothesis's final score.
+        slots: use of a finished hypothesis's slot. "close": the slot is closed, so that at most `beam` finish. "keep":
+            the next best continuation takes the slot, as in Hugging Face transformers; see `beam.py`.
+        early_stop: True with slots "close": stop a sentence at its first n_best finished hypotheses, even if an open
+            one could still win; with "keep", at its first `beam`. "now" (only with "keep"): stop when the best open
+            hypothesis, if it ended now, would not beat the worst finished one.
         patience: a sentence ends when ceil(patience * beam) hypotheses have finished (Kasai et al. 2022, "A Call for
-            Clarity in Beam Search"). Up to 1 a finished one closes its slot; above, the beam stays wide longer.
-        beam_groups: the beam in groups, searched one after the other at each step, in which a group pays `diversity`
-            for each time an earlier one has chosen the same token (Vijayakumar et al. 2018, "Diverse Beam Search").
-            It must divide the beam. The scores of the hypotheses do not contain what they paid.
+            Clarity in Beam Search"). Up to 1, a finished hypothesis closes its slot; above 1, the beam stays wide
+            longer.
+        beam_groups: number of groups, which must divide the beam. The groups are searched one after the other at each
+            step; a group pays `diversity` for each choice of the same token by an earlier group (Vijayakumar et al.
+            2018, "Diverse Beam Search"). Final scores do not contain these payments.
         sample: draw tokens instead of searching; `beam` must be 1.
-        temperature: of the distribution drawn from, logits / temperature. It needs `sample`, as `top_k` and `top_p` do.
+        temperature: logits are divided by it before a draw. It needs `sample`, as `top_k` and `top_p` do.
         top_k: draw from the k most likely tokens only; 0 is all.
         top_p: draw from the fewest tokens that together have this probability (Holtzman et al. 2020), in (0, 1].
-        seed: of the draws; None takes torch's own random state. With a seed, what is drawn for a sentence depends on
-            the seed and the number of the sentence alone, see `streams` of `generate`.
-        max_length: tokens of an answer at most, EOS included: a number, or (a, b) for a * source length + b. A prefix
-            that is longer is the answer.
-        min_length: tokens at least, EOS included, in the same two forms.
-        no_repeat_ngram: no n tokens in a row occur twice in an answer; 0 is off.
-        repetition_penalty: logits of tokens that the answer has already are divided by it where positive and multiplied
-            where negative (Keskar et al. 2019, "CTRL"); 1 is off. For one model: several have probabilities alone.
-        suppress: target ids never to be chosen, such as the unknown token's.
+        seed: seed of the draws; None takes torch's random state. With a seed, the draws of a sentence depend only on
+            the seed and the number of the sentence, see `streams` of `generate`.
+        max_length: largest number of tokens of an answer, EOS included: a number, or (a, b) for a * source length + b.
+            A longer prefix is the answer.
+        min_length: smallest number of tokens, EOS included, in the same two forms.
+        no_repeat_ngram: no sequence of n tokens occurs twice in an answer; 0 is off.
+        repetition_penalty: logits of tokens that the answer already has are divided by it if positive and multiplied
+            if negative (Keskar et al. 2019, "CTRL"); 1 is off. For one model only: several have no common logits.
+        suppress: target ids that are never chosen, such as the unknown token's.
         force_eos: an answer that reaches max_length ends in EOS there, which then has probability 1.
-        renormalize: divide the probabilities by the sum of those of the tokens that may follow.
-        alignments: return the attention of each answer's tokens to the source (the last layer's, mean of its heads).
-        cache: keep keys and values between the steps, where the model can.
-        graph: record the cached steps as CUDA graphs and replay them, which takes the host out of them; on a GPU, for
-            decoders of `transformer_fast`, padded sources, and without alignments and coverage penalty.
-        quantize: "int8" multiplies with int8 weights, on a CPU, for fp32 models whose decoder takes a cache. They are
-            quantised when `generate` is called, each output's by a scale of its own; inputs row by row.
-        draft_tokens: greedy decoding in fewer steps, for one model in fp32 on a CPU: the same model with int8 weights
-            proposes so many tokens, and one step in fp32 says which of them it would have chosen (Leviathan et al.
-            2023, "Fast Inference from Transformers via Speculative Decoding"). The answers are those without; for
-            batches of few sentences, whose steps read weights rather than multiply. 0 is off.
-        keep_weights: what a call lays out of the weights for its steps on a CPU, quantised or not, stays on the model's
-            parameters for the next call. It takes the memory of the weights once more. For a model that is no longer
-            trained: its parameters must not require gradients. A write between two calls is seen where PyTorch counts
-            it, such as loading a state. Others (through `.data`, numpy or DLPack) are seen by a sample of each weight
-            matrix, which each call reads: a write to whole matrices, rows or columns changes it, one to single values
-            of a matrix of more than 8,192 may not. After such a write call once with `keep_weights=False`, or write by
-            an op on the parameter itself under `torch.no_grad()`.
+        renormalize: divide the probabilities by the sum over the tokens that may follow.
+        alignments: return the attention of each answer's tokens to the source (last layer, mean of its heads).
+        cache: keep keys and values between the steps, if the model supports it.
+        graph: record the cached steps as CUDA graphs and replay them, which saves the host's launches. On a GPU, for
+            decoders of `transformer_fast` and padded sources, without alignments and coverage penalty.
+        quantize: "int8" multiplies with int8 weights, on a CPU, for fp32 models whose decoder takes a cache. Weights
+            are quantised when `generate` is called, with one scale per output; inputs are quantised per row.
+        draft_tokens: greedy decoding in fewer steps, for one fp32 model on a CPU. The same model with int8 weights
+            proposes this many tokens, and one fp32 step checks which of them it would have chosen (Leviathan et al.
+            2023, "Fast Inference from Transformers via Speculative Decoding"). The answers stay the same. It helps for
+            batches of few sentences, whose steps spend their time on reading weights. 0 is off.
+        keep_weights: keep the copies of weights that a call makes for its steps on a CPU, quantised or not, on the
+            model's parameters for the next call. This takes the memory of the weights once more. Parameters must not
+            require gradients. A write between two calls is noticed if PyTorch counts it, such as loading a state. Other
+            writes (through `.data`, numpy or DLPack) are noticed by a sample of each weight matrix that each call
+            reads: it changes with whole matrices, rows or columns, but may miss single values of a matrix of more than
+            8,192.
+            After such a write, call once with `keep_weights=False`, or write with an op on the parameter itself under
+            `torch.no_grad()`.
 
-    All but repetition_penalty, force_eos and renormalize choose among continuations and leave their probabilities as
-    the model has them.
+    All options except repetition_penalty, force_eos and renormalize choose among continuations without changing their
+    probabilities.
 
     Raises:
         ValueError: names the option, its value and what was expected.

@@ -1,8 +1,8 @@
-"""Decoding: the open hypotheses of a batch, one a row, and the model that continues them.
+"""Decoding: the open hypotheses of a batch, one per row, and the model that continues them.
 
-`UncachedDecoding` runs the decoder over the whole prefix. `CachedDecoding` runs it over the newest position; on a CPU
-all its layers are one call where that computes the same (`session.py`), and on a GPU CUDA graphs can replay it
-(`graphs.py`). `Ensemble` has several models. The searches tell them which rows go on (`select`).
+`UncachedDecoding` runs the decoder over the whole prefix. `CachedDecoding` runs it over the newest position. On a CPU
+one call computes all its layers if they are plain (`session.py`); on a GPU CUDA graphs can replay it (`graphs.py`).
+`Ensemble` has several models. A search chooses the rows that continue by `select`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ ENCODED_TOKENS = 1024
 
 
 def start(models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> Decoding:
-    """Encode the sources of a request, and return its decoding, which has one row per sentence.
+    """Encode the sources of a request and return its decoding, with one row per sentence.
 
     Args:
-        models: each of a form that `form_of` knows; of several, the mean of their probabilities counts.
-        config: says whether keys and values are cached where a model can (see `forms`), whether the cached steps are
-            replayed as CUDA graphs, whether weights are quantised, whether tokens are drafted, and whether the
-            attention to the source must be known.
-        rows: how many rows there will be at most.
+        models: models of forms that `form_of` knows; the mean of their probabilities counts.
+        config: its options decide if keys and values are cached (for models that support it, see `forms`), if cached
+            steps are replayed as CUDA graphs, if weights are quantised, if tokens are drafted, and if the attention to
+            the source is recorded.
+        rows: largest number of rows.
 
     Raises:
-        ValueError: with `config.graph`, `config.quantize`, `config.draft_tokens` or `config.keep_weights`, where that
-            cannot be; says why.
+        ValueError: if `config.graph`, `config.quantize`, `config.draft_tokens` or `config.keep_weights` is not
+            possible; the message has the reason.
     """
     if config.keep_weights and _is_trained(models):
         raise ValueError(
@@ -79,42 +79,49 @@ def _start_one(form: Form, request: Request, config: GenerationConfig, rows: int
 
 
 class Decoding:
-    """The open hypotheses of a batch, one a row, and a model that continues them."""
+    """Open hypotheses of a batch, one per row, and a model that continues them."""
 
     @property
     def attention(self) -> Tensor:
-        """(rows, S) fp32, where it was asked for: the newest position's attention to the source, the mean of all heads
-        of the last layer."""
+        """Attention of the newest position to the source, fp32 (rows, S): the mean of the last layer's heads.
+        Available if it was requested."""
         raise NotImplementedError
 
     def next_logits(self, tokens: Tensor, *, check: bool = True) -> Tensor:
-        """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
+        """Return logits (rows, vocabulary) of token t + 1 for prefixes (rows, t) that begin with BOS, in fp32 (fp64
+        stays).
 
-        The prefixes are those of the last call, as `select` has ordered them, and one token more.
-        Raises FloatingPointError if a model answers NaN or infinity, which no search can rank; without `check` the
-        caller asks `refuse_nan`.
+        The prefixes are those of the last call, reordered by `select`, each with one more token.
+        Raises FloatingPointError if a model returns NaN or infinity, which no search can rank; without `check` the
+        caller must call `refuse_nan`.
         """
         logits = self._logits(tokens)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if check:
-            refuse_nan(logits.amax(), tokens)  # a maximum of numbers with a NaN among them is NaN
+            refuse_nan(logits.amax(), tokens)  # the maximum of values with a NaN is NaN
         return logits
 
     def greedy(self, tokens: Tensor, most: int) -> Choice | None:
-        """Take several steps in one call, behind prefixes (rows, t), each row going on with its most likely token that
-        is not suppressed: what `topk.choose` gives of each, (rows, steps). At most `most`, and none behind one in which
-        a row ends: chooses EOS, has nothing to choose, or has a NaN in its normalizer. None, and nothing done, where
-        steps cannot be taken in one call."""
+        """Run several greedy steps in one call for prefixes (rows, t), each with the most likely token that is not
+        suppressed.
+
+        Returns the results of `topk.choose` per step, (rows, steps). Runs at most `most` steps, and stops after a
+        step in which a row ends: it chooses EOS, has no possible token, or has NaN in its normalizer. Returns None,
+        without a step, if one call cannot run several steps.
+        """
         return None
 
     def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> Any | None:
-        """The same for beams of which all `width` hypotheses are open, whose rows stand side by side: steps up to the
-        first in which one of the best `width` continuations ends. The caller selects the rows of the last step alone,
-        of its best `candidates` continuations. Returns the `BeamSteps` of csrc/ops/decoder_session.cpp."""
+        """Run several beam steps in one call, for beams whose `width` hypotheses are all open and in adjacent rows.
+
+        Stops after the first step in which one of the best `width` continuations ends. The caller selects the rows
+        of the last step only, from its best `candidates` continuations. Returns the `BeamSteps` of
+        csrc/ops/decoder_session.cpp; None as `greedy`.
+        """
         return None
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order (a row may be named several times: its continuations)."""
+        """Keep these rows, in this order; a row that repeats forks its hypothesis."""
         raise NotImplementedError
 
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -122,7 +129,7 @@ class Decoding:
 
 
 class Ensemble(Decoding):
-    """Several models, the mean of whose probabilities decides."""
+    """Several models; the mean of their probabilities decides."""
 
     def __init__(self, each: Sequence[Decoding]) -> None:
         self._each = each
@@ -141,14 +148,14 @@ class Ensemble(Decoding):
 
 
 class CachedDecoding(Decoding):
-    """A model that computes the newest position only.
+    """Decoding with a model that computes only the newest position.
 
     Args:
-        decoder, out: of the model.
+        decoder, out: parts of the model.
         memory: (B, S, d_model), the encoder's outputs.
-        request, config: of the call; there must be no obstacle to what the config says.
-        rows: how many rows there will be at most.
-        spans: steps are `span_logits`, of several positions of each sentence, which has one hypothesis.
+        request, config: arguments of the call; the options of the config must be possible.
+        rows: largest number of rows.
+        spans: steps are calls of `span_logits`, with several positions per sentence and one hypothesis per sentence.
 
     Attributes:
         draft: with `config.draft_tokens`, the same decoder with int8 weights.
@@ -209,17 +216,22 @@ class CachedDecoding(Decoding):
             self.draft.select(rows)
 
     def span_logits(self, ids: Tensor, held: Tensor, *, newest: bool = False) -> Tensor:
-        """ids (sentences, span) behind so many positions, held (sentences,) -> (sentences, span, vocabulary) logits of
-        what follows each, or of what follows the newest alone. For `spans`. What an earlier call gave for later
-        positions is no longer known."""
+        """Return the logits (sentences, span, vocabulary) after each of the ids (sentences, span), or after the
+        newest one only.
+
+        held: (sentences,) number of positions before the ids. Only for `spans`. Positions that an earlier call wrote
+        past them are forgotten.
+        """
         assert isinstance(self._cache, SpanCache)
         self._cache.hold(held, ids.shape[1])
         hidden = self._hidden(ids.flatten()).unflatten(0, ids.shape)
         return self._out(hidden[:, -1:] if newest else hidden)
 
     def span_steps(self, newest: Tensor, held: Tensor, most: int) -> Tensor | None:
-        """The tokens of steps as `greedy` takes them, (sentences, steps), behind `newest` (sentences,), which stand
-        behind `held` positions."""
+        """Return the tokens of greedy steps after `newest` (sentences,), as `greedy` does: (sentences, steps).
+
+        held: (sentences,) number of positions before the newest.
+        """
         assert isinstance(self._cache, SpanCache)
         self._cache.hold(held, 1)
         session = self._prepared_session(len(newest), most)
@@ -230,7 +242,7 @@ class CachedDecoding(Decoding):
         return tokens
 
     def _prepared_session(self, rows: int, steps: int = 0, *, cells: bool = False) -> Any | None:
-        """As `Session.prepare`; None also where there is no session."""
+        """Return the result of `Session.prepare`; None if there is no session."""
         return None if self._session is None else self._session.prepare(rows, steps, cells=cells)
 
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -243,7 +255,7 @@ class CachedDecoding(Decoding):
         return self._out(self._cache.leave(self._hidden(self._cache.enter(newest))))
 
     def _hidden(self, ids: Tensor) -> Tensor:
-        """ids (rows,) in the order of the cache -> (rows, d_model)."""
+        """Run the decoder on ids (rows,) in the order of the slots -> (rows, d_model)."""
         session = self._prepared_session(len(ids))
         if session is None:
             return self._decoder(ids[:, None], None, None, None, cache=self._cache)[:, -1]
@@ -251,7 +263,7 @@ class CachedDecoding(Decoding):
 
 
 class UncachedDecoding(Decoding):
-    """A model that runs over the whole prefix: any model, and the oracle of `CachedDecoding`."""
+    """Decoding that runs the model over the whole prefix: any model, and the oracle of `CachedDecoding`."""
 
     def __init__(self, form: Form, memory: Tensor, mask: Tensor | None, *, attention: bool = False) -> None:
         self._reader = form.reader() if attention else None
@@ -291,15 +303,15 @@ class UncachedDecoding(Decoding):
     def select(self, rows: Tensor) -> None:
         sentence = self._sentence[rows]
         if torch.equal(sentence, self._sentence):
-            return  # Rows of one sentence share its memory.
+            return  # rows of one sentence share its memory
         self._sentence = sentence
         self._memory = self._memory[rows]
         self._mask = None if self._mask is None else self._mask[rows]
 
 
 def _encode(form: Form, src: Tensor, mask: Tensor | None) -> Tensor:
-    """`form.encode`. A CPU encodes some sentences at a time, and where `_trimmed_lengths` are known, no wider than the
-    longest of them; what stands past that is zero."""
+    """Run `form.encode`. A CPU encodes some sentences at a time, each group no wider than its longest source if
+    `_trimmed_lengths` are known; outputs past that width are zero."""
     batch, width = src.shape
     if src.device.type != "cpu" or batch == 0:
         return form.encode(src, mask)
@@ -317,9 +329,11 @@ def _encode(form: Form, src: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _trimmed_lengths(form: Form, mask: Tensor | None) -> list[int] | None:
-    """The lengths of sources, behind which an encoder of this package does not read; None for another encoder, for a
-    mask that is more than lengths, and where a sentence is nothing but padding, over all of which attention is spread
-    evenly."""
+    """Lengths of the sources, past which an encoder of this package does not read.
+
+    None for another encoder, for a mask that is not equivalent to lengths, and if a sentence is all padding, over
+    which attention is spread evenly.
+    """
     if mask is None or not form.has_own_encoder():
         return None
     lengths = as_lengths(mask.squeeze(1))
@@ -327,7 +341,7 @@ def _trimmed_lengths(form: Form, mask: Tensor | None) -> list[int] | None:
 
 
 def refuse_nan(found: Tensor, tokens: Tensor) -> None:
-    """Raise FloatingPointError for a NaN, or plus infinity, in what was found of the logits of these prefixes."""
+    """Raise FloatingPointError if results of the logits of these prefixes are NaN or plus infinity."""
     if not bool((found < torch.inf).all()):
         raise FloatingPointError(
             f"the model's logits for token {tokens.shape[1]} are NaN or infinite; its weights are not usable for"
@@ -336,7 +350,7 @@ def refuse_nan(found: Tensor, tokens: Tensor) -> None:
 
 
 def _modules_of(models: Iterable[nn.Module]) -> set[nn.Module]:
-    """All modules of models. `nn.Module.modules` also makes their names: a tenth of a short call."""
+    """All modules of models. `nn.Module.modules` is slower because it also makes names: a tenth of a short call."""
     found, new = set(models), list(models)
     while new:
         children = {child for module in new for child in module._modules.values() if child is not None}
@@ -353,14 +367,15 @@ def _is_trained(models: Iterable[nn.Module]) -> bool:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Inference mode, every module in evaluation mode; each gets its own mode back, also after an error."""
+    """Context with inference mode and every module in evaluation mode; each module gets its own mode back, even
+    after an error."""
     with evaluation_mode(*models), torch.inference_mode():
         yield
 
 
 @contextmanager
 def evaluation_mode(*models: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode; each gets its own mode back, also after an error."""
+    """Context with every module in evaluation mode; each module gets its own mode back, even after an error."""
     training = [module for module in _modules_of(models) if module.training]
     if training:
         for model in models:

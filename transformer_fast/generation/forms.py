@@ -1,4 +1,4 @@
-"""The forms of model that generation knows, each brought to one: encode, decode a prefix, and a decoder with a cache.
+"""Forms of models that generation supports, with one interface: encode, decode a prefix, and a decoder with a cache.
 
 A decoder of `transformer_fast` takes a cache as it is. For the decoder of The Annotated Transformer, once `accelerate`
 has proven what it computes, one is made on the same parameters. Any other model is called over the whole prefix.
@@ -28,49 +28,49 @@ _ANNOTATED = ("encoder", "decoder", "src_embed", "tgt_embed", "generator")
 
 @dataclass(frozen=True)
 class Form:
-    """`transformer_fast.Transformer`, and any model with `encoder(src, src_mask)`,
-    `decoder(trg, memory, src_mask, trg_mask)` and `out`."""
+    """Model like `transformer_fast.Transformer`: `encoder(src, src_mask)`, `decoder(trg, memory, src_mask,
+    trg_mask)` and `out`."""
 
     model: nn.Module
 
     @property
     def out(self) -> nn.Module:
-        """(..., d_model) -> (..., vocabulary): logits, or anything else whose softmax is the model's."""
+        """Output layer, (..., d_model) -> (..., vocabulary): logits, or values with the same softmax."""
         return self.model.out
 
     @property
     def vocabulary(self) -> int | None:
-        """Number of target tokens, where the model has one."""
+        """Number of target tokens; None if the model does not have one."""
         return getattr(self.out, "out_features", None)
 
     def has_own_encoder(self) -> bool:
-        """True where the encoder is one of this package, and nobody changed what mixes its positions."""
+        """Return True if the encoder is one of this package, whose layers and attention are plain."""
         encoder = self.model.encoder
         if not is_plain(encoder, Encoder) or not all(is_plain(layer, EncoderLayer) for layer in encoder.layers):
             return False
         return all(is_plain(layer.attn, MultiHeadAttention) for layer in encoder.layers)
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
-        """src (B, S), keep mask (B, 1, S) -> the encoder's outputs (B, S, d_model)."""
+        """Encode src (B, S) with a keep mask (B, 1, S) -> (B, S, d_model)."""
         return self.model.encoder(src, src_mask)
 
     def decode(self, tokens: Tensor, memory: Tensor, src_mask: Tensor | None, causal: Tensor) -> Tensor:
-        """tokens (B, t), keep mask (1, t, t) -> what `out` takes, (B, t, d_model)."""
+        """Decode tokens (B, t) with a keep mask (1, t, t) -> inputs of `out`, (B, t, d_model)."""
         return self.model.decoder(tokens, memory, src_mask, causal)
 
     def cached_decoder(self, memory: Tensor, src_mask: Tensor | None, longest: int) -> Decoder | None:
-        """A decoder that takes a cache and computes what `decode` does, for prefixes of up to `longest` tokens; None
-        where there is none."""
+        """Return a decoder that takes a cache and computes what `decode` does, for prefixes of up to `longest`
+        tokens; None if there is none."""
         return self.model.decoder if cache_obstacle(self.model.decoder) is None else None
 
     def no_cache(self) -> str:
-        """The reason why `cached_decoder` gives None, for an error."""
+        """Return the reason why `cached_decoder` returns None, for an error."""
         reason = cache_obstacle(self.model.decoder) if isinstance(self.model.decoder, Decoder) else None
         return "there is no cached decoder for this model" + (f": {reason}" if reason else "")
 
     def reader(self) -> tuple[nn.Module, nn.Module, nn.Module] | None:
-        """The last layer's attention to the source, its linear layer of queries, and that of keys; None where these
-        parts have other names."""
+        """Return the last layer's attention to the source, its query projection, and its key projection; None if
+        these parts have other names."""
         layers = getattr(self.model.decoder, "layers", None)
         attention = getattr(layers[-1], "attn_2", None) if layers else None
         found = attention, getattr(attention, "q_linear", None), getattr(attention, "k_linear", None)
@@ -78,8 +78,8 @@ class Form:
 
 
 class AnnotatedForm(Form):
-    """The Annotated Transformer's `EncoderDecoder(encoder, decoder, src_embed, tgt_embed, generator)`, by its `encode`
-    and `decode` where it has them."""
+    """The Annotated Transformer's `EncoderDecoder(encoder, decoder, src_embed, tgt_embed, generator)`, called by its
+    methods `encode` and `decode` if it has them."""
 
     @property
     def out(self) -> nn.Module:
@@ -88,7 +88,7 @@ class AnnotatedForm(Form):
     @property
     def vocabulary(self) -> int | None:
         linears = [m for m in self.out.modules() if isinstance(m, nn.Linear)]
-        return linears[0].out_features if len(linears) == 1 else None  # of several, the last in order need not be it
+        return linears[0].out_features if len(linears) == 1 else None  # of several, the last may be another layer
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
         model = self.model
@@ -104,7 +104,7 @@ class AnnotatedForm(Form):
     def cached_decoder(self, memory: Tensor, src_mask: Tensor | None, longest: int) -> Decoder | None:
         made = (make(self.model.decoder, self.model.tgt_embed, longest) for make in decoder_makers)
         decoder = next((one for one in made if one is not None), None)
-        # A `decode` that does more than call the modules is called at every step.
+        # The comparison below finds a `decode` that does more than call the modules; it is called at every step.
         if decoder is None or getattr(self.model, "decode", None) is None:
             return decoder
         length, device = min(3, longest), memory.device
@@ -124,7 +124,7 @@ class AnnotatedForm(Form):
 
 
 def form_of(model: nn.Module) -> Form:
-    """The form of a model.
+    """Return the form of a model.
 
     Raises:
         ValueError: for a model of no form; says what it lacks.
@@ -152,11 +152,11 @@ def form_of(model: nn.Module) -> Form:
 
 
 def cache_obstacle(decoder: nn.Module | None) -> str | None:
-    """The reason why a decoder takes no cache, or None for a `Decoder` of layers alike in their heads.
+    """Reason why a decoder takes no cache; None for a `Decoder` whose layers have equal numbers of heads.
 
-    Its embedding must be plain, since a cached step reads it, and so must be what mixes positions, whose work a cache
-    does. Linear layers, norms, feed-forward layers and dropouts may be anything: where they are not plain, a step calls
-    them with the newest position.
+    Its embedding must be plain, since a cached step reads its weights. Attention must be plain, since the cache does
+    its work. Linear layers, norms, feed-forward layers and dropouts may be of any class: a step calls those that are
+    not plain with the newest position.
     """
     if not is_plain(decoder, Decoder):
         return "the decoder is not a plain transformer_fast Decoder"

@@ -33,23 +33,24 @@ def generate(
     streams: Sequence[int] | None = None,
     config: GenerationConfig | None = None,
 ) -> list[list[Hypothesis]]:
-    """Translate a batch as the config says: greedily, by beam search or by drawing.
+    """Translate a batch by greedy decoding, beam search or sampling, as the config says.
 
     Args:
-        model: as in `greedy`; or several with one target vocabulary, the mean of whose probabilities decides.
+        model: as in `greedy`; or several models with one target vocabulary, whose mean probabilities decide.
         src: (B, S) source ids; src_lengths, src_mask, bos, eos, pad: as in `greedy`.
-        prefix: for each sentence the target ids that its answers begin with (none: an empty list), BOS aside. They
-            count as chosen: in the length, in the probability, and in the answer, which has all of them.
-        streams: with `config.sample`, for each sentence the number of its stream of random numbers, 0 <= number <
-            2**63; default its place in the batch. With a seed, the answers of a sentence depend on the seed and this
-            number alone, whatever the batch.
+        prefix: per sentence the target ids that its answers begin with, without BOS (an empty list for none). They
+            count as chosen: in the length, in the probability, and in the answer.
+        streams: with `config.sample`, per sentence the number of its stream of random numbers, 0 <= number < 2**63;
+            default its index in the batch. With a seed, the answers of a sentence depend only on the seed and this
+            number, whatever the batch.
         config: the options; the default is greedy decoding.
 
     Returns:
-        For each sentence, in the order of src, at most `config.n_best` hypotheses and at least one, the best first.
+        Per sentence, in the order of src, one to `config.n_best` hypotheses, best first.
 
     Raises:
-        ValueError: for input that cannot be decoded. FloatingPointError: if a model answers NaN or infinity.
+        ValueError: for input that cannot be decoded.
+        FloatingPointError: if a model returns NaN or infinity.
 
     Example:
         >>> model = tfast.Transformer(20, 20, d_model=16, N=1, heads=2, dropout=0.0)
@@ -92,7 +93,7 @@ def _prepare(
     prefix: Sequence[Sequence[int]] | None,
     config: GenerationConfig,
 ) -> tuple[Request, Rules]:
-    """The arguments of `generate`, checked; what a search takes besides the models and the config."""
+    """Check the arguments of `generate`; return the request and the rules."""
     request, *_ = [
         check_request(one, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, max_length=None)
         for one in models
@@ -114,7 +115,7 @@ def _prepare(
         shortest, longest = _lengths(config, length)
         least.append(shortest)
         limits.append(longest)
-    if prefix is not None:  # an answer has the whole of it, and behind it the EOS that is forced
+    if prefix is not None:  # an answer contains the whole prefix, and a forced EOS after it
         limits = [max(limit, len(ids) + (config.force_eos and bool(ids))) for limit, ids in zip(limits, prefix)]
     request = dataclasses.replace(request, limits=torch.tensor(limits, dtype=torch.long, device=src.device))
     return request, Rules(config, request, torch.tensor(least, dtype=torch.long, device=src.device), prefix)
@@ -131,7 +132,7 @@ def models_obstacle(models: Sequence[nn.Module], config: GenerationConfig) -> st
 
 
 def length_obstacle(config: GenerationConfig, length: int) -> str | None:
-    """Reason why every answer to a source of so many tokens would be too short or too long, or None."""
+    """Reason why every answer to a source of this length would be too short or too long, or None."""
     least, most = _lengths(config, length)
     if least <= most:
         return None
@@ -142,7 +143,7 @@ def length_obstacle(config: GenerationConfig, length: int) -> str | None:
 
 
 def _new_search(models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> SearchState:
-    """The search that the config asks for. To be called within `evaluating`."""
+    """Return the search that the config requests. Call it within `evaluating`."""
     if config.draft_tokens:
         return SpeculativeSearch(models, request, config, rules)
     if config.sample or config.beam == 1:
@@ -151,17 +152,17 @@ def _new_search(models: Sequence[nn.Module], request: Request, config: Generatio
 
 
 def _lengths(config: GenerationConfig, length: int) -> tuple[int, int]:
-    """The fewest and the most tokens of an answer to a source of so many."""
+    """Smallest and largest number of tokens of an answer to a source of this length."""
     return _span(config.min_length, length), max(_span(config.max_length, length), 1)
 
 
 def _span(span: Span, length: int) -> int:
-    """A number of tokens for a source of so many."""
+    """Number of tokens for a source of this length."""
     return math.floor(span[0] * length + span[1]) if isinstance(span, tuple) else span
 
 
 def _checked_streams(streams: Sequence[int] | None, batch: int) -> Tensor:
-    """(B,) int64, for `Sampler`."""
+    """Return the streams as int64 (B,), for `Sampler`."""
     found = torch.arange(batch) if streams is None else torch.as_tensor(streams, dtype=torch.int64)
     if found.shape != (batch,) or bool((found < 0).any()):
         raise ValueError(f"streams must be {batch} numbers >= 0, one for each sentence, got {streams!r}")

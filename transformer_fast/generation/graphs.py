@@ -1,10 +1,10 @@
 """CUDA graphs of the cached step.
 
-A step of decoding is some hundred small kernels, and on a GPU most of its time is the host launching them one by one. A
+A decoding step has some hundred small kernels. On a GPU most of its time is the host launching them one by one. A
 graph launches them all at once, but it replays exactly what it recorded: the same kernels on the same addresses and
-shapes. So in a step with a `StaticCache` the number of positions held is a tensor, the number of rows is that of their
-class (a power of two; what the rows beyond those in use compute is not read), and index tensors of a fixed size say
-where the rows stand. A graph is recorded for each class of rows and each capacity of the cache that a call meets.
+shapes. So a step with a `StaticCache` has the number of positions in a tensor, and its number of rows is rounded up
+to a power of two (results of unused rows are not read). Index tensors of a fixed size hold the places of the rows. A
+graph is recorded for each such number of rows and each capacity of the cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .cache import DecoderCache, as_lengths
 
 Replay = Callable[[], Tensor]
 Capture = Callable[[Callable[[], Tensor]], Replay]
-"""Takes a step without arguments, and returns what repeats it; both give the step's logits."""
+"""Function that takes a step without arguments and returns its replay; both return the step's logits."""
 
 
 def record(step: Callable[[], Tensor]) -> Replay:
-    """Record a step as a CUDA graph. The step runs twice before, on a stream of its own, so that whatever a first call
-    compiles or allocates is there."""
+    """Record a step as a CUDA graph. The step first runs twice on its own stream, so that compilation and allocation
+    are done."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,11 +43,11 @@ def record(step: Callable[[], Tensor]) -> Replay:
 
 
 class StepGraphs:
-    """Runs steps by graphs, recorded when they are first needed.
+    """Replays steps as graphs, which are recorded at first need.
 
     Args:
-        cache: of the steps.
-        capture: makes a replay of a step; `record`, unless a test looks at what would be recorded.
+        cache: cache of the steps.
+        capture: function that makes the replay of a step; `record`, except in tests.
     """
 
     def __init__(self, cache: StaticCache, capture: Capture = record) -> None:
@@ -65,9 +65,9 @@ class StepGraphs:
 
 
 class StaticCache(DecoderCache):
-    """A `DecoderCache` whose steps a graph can record: what changes from step to step stands at fixed addresses.
+    """`DecoderCache` whose steps a graph can record: values that change from step to step are at fixed addresses.
 
-    mask: no more than lengths, each at least 1.
+    mask: keep mask that is equivalent to lengths, each at least 1.
     """
 
     def __init__(self, decoder: nn.Module, memory: Tensor, mask: Tensor | None, *, rows: int) -> None:
@@ -82,12 +82,14 @@ class StaticCache(DecoderCache):
         self._slots_changed()
 
     def select(self, rows: list[int]) -> None:
-        if rows:  # where none is left, no step comes
+        if rows:  # without rows there is no further step
             super().select(rows)
 
     def prepare(self, newest: Tensor) -> Tensor:
-        """To be called before a step: puts its ids (rows,) and its position where graphs read them. Returns the ids for
-        the graph, as many as the class of rows has."""
+        """Write the ids (rows,) of the next step and its position to the addresses that graphs read.
+
+        Returns the ids for the graph, padded to the rounded number of rows. Call it before each step.
+        """
         rows = len(newest)
         self.own(rows)
         self._tokens[:rows] = newest
@@ -97,7 +99,7 @@ class StaticCache(DecoderCache):
 
     @property
     def capacity(self) -> int:
-        """Positions for which there is room."""
+        """Number of positions for which there is room."""
         return self._states.shape[4]
 
     def position(self, rows: int) -> tuple[Tensor, int]:
@@ -109,12 +111,12 @@ class StaticCache(DecoderCache):
         return ops.attention_decode(q, *own.unbind(1), self._lengths[: q.shape[0]])
 
     def attend_source(self, layer: int, q: Tensor) -> Tensor:
-        k, v = self.cross[layer].transpose(2, 3).unbind(1)  # a sentence is a page
+        k, v = self.cross[layer].transpose(2, 3).unbind(1)  # the source of a sentence is one page
         lengths, pages = self._source_lengths[: q.shape[0]], self._pages[: q.shape[0], None]
         return ops.attention_decode(q.transpose(1, 2), k, v, lengths, page_table=pages, causal=False).transpose(1, 2)
 
     def _slots_changed(self) -> None:
-        """Slots in use read their sentence, the others the first."""
+        """Let used slots read their sentence, and unused slots the first one."""
         rows = len(self._slots)
         slots = torch.tensor([*self._slots, *range(rows, self._max_rows)])
         sentences = torch.tensor([*self._sentences, *[0] * (self._max_rows - rows)]).to(self._pages.device)
@@ -144,5 +146,5 @@ def obstacle(device: torch.device, mask: Tensor | None, cached: bool, attention:
 
 
 def row_class(rows: int) -> int:
-    """The smallest power of two that is at least `rows`."""
+    """Return the smallest power of two that is at least `rows`."""
     return 1 << (rows - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Decoding without a beam: the most likely token, or one drawn, again and again."""
+"""Decoding without a beam: at every step the most likely token, or a drawn one."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ def greedy(
     max_length: Lengths = None,
     cache: bool = True,
 ) -> list[list[int]]:
-    """Translate a batch, taking the most likely token at every step.
+    """Translate a batch with the most likely token at every step.
 
     model: `transformer_fast.Transformer`, or any module with `encoder(src, src_mask)`,
         `decoder(trg, memory, src_mask, trg_mask)` and `out`, or The Annotated Transformer's `EncoderDecoder` with its
-        `generator`. It runs in evaluation mode without gradients and gets its own mode back.
+        `generator`. It runs in evaluation mode without gradients; its own mode is restored.
     src: (B, S) integer source ids on the model's device. B = 0 gives [].
-    src_lengths: (B,) true lengths, or src_mask: bool (B, 1, S), True = read; or pad: the id not to read.
-        With none of the three every position is read.
+    src_lengths: (B,) lengths, or src_mask: bool (B, 1, S), True = read; or pad: the id of padding, which is not read.
+        Without these three every position is read.
     bos, eos: the target ids that begin and end an answer.
-    max_length: the most tokens of an answer, EOS included: one int, or one for each sentence. Default
-        2 * (source length) + 20. An answer that reaches it is returned as it stands.
-    cache: keep keys and values between the steps, where the decoder is one of this package, or The Annotated
-        Transformer's after `accelerate`; False runs it over the whole prefix at every step. The answers are the same.
+    max_length: largest number of tokens of an answer, EOS included: one int, or one per sentence. Default
+        2 * (source length) + 20. An answer that reaches it is returned without EOS.
+    cache: keep keys and values between the steps, if the decoder is one of this package, or The Annotated
+        Transformer's after `accelerate`. False runs the decoder over the whole prefix at every step. The answers are
+        the same.
 
     Returns B lists of target ids, in the order of src, without BOS and EOS.
-    Raises ValueError for input that cannot be decoded, FloatingPointError if the model answers NaN.
+    Raises ValueError for input that cannot be decoded, FloatingPointError if the model returns NaN.
 
     Example:
         >>> model = tfast.Transformer(20, 20, d_model=16, N=1, heads=2, dropout=0.0)
@@ -64,7 +65,7 @@ def greedy(
 
 
 class GreedySearch(SearchState):
-    """Chooses one token after the other, the most likely one or one drawn. To be used within `evaluating`.
+    """Search that chooses one token at a time, the most likely one or a drawn one. Use it within `evaluating`.
 
     Without `scored`, all scores are NaN.
     """
@@ -81,7 +82,7 @@ class GreedySearch(SearchState):
         copies = config.n_best
         super().__init__(models, request, config, rules, rows=copies)
         rows, device = len(self.found) * copies, request.src.device
-        self._row = torch.arange(rows, device=device)  # among all answers, for the draws
+        self._row = torch.arange(rows, device=device)  # number of each answer, for the draws
         self._sentence = self._row // copies
         if copies > 1:
             self.decoding.select(self._sentence)
@@ -118,9 +119,12 @@ class GreedySearch(SearchState):
             self.decoding.select(rows)
 
     def _next_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of the next step, or of several of which the last is the first that may end a row, and their
-        log-probabilities, (rows, steps) each; and whether a row is stuck in the last, (rows,). Where every token is
-        impossible (all logits -inf) the answer ends without that last token."""
+        """Tokens of the next steps and their log-probabilities, each (rows, steps); and True for rows without a
+        possible token in the last step, (rows,).
+
+        There is one step, or several, of which the last is the first that may end a row. If every token is
+        impossible (all logits -inf) the answer ends without a last token.
+        """
         if self._draw is None:
             choice = self._choose_fused_steps()
             best, token, normalizer = self._choose(1) if choice is None else choice
@@ -132,7 +136,7 @@ class GreedySearch(SearchState):
         return token[:, None], log_prob[:, None], allowed.amax(dim=1) == -torch.inf
 
     def _choose_fused_steps(self) -> Choice | None:
-        """Run as many fused steps as possible: `_choose` of each, (rows, steps). None if unsupported."""
+        """Run as many fused steps as possible; return the choices of each, (rows, steps). None if unsupported."""
         most = self._most_steps() if self._attention is None else 0
         found = self.decoding.greedy(self.tokens, most) if most else None
         if found is not None:
@@ -140,7 +144,8 @@ class GreedySearch(SearchState):
         return found
 
     def _record_answers(self, leaving: Tensor, ended: Tensor, stuck: Tensor) -> None:
-        """Record the answers of the rows that leave; ended, stuck (rows,): with EOS or without a last token."""
+        """Record the answers of the rows that end. ended, stuck (rows,): True for rows with EOS, and for rows
+        without a last token."""
         maps = [None] * len(leaving) if self._attention is None else self._attention[leaving].unbind()
         columns = (t[leaving].tolist() for t in (self._sentence, self.tokens[:, 1:], ended, stuck, self.log_prob))
         for index, ids, without_last, was_stuck, value, weights in zip(*columns, maps, strict=True):

@@ -15,11 +15,11 @@ from .weights import AS_IT_IS, WeightLayout, prepack
 
 
 def apply(form: Form, layout: WeightLayout) -> Form:
-    """The form with its encoder's weights quantised, or kept, where it is one of `transformer_fast` (another stays as
-    it is). The decoder's and those of `out` are by `CachedStep`.
+    """Return the form with its encoder's weights quantised or kept, if the encoder is one of `transformer_fast`;
+    else the form itself. The decoder's weights and those of `out` are prepared in `CachedDecoding`.
 
     Raises:
-        ValueError: where there is an obstacle to quantising; says which.
+        ValueError: if quantising is not possible; the message has the reason.
     """
     if layout == AS_IT_IS:
         return form
@@ -35,7 +35,7 @@ def apply(form: Form, layout: WeightLayout) -> Form:
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Return the reason why a model's weights can be neither quantised nor laid out for steps, or None."""
+    """Reason why a model's weights can be neither quantised nor kept in a layout for steps, or None."""
     given = next(((p.device.type, p.dtype) for p in model.parameters()), ("cpu", torch.float32))
     if given != ("cpu", torch.float32):
         return f"it needs fp32 weights on a CPU, got {given[1]} on {given[0]}"

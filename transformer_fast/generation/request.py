@@ -17,8 +17,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Request:
-    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, tokens of the longest answers (B,), the ids that
-    begin and end an answer, and the stream of random numbers of each sentence (B,)."""
+    """Checked batch: source ids (B, S), keep mask (B, 1, S) or None, largest number of tokens per answer (B,), ids
+    of BOS and EOS, and the stream of random numbers per sentence (B,)."""
 
     src: Tensor
     src_mask: Tensor | None
@@ -28,15 +28,15 @@ class Request:
     streams: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def lengths(self) -> Tensor:
-        """(B,) how many source positions are read."""
+        """Number of source positions that are read, (B,)."""
         return _source_lengths(self.src, self.src_mask)
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One translation. tokens: target ids without BOS and EOS. score: log_prob over the length penalty, plus the
+    """One translation. tokens: target ids without BOS and EOS. score: log_prob divided by the length penalty, plus the
     coverage penalty. log_prob: the natural log of its probability. finished: False if max_length cut it off before
-    EOS. alignment: (len(tokens), S) attention to the source, where it was asked for."""
+    EOS. alignment: (len(tokens), S) attention to the source, if it was requested."""
 
     tokens: list[int]
     score: float
@@ -56,7 +56,7 @@ def check_request(
     pad: int | None,
     max_length: Lengths,
 ) -> Request:
-    """Refuse what cannot be decoded, name what was wrong, and bring the rest to one form."""
+    """Check the arguments of a search and convert them to a `Request`; errors name what was wrong."""
     if not isinstance(src, Tensor) or src.dim() != 2 or src.dtype not in _INTEGERS:
         got = f"{src.dtype} {tuple(src.shape)}" if isinstance(src, Tensor) else type(src).__name__
         raise ValueError(f"src must be an integer tensor of token ids (batch, length), got {got}")
@@ -112,7 +112,7 @@ def _source_lengths(src: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def pad_sources(sources: Sequence[Sequence[int]], device: torch.device, pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Source ids side by side: (B, S), filled up with `pad` on the right, and the lengths (B,)."""
+    """Pad source ids on the right to (B, S) with `pad`; also return the lengths (B,)."""
     lengths = [len(source) for source in sources]
     rows = [[*source, *[pad] * (max(lengths) - len(source))] for source in sources]
     return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)

@@ -1,4 +1,4 @@
-"""Options that forbid, force or reweigh the next token."""
+"""Options that forbid or force the next token, or change its probability."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Rules:
     """The options of one call, for the prefixes of its batch.
 
     Args:
-        config, request: of the call; least (B,) is the fewest tokens of an answer, EOS included.
-        prefix: for each sentence the ids its answers must begin with, or None. They override every other rule.
+        config, request: arguments of the call; least (B,): smallest number of tokens of an answer, EOS included.
+        prefix: per sentence the ids that its answers must begin with, or None. They override every other rule.
 
     Attributes:
-        suppressed: ids that are never chosen, rising.
+        suppressed: ids that are never chosen, ascending.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Rules:
         self._first_limit = int(self._limits.min()) if config.force_eos and len(self._limits) else 0
         self._most = int(self._least.max()) if len(self._least) else 0
         longest = max(map(len, prefix or ()), default=0)
-        self._forced: Tensor | None = None  # (sentences, longest + 1), -1 behind the end of a prefix
+        self._forced: Tensor | None = None  # (sentences, longest + 1), -1 after the end of a prefix
         if prefix is not None and longest:
             rows = [[*ids, *[-1] * (longest + 1 - len(ids))] for ids in prefix]
             self._forced = torch.tensor(rows, device=self._device)
@@ -51,15 +51,17 @@ class Rules:
         return not (bounds or self._config.no_repeat_ngram > 0 or self._config.repetition_penalty != 1.0)
 
     def plain_steps(self, length: int, most: int) -> int:
-        """Return the number of lengths from this one on for which the rules `only_suppress`, at most `most`."""
+        """Number of lengths from this one on for which the rules `only_suppress`, at most `most`."""
         if not self.only_suppress(length):
             return 0
         return min(most, self._first_limit - length) if self._config.force_eos else most
 
     def apply(self, logits: Tensor, tokens: Tensor, sentence: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, vocabulary) logits of the prefixes `tokens` (rows, t), each of a `sentence` (rows,), whose BOS stands
-        at the column start[sentence] -> logits that are -inf where a token may not follow; and those whose softmax is
-        the probabilities."""
+        """Apply the rules to the logits (rows, vocabulary) of the prefixes `tokens` (rows, t).
+
+        sentence: (rows,), sentence of each row; the column of its BOS is start[sentence].
+        Returns logits that are -inf where a token may not follow, and logits whose softmax gives the probabilities.
+        """
         if not self._active:
             return logits, logits
         begin = start[sentence]
@@ -68,7 +70,7 @@ class Rules:
         return allowed, allowed if self._config.renormalize else known
 
     def _force_end(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
-        """EOS alone, with probability 1, where an answer has one token left."""
+        """Allow only EOS, with probability 1, where an answer has one token left."""
         if not self._config.force_eos or tokens.shape[1] < self._first_limit:
             return logits
         last = (self._limits[sentence] <= tokens.shape[1] - begin)[:, None]
@@ -77,19 +79,19 @@ class Rules:
         return torch.where(last, end, logits)
 
     def _penalise_repetition(self, logits: Tensor, tokens: Tensor, begin: Tensor) -> Tensor:
-        """The logits with the repetition penalty."""
+        """Return the logits with the repetition penalty."""
         penalty = self._config.repetition_penalty
         if penalty == 1.0 or tokens.shape[1] == 1:
             return logits
         chosen = _is_chosen(tokens, begin)
-        # What was not chosen stands for the newest token, which was, unless it is BOS: then none was.
+        # Columns that were not chosen take the newest token, which was chosen unless it is BOS (then none was).
         ids = torch.where(chosen, tokens, tokens[:, -1:])
         before = logits.gather(1, ids)
         after = torch.where(before > 0, before / penalty, before * penalty)
         return logits.scatter(1, ids, torch.where(chosen[:, -1:], after, before))
 
     def _block_forbidden(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
-        """The logits, -inf where a token may not follow."""
+        """Return the logits with -inf where a token may not follow."""
         n, steps = self._config.no_repeat_ngram, tokens.shape[1] - 1 - begin  # tokens chosen so far, (rows,)
         newest = int(steps.min()) if self._forced is not None or self._most > 1 else 0
         forced = None
@@ -119,5 +121,5 @@ class Rules:
 
 
 def _is_chosen(tokens: Tensor, begin: Tensor) -> Tensor:
-    """(rows, t) bool: tokens to the right of BOS, whose column is begin (rows,)."""
+    """Mask (rows, t), bool: True for tokens to the right of BOS, whose column is begin (rows,)."""
     return torch.arange(tokens.shape[1], device=tokens.device) > begin[:, None]

@@ -9,17 +9,17 @@ from ..reference.dropout import MASK32, philox
 from .config import GenerationConfig
 
 STEPS_AHEAD = 64
-"""Steps whose numbers are made at a time: one number alone takes as long."""
+"""Steps whose random numbers are drawn at once, because one number takes as long."""
 
 
 class Sampler:
-    """Draws by inverting the cumulative distribution at one uniform number per answer and step.
+    """Sampler that inverts the cumulative distribution at one uniform number per answer and step.
 
     The numbers are Philox 4x32-10 of the seed, the stream of the sentence, the number of the answer and the step. So
-    what is drawn for a sentence does not depend on the others of its batch, nor on when they end.
+    the draws of a sentence do not depend on the other sentences of the batch.
 
     Args:
-        config: with `sample`; without a seed one is drawn from torch's own random state.
+        config: options with `sample`; without a seed, one is drawn from torch's random state.
         streams: (sentences,) int64, the stream of each sentence.
     """
 
@@ -33,12 +33,12 @@ class Sampler:
         self._numbers = torch.empty(0, 0, dtype=torch.float64)
 
     def __call__(self, logits: Tensor, row: Tensor) -> Tensor:
-        """(n, vocabulary) logits and the n answers they are of, counted over all sentences -> (n,) tokens."""
+        """Draw tokens (n,) from logits (n, vocabulary) for n answers, which are numbered over all sentences."""
         at = self._step % STEPS_AHEAD
         if at == 0:
             self._numbers = self._uniform(self._step).to(logits.device)
         self._step += 1
-        # The greatest logit is taken off first, so that nothing overflows, however small the temperature.
+        # The largest logit is subtracted first, so that a small temperature causes no overflow.
         temperature = max(self._config.temperature, torch.finfo(logits.dtype).tiny)
         scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
         values, tokens = most_likely(scaled, self._config.top_k, self._config.top_p)
@@ -48,16 +48,17 @@ class Sampler:
         return (index if tokens is None else tokens.gather(1, index)).squeeze(1)
 
     def _uniform(self, first: int) -> Tensor:
-        """(answers, STEPS_AHEAD) numbers of 53 bits in [0, 1), of the steps from this one on."""
+        """Uniform numbers (answers, STEPS_AHEAD) of 53 bits in [0, 1), for the steps from `first` on."""
         steps = torch.arange(first, first + STEPS_AHEAD)
         high, low, _, _ = philox((steps, *self._where), self._seed)
         return ((high >> 5) * 2**26 + (low >> 6)).double() * 2.0**-53
 
 
 def most_likely(logits: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """Candidates for a draw: logits, -inf for the rest, and their tokens (None: in the vocabulary's own order).
+    """Candidates for a draw: logits, -inf for excluded tokens, and their tokens (None: in the order of the
+    vocabulary).
 
-    top_p counts within what top_k leaves. The most likely token always stays.
+    top_p applies to the tokens that top_k leaves. The most likely token always stays.
     """
     if not 0 < top_k < logits.shape[1] and top_p == 1.0:
         return logits, None

@@ -13,11 +13,11 @@ from .request import Hypothesis, Request
 Length = TypeVar("Length", float, Tensor)
 
 LEAST_COVERAGE = 1e-10
-"""The attention that a source token counts as having got at least."""
+"""Smallest attention that a source token counts with."""
 
 
 def length_penalty(length: Length, config: GenerationConfig) -> Length:
-    """Divisor of log P for an answer of so many tokens, EOS included."""
+    """Divisor of log P for an answer with this number of tokens, EOS included."""
     base = (5 + length) / 6 if config.length_norm == "gnmt" else length
     return base**config.length_penalty
 
@@ -32,7 +32,7 @@ def scored_hypothesis(
     finished: bool,
     attention: Tensor | None,
 ) -> Hypothesis:
-    """The hypothesis with its score. length: tokens with EOS. attention: (at least length, S), or None."""
+    """Return the hypothesis with its score. length: tokens with EOS. attention: (at least length, S), or None."""
     # Without a token there is nothing to normalise.
     score = log_prob / length_penalty(float(max(length, 1)), config)
     alignment = None

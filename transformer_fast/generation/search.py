@@ -17,22 +17,22 @@ from .rules import Rules
 from .topk import Choice, best_tokens, choose, log_normalizer
 
 MOST_STEPS = 16
-"""Steps per call, which cannot be interrupted."""
+"""Largest number of steps per call, since a call cannot be interrupted."""
 
 
 class SearchState:
-    """The sentences of a search, their open hypotheses and their answers. To be used within `evaluating`.
+    """Sentences of a search, their open hypotheses and their answers. Use it within `evaluating`.
 
     Args:
-        models: whose probabilities decide, see `decoding.start`.
-        request, config, rules: the batch, the options, and which tokens they allow.
-        rows: the most rows per sentence.
+        models: as in `decoding.start`.
+        request, config, rules: the batch, the options, and the tokens that they allow.
+        rows: largest number of rows per sentence.
 
     Attributes:
         tokens, log_prob: (rows, t) and (rows,), of the open hypotheses.
         start: (sentences,) column of BOS: 0, except in rows of drafted tokens, which end in the same column.
-        limits: (sentences,) the most tokens of an answer.
-        found: for each sentence the hypotheses recorded so far.
+        limits: (sentences,) largest number of tokens of an answer.
+        found: recorded hypotheses per sentence.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SearchState:
         self.found: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
     def run(self) -> list[list[Hypothesis]]:
-        """Decode until no hypothesis is open. Returns the answers of every sentence, the best first."""
+        """Decode until no hypothesis is open. Returns the answers of every sentence, best first."""
         while self.tokens.shape[0]:
             self.step()
         return [self.answers(sentence) for sentence in range(len(self.found))]
@@ -58,7 +58,7 @@ class SearchState:
         raise NotImplementedError
 
     def _choose(self, k: int) -> Choice:
-        """The k best next tokens of every row, by the rules."""
+        """Choose the k best next tokens of every row by the rules."""
         tokens, shows_nan = self.tokens, self.rules.only_suppress(self.tokens.shape[1])
         choice = self._choice(self.decoding.next_logits(tokens, check=not shows_nan), tokens, k)
         if shows_nan:
@@ -66,8 +66,11 @@ class SearchState:
         return choice
 
     def _choice(self, logits: Tensor, tokens: Tensor, k: int) -> Choice:
-        """The k best next tokens behind `tokens`, of their logits (rows, vocabulary). A row with a NaN has it in the
-        normalizer where the rules only suppress tokens; they then ask no more of `tokens` than how many there are."""
+        """Choose the k best next tokens of `tokens` from their logits (rows, vocabulary).
+
+        A row with NaN logits gets a NaN normalizer if the rules only suppress tokens; then only the length of
+        `tokens` is used.
+        """
         k, rules = min(k, logits.shape[1]), self.rules
         if rules.only_suppress(tokens.shape[1]):
             return choose(logits, k, rules.suppressed, renormalize=self.config.renormalize)
@@ -75,15 +78,15 @@ class SearchState:
         return Choice(*best_tokens(allowed, k), log_normalizer(probable))
 
     def _most_steps(self) -> int:
-        """Steps that one call may take, as far as rules and limits allow it; 0 for no such call."""
+        """Largest number of steps that rules and limits allow in one call; 0 if they allow no such call."""
         width = self.tokens.shape[1]
         most = self.rules.plain_steps(width, MOST_STEPS)
         return min(most, int(self.limits[self.sentences()].min()) + 1 - width) if most else 0
 
     def answers(self, sentence: int) -> list[Hypothesis]:
-        """The `n_best` hypotheses found for a sentence, the best first."""
+        """The `n_best` hypotheses of a sentence, best first."""
         raise NotImplementedError
 
     def sentences(self) -> Tensor:
-        """(rows,) the sentence of every open hypothesis."""
+        """Sentence of every open hypothesis, (rows,)."""
         raise NotImplementedError

@@ -1,8 +1,9 @@
-"""Cached steps with all layers in one call of the C++ extension, and several steps of a search in one:
-`DecoderSession` of `csrc/ops/decoder_session.cpp`, and where it may stand for the modules of a decoder.
+"""Cached steps with all layers in one C++ call, and several steps of a search in one: the use of `DecoderSession` of
+`csrc/ops/decoder_session.cpp`.
 
-Some hundred calls of small ops a step are a fifth of it on one thread of a CPU, and more on two, since nothing runs
-beside them. Taken only where it is sure to compute what the modules would; they are its oracle.
+Calling some hundred small ops takes a fifth of a step on one CPU thread, and more on two, because nothing runs in
+parallel with the calls. A session is used only if it computes what the modules would compute; the modules are its
+oracle.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from .config import GenerationConfig
 from .weights import DROPOUTS, StepFeedForward, StepLinear
 
 _KINDS: dict[type[nn.Module], str] = {Norm: "std", LayerNorm: "layer", RMSNorm: "rms"}
-"""By the class of a norm, the kind of the op that it calls."""
+"""Kind of the norm op, by the class of the norm."""
 
 
 class _Layer(NamedTuple):
-    """A decoder layer in the order of `Part` in decoder_session.cpp, and what must be the same in all layers."""
+    """Parts of a decoder layer in the order of `Part` in decoder_session.cpp, and options that must be equal in all
+    layers."""
 
     norms: list[Tensor]  # weight and bias of each; RMSNorm has an empty bias
     linears: list[StepLinear]
@@ -32,7 +34,7 @@ class _Layer(NamedTuple):
 
 
 class _OutputParts(NamedTuple):
-    """Parts behind the last layer: parameters of a norm, or None, and the linear layer that makes logits."""
+    """Parts after the last layer: parameters of a norm, or None, and the linear layer that makes logits."""
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -40,7 +42,7 @@ class _OutputParts(NamedTuple):
 
 
 class Session:
-    """A `DecoderSession` for a prepacked decoder with its cache; from `new_session`."""
+    """`DecoderSession` for a prepacked decoder with its cache; made by `new_session`."""
 
     def __init__(
         self,
@@ -54,10 +56,11 @@ class Session:
         self._rows, self._takes_rows = 0, False
 
     def prepare(self, rows: int, steps: int = 0, *, cells: bool = False) -> Any | None:
-        """The `DecoderSession`, ready for so many rows, with room in the cache for a step at least.
+        """Return the `DecoderSession` for this number of rows, with room in the cache for at least a step.
 
-        steps: how many a call of `greedy` or `beam` may take; 0 for `step`. None where the modules are needed, where
-        there are steps and no end by which they could choose tokens, or with `cells` where there is no table of them.
+        steps: largest number for a call of `greedy` or `beam`; 0 for `step`. Returns None if modules must be called,
+        if there are steps but no output layer to choose tokens with, or, with `cells`, if there is no table of
+        cells.
         """
         cache = self._cache
         general_mask = cache.source_mask is not None and cache.source_lengths is None
@@ -85,7 +88,7 @@ class Session:
         return self._native
 
     def _set_weights(self, rows: int) -> bool:
-        """Set the weights as so many rows are multiplied with them. Returns False where modules must do that."""
+        """Set the weights in the layout for this number of rows. Returns False if modules must multiply them."""
         tensors = []
         for layer in self._layers:
             tensors += layer.norms
@@ -113,8 +116,11 @@ class Session:
 def new_session(
     decoder: nn.Module, out: nn.Module, cache: DecoderCache, eos: int, config: GenerationConfig
 ) -> Session | None:
-    """The session of a prepacked decoder that takes a cache and what makes logits of its rows, or None where its
-    modules must be called. eos, config: which tokens it may choose, and where it stops."""
+    """Return the session of a prepacked decoder with a cache and of its output layer; None if modules must be
+    called.
+
+    eos, config: tokens that it may choose, and where it stops.
+    """
     device, dtype, embed = cache.cross.device, cache.cross.dtype, decoder.embed
     if (device.type, dtype, embed.lut.weight.dtype) != ("cpu", torch.float32, torch.float32) or cache.record:
         return None
@@ -139,7 +145,7 @@ def new_session(
 
 
 def _layer(layer: DecoderLayer, project: object) -> _Layer | None:
-    """The parts of a decoder layer; None for one that is not made of plain modules in fp32."""
+    """Return the parts of a decoder layer; None if a module is not plain or not in fp32."""
     if not isinstance(layer.ff, StepFeedForward):
         return None
     norms = layer.norm_1, layer.norm_2, layer.norm_3
@@ -158,7 +164,8 @@ def _layer(layer: DecoderLayer, project: object) -> _Layer | None:
 
 
 def _end(norm: nn.Module, out: nn.Module, kind: str, eps: float) -> _OutputParts | None:
-    """The last norm and `out`; None if one is no plain module in fp32, or the norm another one than the layers'."""
+    """Return the last norm and `out`; None if one is not plain, not in fp32, or the norm differs from those of the
+    layers."""
     if not isinstance(out, StepLinear):
         return None
     if is_plain(norm, nn.Identity):
@@ -170,11 +177,11 @@ def _end(norm: nn.Module, out: nn.Module, kind: str, eps: float) -> _OutputParts
 
 
 def _eps(norm: Norm | LayerNorm | RMSNorm) -> float:
-    return torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # as nn.RMSNorm has it
+    return torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # the default of nn.RMSNorm
 
 
 def _parameters(norm: Norm | LayerNorm | RMSNorm) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias of a norm, as `_Layer` has them."""
+    """Weight and bias of a norm, in the form of `_Layer`."""
     if isinstance(norm, RMSNorm):
         return norm.weight, torch.empty(0)
     return norm.alpha if isinstance(norm, Norm) else norm.weight, norm.bias

@@ -1,8 +1,8 @@
-"""Keys and values for steps that compute several positions per sentence: a run of tokens that are known already.
+"""Keys and values for steps that compute several positions per sentence, whose tokens are known already.
 
-`SpanCache` is a `DecoderCache` with one hypothesis per sentence, whose sentences may hold different numbers of
-positions. A step has `span` rows per sentence, its newest positions: each row sees the keys of the rows before it.
-`hold` says before every step how many positions are held, so that those of rejected tokens are written over.
+`SpanCache` is a `DecoderCache` with one hypothesis per sentence; sentences may hold different numbers of positions.
+A step has `span` rows per sentence, its newest positions: each row sees the keys of the rows before it. `hold` sets
+the number of held positions before every step, so that those of rejected tokens are overwritten.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .cache import DecoderCache
 
 
 class SpanCache(DecoderCache):
-    """The cache of one batch, for a decoder of `transformer_fast`; arguments as for `DecoderCache`.
+    """Cache of one batch, for a decoder of `transformer_fast`; arguments as for `DecoderCache`.
 
     Rows of a step are ordered by sentence, and then by position.
     """
 
     def hold(self, lengths: Tensor, span: int) -> None:
-        """Set the next step: `span` rows per sentence, the first of them behind `lengths` (sentences,) positions."""
+        """Set the next step: `span` rows per sentence, after `lengths` (sentences,) positions."""
         self.span, self.length = span, int(lengths.max())
         self._positions = lengths[:, None] + torch.arange(span, device=lengths.device)
 
@@ -45,7 +45,7 @@ class SpanCache(DecoderCache):
         """Keep these sentences. Indices must be ascending."""
         kept = torch.tensor(rows, dtype=torch.long, device=self.cross.device)
         if self._states is not None:
-            known = self.length + self.span  # and those of the last step
+            known = self.length + self.span  # including those of the last step
             self._states[:, : len(rows), :, :, :known] = self._states[:, kept, :, :, :known]
         self.cross = self.cross[:, kept]
         self._set_mask(None if self._mask is None else self._mask[kept])

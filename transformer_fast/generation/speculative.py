@@ -1,9 +1,11 @@
-"""Greedy decoding, several tokens a step: the model with int8 weights drafts them, and in fp32 checks them all at once.
+"""Greedy decoding with several tokens per step: the model with int8 weights drafts them, and the fp32 model checks
+them all at once.
 
-A step of few rows takes as long as reading the weights, so one of several positions takes little longer than one of
-one. From Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", with quantised weights of
-the same model as its draft, and for the most likely token: the answers are those of `GreedySearch`, whatever is
-drafted, since each token is the one that the model in fp32 chooses behind the tokens before it.
+A step of few rows takes as long as reading the weights, so a step of several positions takes little longer than a
+step of one. The method is that of Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+Decoding", for the most likely token, with quantised weights of the same model as the draft. The answers are those of
+`GreedySearch`, whatever is drafted, since each token is the one that the fp32 model chooses after the tokens before
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .topk import Choice
 
 @dataclass
 class Answer:
-    """One that is not finished. tokens: BOS and those chosen; drafted: positions that the draft's cache holds."""
+    """Open answer. tokens: BOS and the chosen tokens; drafted: number of positions that the draft's cache holds."""
 
     sentence: int
     tokens: list[int]
@@ -35,13 +37,13 @@ class Answer:
 
 
 class SpeculativeSearch(SearchState):
-    """Greedy decoding with `config.draft_tokens`. To be used within `evaluating`. Each open answer is a row; its tokens
-    stand at the right of `tokens`, from the column `start` of its sentence on."""
+    """Greedy decoding with `config.draft_tokens`. Use it within `evaluating`. Each open answer is a row; its tokens
+    are at the right of `tokens`, from the column `start` of its sentence on."""
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
         super().__init__(models, request, config, rules, rows=1)
         model = self.decoding
-        assert isinstance(model, CachedDecoding) and model.draft is not None  # `start` refuses all others
+        assert isinstance(model, CachedDecoding) and model.draft is not None  # `start` refuses other models
         self._model, self._draft = model, model.draft
         self._open = [Answer(sentence, [request.bos]) for sentence in range(len(self.found))]
 
@@ -54,7 +56,7 @@ class SpeculativeSearch(SearchState):
     def step(self) -> None:
         limits = self.limits[self.sentences()].tolist()
         left = max(limit + 1 - len(answer.tokens) for limit, answer in zip(limits, self._open, strict=True))
-        count = min(self.config.draft_tokens, left - 1)  # behind the end of all answers there is nothing to draft
+        count = min(self.config.draft_tokens, left - 1)  # nothing is drafted past the end of all answers
         tokens = self._with_drafts(count)
         held = torch.tensor([len(answer.tokens) - 1 for answer in self._open])
         best, token, normalizer = self._choose_each(self._model.span_logits(tokens[:, -count - 1 :], held), tokens)
@@ -70,7 +72,8 @@ class SpeculativeSearch(SearchState):
         self._set_tokens()
 
     def _extend(self, answer: Answer, limit: int, chosen: list[int], log_probs: list[float], drafts: list[int]) -> bool:
-        """Add the chosen tokens, up to the first that was not drafted. Returns whether the answer ends with them."""
+        """Add the chosen tokens, up to the first one that was not drafted. Returns True if the answer ends with
+        them."""
         held = len(answer.tokens) - 1
         for position, (token, log_prob) in enumerate(zip(chosen, log_probs, strict=True)):
             if math.isnan(log_prob):
@@ -94,11 +97,10 @@ class SpeculativeSearch(SearchState):
         self.found[index].append(found)
 
     def _with_drafts(self, count: int) -> Tensor:
-        """`tokens` with so many drafted ones behind them."""
+        """Return `tokens` with `count` drafted tokens after them."""
         tokens = self.tokens
         lengths = torch.tensor([len(answer.tokens) for answer in self._open])
-        # The last of tokens that were all right is one that the draft has not read; where there is one, all rows read
-        # their last two.
+        # If all drafts of a row were right, the draft has not read the last of them; then all rows read two tokens.
         unread = max(len(answer.tokens) - answer.drafted for answer in self._open)
         while (drafted := tokens.shape[1] - self.tokens.shape[1]) < count:
             held = lengths + drafted - unread
@@ -110,14 +112,14 @@ class SpeculativeSearch(SearchState):
         return tokens
 
     def _draft_steps(self, tokens: Tensor, held: Tensor, most: int) -> Tensor | None:
-        """(rows, steps) tokens that the draft chooses behind `tokens`, at most so many; None where it cannot take
-        several steps at once."""
+        """Return tokens (rows, steps) that the draft chooses after `tokens`, at most `most` per row; None if the
+        draft cannot run several steps at once."""
         most = self.rules.plain_steps(tokens.shape[1], most)
         return self._draft.span_steps(tokens[:, -1], held, most) if most else None
 
     def _choose_each(self, logits: Tensor, tokens: Tensor) -> Choice:
-        """logits (rows, span, vocabulary) behind each of the last tokens -> the most likely next tokens by the rules,
-        (rows, span, 1), and the normalizers (rows, span)."""
+        """Choose the most likely tokens by the rules, (rows, span, 1), from logits (rows, span, vocabulary) after
+        each of the last tokens; also return the normalizers (rows, span)."""
         span, width = logits.shape[1], tokens.shape[1]
         if self.rules.only_suppress(width):
             choice = self._choice(logits.flatten(0, 1), tokens, 1)
@@ -127,7 +129,7 @@ class SpeculativeSearch(SearchState):
         return Choice(best, token, normalizer.masked_fill(logits.isnan().any(dim=2), torch.nan))
 
     def _set_tokens(self) -> None:
-        """`tokens` and `start` of the open answers."""
+        """Set `tokens` and `start` of the open answers."""
         width = max((len(answer.tokens) for answer in self._open), default=0)
         before = [width - len(answer.tokens) for answer in self._open]
         rows = [[self.request.bos] * n + answer.tokens for n, answer in zip(before, self._open, strict=True)]

@@ -1,4 +1,4 @@
-"""The most likely next tokens, and the normalizer that turns logits into log-probabilities.
+"""Most likely next tokens, and the normalizer that turns logits into log-probabilities.
 
 There are two ways: one op of the extension (fp32 on a CPU), and PyTorch's operators.
 """
@@ -15,8 +15,8 @@ from .. import extension
 
 
 class Choice(NamedTuple):
-    """best, token (rows, k): the greatest logits of each row and their tokens, greatest first. normalizer (rows,): to
-    be subtracted from logits for log-probabilities; NaN where a row has a NaN."""
+    """Best tokens. best, token (rows, k): the largest logits per row and their tokens, largest first. normalizer
+    (rows,): log-probabilities are logits minus this; NaN if a row has a NaN."""
 
     best: Tensor
     token: Tensor
@@ -24,9 +24,9 @@ class Choice(NamedTuple):
 
 
 def choose(logits: Tensor, k: int, suppressed: Sequence[int] = (), *, renormalize: bool = False) -> Choice:
-    """`best_tokens` and `log_normalizer` in one pass over the logits, which stay as they are.
+    """Compute `best_tokens` and `log_normalizer` in one pass; the logits stay unchanged.
 
-    suppressed: rising tokens that are not chosen; with `renormalize` they have no probability either.
+    suppressed: ascending tokens that are not chosen; with `renormalize` they have no probability either.
     """
     if use_native(logits):
         return Choice(*torch.ops.transformer_fast.choose_tokens(logits, k, list(suppressed), renormalize))
@@ -41,9 +41,10 @@ def choose(logits: Tensor, k: int, suppressed: Sequence[int] = (), *, renormaliz
 
 
 def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """logits (rows, vocabulary), k <= vocabulary -> the k greatest, the greatest first, and their tokens, (rows, k).
+    """The k largest logits, largest first, and their tokens, both (rows, k), of logits (rows, vocabulary) with k <=
+    vocabulary.
 
-    Of equal ones the first token comes first on a CPU in fp32; elsewhere in no order. The token of a -inf is arbitrary.
+    Ties: lowest token first on a CPU in fp32; in any order elsewhere. The token of a -inf is arbitrary.
     """
     if use_native(logits):
         best, token, _ = choose(logits, k)
@@ -52,9 +53,9 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def log_normalizer(logits: Tensor) -> Tensor:
-    """logits (rows, vocabulary) -> their logsumexp (rows,), NaN where one is NaN or plus infinity.
+    """Logsumexp (rows,) of logits (rows, vocabulary); NaN if one is NaN or plus infinity.
 
-    log P of a token is its logit less this, so that a log-softmax of the whole vocabulary need not be written.
+    log P of a token is its logit minus this value, so that no log-softmax of the whole vocabulary is written.
     """
     if use_native(logits):
         return choose(logits, 1).normalizer
@@ -63,5 +64,5 @@ def log_normalizer(logits: Tensor) -> Tensor:
 
 
 def use_native(logits: Tensor) -> bool:
-    """Return True if the C++ extension chooses among such numbers."""
+    """Return True if the C++ extension chooses tokens of such logits."""
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and extension.load()

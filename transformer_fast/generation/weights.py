@@ -1,8 +1,8 @@
 """Copies of a model's weights in the layout that steps of few rows read fastest, for one call or longer.
 
-Nothing of the model itself is changed, so that several threads may decode with one model: `prepack` makes a copy of its
-modules that shares their parameters, in which plain linear layers are `StepLinear`, or `QuantizedLinear`. What is kept
-for longer lies on the parameters (`tensor_cache.py`), and goes with them.
+The model itself is not changed, so that several threads may decode with it: `prepack` makes a copy of its modules that
+shares their parameters, in which plain linear layers are `StepLinear` or `QuantizedLinear`. Copies that are kept for
+later calls are stored on the parameters (`tensor_cache.py`) and freed with them.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from ..ops.linear import linear
 from ..tensor_cache import get_or_compute
 
 NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
-"""By vector unit, the rows up to which the native product is the fastest."""
+"""Rows up to which the native product is the fastest, by vector unit."""
 NARROW = 256
-"""Inputs up to which it is so for `COPIED_ROWS` on each of these units: oneDNN's call takes longer than it saves."""
+"""Inputs up to which the native product is the fastest for `COPIED_ROWS` too, on these units: oneDNN's call costs
+more than it saves."""
 FEW_ROWS = 24
-"""The same where `NATIVE_ROWS` does not name the unit: as long as reading the weight takes longer than the products."""
+"""Rows up to which the native product is used on other units: reading the weight takes longer than the products."""
 COPIED_ROWS = 512
-"""Rows from which a product with the weight as it is is as fast as one with a copy of it."""
+"""Rows from which a product with the original weight is as fast as one with a copy."""
 DROPOUTS = (*dropout.KINDS, nn.Identity)
-"""The classes that do nothing in evaluation mode."""
+"""Classes without effect in evaluation mode."""
 EMBEDDINGS = (nn.Embedding, Embedding)
-"""The classes whose weight may be read without calling them."""
+"""Classes whose weight may be read without calling them."""
 _PARENTS = (Encoder, EncoderLayer, Decoder, DecoderLayer, MultiHeadAttention, PositionalEncoder, nn.ModuleList)
-"""The classes that call a child, or leave it to a cache, in a way that a `StepLinear` serves."""
+"""Classes that call a child, or leave its work to a cache, so that a `StepLinear` can replace it."""
 WHOLE = 2**12
 """Pairs of values up to which a stamp reads all of a weight."""
 BLOCK = 8
-"""Pairs of values side by side that a stamp reads of a larger weight: a line of the cache."""
+"""Adjacent pairs of values that a stamp reads of a larger weight: one cache line."""
 PRIMES = 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2
-"""So many blocks apart; the first that leaves a block in every row."""
+"""Distances between blocks, in blocks; the first one that leaves a block in every row is used."""
 INT8_INPUTS = 2**17
-"""Inputs up to which 32 bits hold the sum of products of int8."""
+"""Inputs up to which 32 bits hold the sum of int8 products."""
 
 
 class WeightLayout(NamedTuple):
@@ -56,29 +57,29 @@ class WeightLayout(NamedTuple):
 
 
 AS_IT_IS = WeightLayout()
-"""Copied for one call, in the type that it has."""
+"""Layout without quantising and keeping: copied for one call, in the weight's own dtype."""
 
 
 class StepLinear:
-    """One linear layer for few rows at a time, or several of one input side by side.
+    """A linear layer for few rows at a time, or several with the same input side by side.
 
-    In fp32 on a CPU it multiplies with a copy of the weights in the order in which they are read, made when it is first
-    needed: for up to `native_rows` that of `csrc/cpu/generation/step_linear.cpp`, for up to `COPIED_ROWS` the blocked
-    layout of oneDNN. PyTorch's own product rearranges the weight in every call, which for few rows costs more than the
-    product. It computes everything else.
+    In fp32 on a CPU it multiplies with a copy of the weights in the order in which they are read, made at the first
+    call: up to `native_rows` rows in the layout of `csrc/cpu/generation/step_linear.cpp`, up to `COPIED_ROWS` rows in
+    oneDNN's blocked layout. PyTorch's product rearranges the weight in every call, which for few rows takes longer than
+    the product. All other products are PyTorch's.
 
-    It is called as a module is, and is none: a hundred are made in a call of `generate`, and an `nn.Module` takes ten
-    times as long to make.
+    It is called like a module but is not one, because a call of `generate` makes a hundred of them, and an `nn.Module`
+    takes ten times as long to make.
 
     Args:
-        linears: plain linear layers of one input, all with a bias or none.
-        rows: how many there will be at most; 0 for a single call, which a copy repays only if it is kept.
-        layout: whether a copy is kept for the next `StepLinear` of these layers.
-        relu: of the outputs.
+        linears: plain linear layers with the same input, all with a bias or all without.
+        rows: largest number of rows; 0 for a single call, which is worth a copy only if the copy is kept.
+        layout: decides if a copy is kept for the next `StepLinear` of these layers.
+        relu: apply ReLU to the outputs.
 
     Attributes:
-        bias: of the outputs, or None.
-        outputs: how many there are.
+        bias: bias of the outputs, or None.
+        outputs: number of outputs.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class StepLinear:
         self._native_rows = native_rows(rows, weights[0].shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out)."""
+        """Apply the layer: x (..., in) -> (..., out)."""
         weight = self.operand(x.numel() // x.shape[-1]) if x.dtype == torch.float32 else None
         if weight is None or torch.is_autocast_enabled("cpu"):
             out = linear(x, self.weight, self.bias)
@@ -109,8 +110,8 @@ class StepLinear:
         return torch.ops.transformer_fast.step_linear(x, weight, self.bias, self.outputs, self._relu)
 
     def operand(self, rows: int) -> Tensor | None:
-        """The weight in the layout in which that many rows are multiplied: a dense one for `step_linear`, an mkldnn one
-        for oneDNN; None where PyTorch's own product is the one to call."""
+        """Weight in the layout for this number of rows: a dense one for `step_linear`, an mkldnn one for oneDNN;
+        None if PyTorch's product is to be called."""
         if not self._may_copy or not 0 < rows <= COPIED_ROWS:
             return None
         if rows <= self._native_rows:
@@ -125,7 +126,7 @@ class StepLinear:
         return self._blocked
 
     def _in_layout(self, layout: str, copy_of: Callable[[], Tensor]) -> Tensor:
-        """The weights in a layout: what is kept of them, or a copy made now."""
+        """Weights in a layout: the kept copy, or a new one."""
         if not self.layout.keep:
             return copy_of()
         first, *others = self._weights
@@ -133,26 +134,26 @@ class StepLinear:
 
     @property
     def weight(self) -> Tensor:
-        """All weights, one below the other, (out, in)."""
+        """All weights, stacked along the outputs, (out, in)."""
         if self._concatenated is None:
             self._concatenated = self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
         return self._concatenated
 
 
 class QuantizedLinear(StepLinear):
-    """One linear layer with int8 weights, or several of one input side by side, for any number of rows.
+    """A linear layer with int8 weights, or several with the same input side by side, for any number of rows.
 
     For fp32 on a CPU: `csrc/cpu/generation/quantized_linear.cpp`, which computes what `reference.quantized_linear`
     says. The weights are quantised when they are first needed.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (..., in) -> (..., out)."""
+        """Apply the layer: x (..., in) -> (..., out)."""
         weight = self.operand(x.numel() // x.shape[-1])
         return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self.outputs, self._relu)
 
     def operand(self, rows: int) -> Tensor:
-        """The weights for `quantized_linear`."""
+        """Weights for `quantized_linear`."""
         if self._packed is None:
             pack = torch.ops.transformer_fast.pack_quantized_weight
             self._packed = self._in_layout("int8", lambda: pack(self._weights))
@@ -160,7 +161,7 @@ class QuantizedLinear(StepLinear):
 
 
 class StepFeedForward:
-    """`FeedForward` without dropout; if its activation is ReLU, that is done where its input is made."""
+    """`FeedForward` without dropout; ReLU, if it is the activation, is fused into the first linear layer."""
 
     def __init__(self, module: FeedForward, rows: int, layout: WeightLayout) -> None:
         self.activation = module.activation
@@ -168,18 +169,18 @@ class StepFeedForward:
         self.linear_2 = _step_linear([module.linear_2], rows, layout)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (..., d_model) -> (..., d_model)."""
+        """Apply the network: x (..., d_model) -> (..., d_model)."""
         inner = self.linear_1(x)
         return self.linear_2(inner if self.activation == "relu" else ACTIVATIONS[self.activation](inner))
 
 
 def stamp_of(weight: Tensor) -> tuple[int, ...]:
-    """Numbers that tell whether a weight (out, in), fp32, was written to, also where PyTorch counts no write.
+    """Numbers that change if a weight (out, in), fp32, is written to, even if PyTorch does not count the write.
 
-    A small weight is read whole, as the sum of its bits times their positions. Of a larger one a block of values per
-    row is read, in one row at other columns than in the next. A write to a whole row changes some block. So does one to
-    a whole column, of 31 rows at least (of an odd width 248), and another order of rows or columns. The sums are exact,
-    modulo 2^64. A write to single values of a large weight may be missed.
+    A small weight is read whole, as the sum of its bits times their positions. Of a larger one, one block of values per
+    row is read, in columns that change from row to row. A write to a whole row changes a block. So does a write to a
+    whole column of at least 31 rows (248 rows if the width is odd), and so does a permutation of rows or columns. The
+    sums are exact, modulo 2^64. A write to single values of a large weight may be missed.
     """
     weight = weight if weight.is_contiguous() else weight.contiguous()
     rows, width = weight.shape
@@ -194,8 +195,10 @@ def stamp_of(weight: Tensor) -> tuple[int, ...]:
 
 
 def native_rows(most: int, inputs: int) -> int:
-    """For how many rows a layer with so many inputs multiplies natively that is given up to `most`. One copy of its
-    weights serves it, so there is no native one where oneDNN's is needed for the most."""
+    """Rows up to which a layer with this number of inputs is multiplied natively, if it gets up to `most` rows.
+
+    A layer has one copy of its weights, so there is no native one if oneDNN's copy is needed for the most rows.
+    """
     if not extension.load():
         return 0
     rows = NATIVE_ROWS.get(extension.build_info()["instruction_set"], FEW_ROWS)
@@ -216,9 +219,9 @@ def _step_linear(linears: Sequence[nn.Linear], rows: int, layout: WeightLayout, 
 
 
 def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> Any:
-    """A copy of a module of this package and all below it, with the same parameters, in evaluation mode, for decoding
-    step by step: a module, or what is called as one. A module that is not plain stays as it is, and is called. So does
-    one of another class, but for a copy where there are linear layers in it.
+    """Copy a module of this package and its children for decoding step by step, in evaluation mode, with shared
+    parameters. A module that is not plain stays as it is and is called. A module of another class stays too, except
+    for a copy if it contains linear layers.
 
     rows: how many a step will have at most. The caller has seen to it that what the layout asks for has no
     `obstacle`.
@@ -235,19 +238,22 @@ def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> An
     if not children and not is_plain(module, *DROPOUTS):
         return module
     clone = _shallow_copy(module)
-    # Buffers of its own: another call that extends a positional table must not free one that a CUDA graph reads.
+    # Own buffers, because another call that extends a positional table must not free one that a CUDA graph reads.
     clone.__dict__.update(_modules={**module._modules, **children}, _buffers=dict(module._buffers), training=False)
     return clone
 
 
 def _is_plain_inside(module: FeedForward) -> bool:
-    """Return True if no part of it must be called."""
+    """Return True if no part of the module must be called."""
     return is_linear(module.linear_1) and is_linear(module.linear_2) and is_plain(module.dropout, *DROPOUTS)
 
 
 def _step_children(module: nn.Module, rows: int, layout: WeightLayout) -> dict[str, nn.Module]:
-    """By name, the children of a module that are called by what it computes, an adapter for example, as far as there
-    are linear layers in them. Each remains an `nn.Linear`, since the module may read its weight, or its class."""
+    """Children of a module, by name, in which linear layers are replaced; the module itself, for example an adapter,
+    calls them.
+
+    Each remains an `nn.Linear`, because the module may read its weight or its class.
+    """
     children = {}
     for name, child in module._modules.items():
         if child is None:
@@ -262,7 +268,8 @@ def _step_children(module: nn.Module, rows: int, layout: WeightLayout) -> dict[s
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """`copy.copy`, in a fifth of its time: all that a module keeps is in its `__dict__`, unless its class says else."""
+    """Copy as `copy.copy` does, in a fifth of its time: the state of a module is its `__dict__`, unless its class
+    defines copying."""
     kind = type(module)
     if hasattr(kind, "__copy__"):
         return copy.copy(module)
@@ -272,8 +279,8 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def concat_linears(*linears: nn.Module, rows: int = 0) -> Callable[[Tensor], Tensor]:
-    """Several linear layers of one input as one, their outputs side by side; where they are not all `StepLinear` of one
-    layout, they are called one by one. rows: as for `StepLinear`."""
+    """Combine linear layers with the same input into one, with outputs side by side. Unless all are `StepLinear` of
+    one layout, they are called one by one. rows: as for `StepLinear`."""
     steps = [linear for linear in linears if isinstance(linear, StepLinear)]
     plain = [one for linear in steps for one in linear.linears]
     layouts = {step.layout for step in steps}
