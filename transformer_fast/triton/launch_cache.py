@@ -1,11 +1,11 @@
 """Whole calls of Triton launchers, prepared for the extension's cache of launches (csrc/triton/launch_cache.h).
 
-A call like an earlier one starts the same kernels with the same arguments but for the pointers. The extension then
-replays those launches; Python only prepares what is not there yet. Triton finds the compiled kernel of a launch anew
-each time, which costs more than a short kernel runs.
+Two equal calls start the same kernels with the same arguments, except the pointers. The extension replays the launches
+of an earlier call; Python prepares only new calls. Triton itself looks up the compiled kernel of each launch, which
+takes longer than a short kernel runs.
 
-Triton launches by itself while a profiler's hooks are set, in the interpreter, and with a Triton other than those whose
-compiled kernels are known to be called like this (3.6 to 3.8).
+Launches go through Triton while a profiler's hooks are set, in the interpreter, and with versions of Triton whose
+compiled kernels may need other calls (supported: 3.6 to 3.8).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .launcher import Launch, launch_by_triton, run
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# A Triton kernel is part of an op, and the ops are in the extension.
+# Triton kernels belong to ops, and the ops are in the extension.
 extension = module()
 launch_cache = extension.launch_cache
 launch_cache.connect(driver, triton.knobs.runtime, Table)
@@ -39,12 +39,12 @@ def run_cached(
     outputs: tuple[Tensor | None, ...],
     prepare: Callable[..., Iterable[Launch]],
 ) -> None:
-    """Run the launches of a call, which are those of an earlier call but for pointers if all its layouts are.
+    """Run the launches of a call; those of an earlier call with equal layouts are reused with new pointers.
 
     Args:
-        scalars: with the inputs' dtypes, shapes and strides they must determine every launch: which kernel, its grid,
-            each argument that is not a tensor. Tile tables do not count: changing one forgets all calls.
-        inputs, outputs, prepare: as :func:`run_kept` takes them.
+        scalars: with the inputs' dtypes, shapes and strides they must determine every launch: its kernel, its grid, and
+            each argument that is not a tensor. Tile tables are excepted: changing one forgets all calls.
+        inputs, outputs, prepare: as for :func:`run_kept`.
     """
     run_kept(extension.LaunchCall(scalars, inputs), inputs, outputs, prepare)
 
@@ -56,17 +56,18 @@ def run_kept(
     prepare: Callable[..., Iterable[Launch]],
     derived: frozenset[str] = frozenset(),
 ) -> None:
-    """Run the launches of an earlier call like this one, or prepare them and keep them with the call.
+    """Run the launches of an earlier equal call, or prepare the launches and keep them with the call.
 
     Args:
-        call: the extension's ``LaunchCall``: what tells this call from others; None keeps nothing.
-        inputs: those of the call, in its order. The first is a tensor, on the device to run on. One may be an int,
-            which changes from call to call like a pointer: the argument "seed". Where one is a copy, nothing is kept.
-        outputs: whose layouts follow from the inputs' (and temporaries, which every call needs anew).
-        prepare: from the inputs and outputs, in order, the launches. Their tensors should be just those, or views that
-            start where one of them does: a call that needs another, such as a copy, is prepared each time.
-        derived: names of the arguments that were computed from the *contents* of the call's sources (a tile map). The
-            call is then kept on the first source until one of them is written to.
+        call: the extension's ``LaunchCall``, the key of the call; None keeps nothing.
+        inputs: inputs of the call, in its order. The first is a tensor, on the device to run on. One may be an int that
+            changes from call to call like a pointer: the argument "seed". If an input is a copy, nothing is kept.
+        outputs: outputs and temporaries of the call, whose layouts follow from those of the inputs.
+        prepare: function of the inputs and outputs, in order, that returns the launches. Tensors of the launches should
+            be inputs, outputs, or views with the same start: a call with other tensors, such as a copy, is prepared
+            each time.
+        derived: names of the arguments that are computed from the contents of the call's sources (a tile map). The call
+            is then kept on the first source until one of them is written to.
     """
     is_kept = call is not None and call.add_outputs(inputs, outputs)
     if is_kept and launch_cache.replay(call):
@@ -90,8 +91,8 @@ def _prepare_and_run(
     derived: frozenset[str],
     stream: int,
 ) -> list[Any] | None:
-    """Run a call of a new kind; its launches to keep, or None if they cannot be repeated with other pointers."""
-    # One tensor given twice (q as k) is told apart by a view: the next call may give two.
+    """Run a new call; return its launches, or None if they cannot be repeated with other pointers."""
+    # A tensor that is given twice (q as k) gets a view, because the next call may give two tensors.
     numbers: dict[int, int] = {}
     at_pointer: dict[int, list[int]] = {}
     distinct = []
@@ -108,14 +109,14 @@ def _prepare_and_run(
     launches: list[Any] | None = []
     for launch in prepare(*distinct):
         compiled = launch_by_triton(launch)
-        # Another kind comes from a hook that refused the launch, or that compiles it elsewhere and later.
+        # The result has another class if a hook refused the launch, or compiles it elsewhere.
         repeatable = isinstance(compiled, CompiledKernel) and not launch.kernel.pre_run_hooks
         arguments, pointers, kept = [], [], []
         for place, parameter in enumerate(launch.kernel.params, FIRST_OF_A_KERNEL):
             value = launch.arguments[parameter.name]
             if parameter.name == "seed" and type(value) is int:
                 pointers.append((place, seed))
-                # Triton took it for an int32, as it does one in four billion.
+                # Triton passes such a small seed (one in four billion) as int32, which other seeds do not fit.
                 repeatable = repeatable and not -(2**31) <= value < 2**31
             if not isinstance(value, Tensor):
                 arguments.append(value)
@@ -134,7 +135,7 @@ def _prepare_and_run(
         if not repeatable:
             launches = None
         elif launches is not None:
-            # As JITFunction.run calls it last of all: without metadata, which only hooks read, and without hooks.
+            # The last call of JITFunction.run, without hooks and without metadata, which only hooks read.
             leading = launch.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None
             launches.append(extension.CachedLaunch(compiled.run, (*leading, *arguments), pointers, launch.kernel, kept))
     return launches

@@ -1,4 +1,4 @@
-"""A Triton launch as a value: what runs it on a device is also what compiles it ahead of time in the tests."""
+"""Triton launches as values, which run on a device, or are compiled ahead of time in tests."""
 
 import functools
 from collections.abc import Iterable
@@ -18,12 +18,12 @@ class Launch:
     """One launch of a Triton kernel on a 1-D grid.
 
     Args:
-        name: kernel and config, for people.
+        name: kernel and config, as text for reports.
         kernel: the jitted function.
         grid: number of programs.
-        arguments: every argument by name, constants included; more than the kernel takes do no harm.
+        arguments: every argument by name, constants included; arguments that the kernel does not have are ignored.
         num_warps, num_stages: compile options.
-        max_registers: compile option, most registers per thread; None leaves it to the compiler.
+        max_registers: compile option, largest number of registers per thread; None lets the compiler choose.
     """
 
     name: str
@@ -53,7 +53,7 @@ def _architecture(device: int) -> str:
 
 
 def blocks_of(count: int, block: int) -> int:
-    """Number of blocks that cover `count`: triton.cdiv, which on the host costs as much as a launch."""
+    """Number of blocks that cover `count`. On the host triton.cdiv takes as long as a launch."""
     return -(-count // block)
 
 
@@ -81,7 +81,7 @@ def run(launches: Iterable[Launch], on: Tensor) -> None:
 
 
 def empties_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Uninitialised tensors of the same shapes, types and, where they are dense, strides."""
+    """Uninitialised tensors with the same shapes and dtypes and, if dense, the same strides."""
     return tuple(torch.empty_like(t) for t in tensors)
 
 
@@ -93,7 +93,7 @@ def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_keys(logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
-    """Fills the logsumexp (B, H, Lq), or (H, T), of queries that have no keys."""
+    """Fill the logsumexp (B, H, Lq), or (H, T), of queries that have no keys."""
     return logsumexp.fill_(float("-inf")) if sinks is None else logsumexp.copy_(sinks.unsqueeze(-1))
 
 

@@ -11,11 +11,11 @@ it once, as a row of an fp32 buffer. A last kernel sums the buffer in a fixed or
 for bit.
 
 Rows of up to 8192 columns stay in registers from the averages to the gradients. A wider row is cut into slices of up to
-16,384 columns, one program each: the sums of a slice take 64 of a thread's 128 registers, so that the row itself is
-read again after the averages, and read for the averages by every program of it. Memory sees one pass all the same:
-programs of one row run side by side, and their rows (65,536 columns of bf16: 256 KB of dy and x, 9 MB in the whole of
-an H100) lie in its L2 cache. An element of 16 bits costs 6 bytes of memory, and of the L2 cache 10 with one slice, 4
-more with each further one.
+16,384 columns, with one program per slice. The sums of a slice take 64 of a thread's 128 registers. So the row is read
+again after the averages, and every program of a row reads the whole row for the averages. Memory traffic is still that
+of one pass: programs of one row run at the same time, and their rows (65,536 columns of bf16: 256 KB of dy and x, 9 MB
+on a whole H100) fit in its L2 cache. A 16-bit element costs 6 bytes of memory traffic, and 10 bytes of L2 traffic with
+one slice, plus 4 for each further slice.
 """
 
 import torch

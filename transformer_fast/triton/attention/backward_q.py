@@ -121,9 +121,9 @@ def grad_q_kernel(
         row_delta -= tl.load(grad_logsumexp + first_row + rows, mask=empty == 0, other=0.0)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
-    # A large logsumexp has lost digits (beside a bias of -1e9 on a whole row, even the number of keys): weights from
-    # it do not sum to 1, nor gradients of scores to 0. Where that would show, both sums are taken here first. From 8 on
-    # half a unit in the last place of an fp32 logsumexp is four of a weight's.
+    # A large logsumexp has lost digits (with a bias of -1e9 on a whole row, even the number of keys): weights from it
+    # do not sum to 1, nor gradients of scores to 0. If that would be visible, both sums are computed here first. From 8
+    # on, half a unit in the last place of an fp32 logsumexp is four units in the last place of a weight.
     if BASE_E:
         too_large = tl.abs(shift) > (8.0 if q_tile.dtype == tl.float32 else 1024.0)
         sum_end = tl.where(any_true(too_large), steps.end, 0)

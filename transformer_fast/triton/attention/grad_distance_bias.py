@@ -112,7 +112,7 @@ def _grad_distance_kernel(
                     HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT,
                 )  # fmt: skip
 
-    # The last query's first key is in place 0. In row r, place n is that of column n + r less those of the last row.
+    # Place 0 is the last query's first key. In row r, place n is column n + r - (BLOCK_QUERIES - 1).
     place = tl.arange(0, 2 * BLOCK_QUERIES)
     column = (place - (BLOCK_QUERIES - 1))[None, :] + tl.arange(0, BLOCK_QUERIES)[:, None]
     skewed = tl.gather(acc, tl.minimum(tl.maximum(column, 0), BLOCK_KEYS - 1), 1)
