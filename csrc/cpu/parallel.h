@@ -1,5 +1,5 @@
 // Loops that are divided among the threads of OpenMP, as at::parallel_for divides them. The runtime is the one that
-// PyTorch has loaded, and csrc/instruction_set.cpp sees to it that it knows the number of torch.set_num_threads().
+// PyTorch has loaded; csrc/instruction_set.cpp passes the number of torch.set_num_threads() to it.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace transformer_fast {
 
-// Rows of d elements that one thread should at least get: less is not worth waking it for.
+// Smallest number of rows of d elements per thread: fewer rows are not worth waking a thread.
 inline int64_t grain(int64_t d) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, d)); }
 
 inline int64_t thread_count() {
@@ -24,8 +24,8 @@ inline int64_t thread_count() {
 #endif
 }
 
-// part(first, last) of ranges that make up [begin, end), each of `least` indices or more but for the last. Within a
-// parallel loop, all is one range. The first exception that a part throws is thrown here, after all have ended.
+// Calls part(first, last) on ranges that cover [begin, end), each but the last with at least `least` indices. Inside a
+// parallel loop there is one range. The first exception of a part is thrown again after all parts have ended.
 template <typename Part>
 void parallel_for(int64_t begin, int64_t end, int64_t least, const Part& part) {
   if (begin >= end) return;

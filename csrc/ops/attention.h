@@ -50,7 +50,7 @@ struct AttentionParams {
   AttentionParams without_tensors() const;
   AttentionParams with(const Tensor* saved) const;
 
-  // All tensors, first those with these names in Python.
+  // All tensors: first those with the names of AttentionParams in Python.
   static constexpr std::array kNames = {"keep",          "key_keep",  "lengths", "bias",
                                         "distance_bias", "query_ids", "key_ids", "sinks"};
   template <typename Params>

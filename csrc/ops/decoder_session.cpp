@@ -1,7 +1,8 @@
-// Decoding step by step, in one object that has the weights of a decoder, its cache, and what may be chosen: the newest
-// position of every open hypothesis through all layers in one call, and several steps of a search in one. What runs
-// between the kernels of a step, in Python and the dispatcher, is as long as several of them and runs on one thread. The
-// kernels are those of the ops; models/decoder.py, generation/greedy.py and generation/beam.py say the same in Python.
+// Decoding step by step, in one object that holds the weights of a decoder, its cache, and the rules for choosing
+// tokens. One call runs the newest position of every open hypothesis through all layers; one call can run several steps
+// of a search. Without it, the code between the kernels of a step, in Python and the dispatcher, takes as long as
+// several kernels, on one thread. The kernels are those of the ops. models/decoder.py, generation/greedy.py and
+// generation/beam.py compute the same in Python.
 #include "decoder_session.h"
 
 #include "../cpu/kernels.h"
@@ -29,70 +30,70 @@ namespace {
 
 namespace py = pybind11;
 
-// Rows of which the logits are there at a time. Those of hundreds would be written to memory and read from there.
+// Number of rows whose logits are computed at a time, so that the logits stay in the CPU cache.
 constexpr int64_t kLogitRows = 128;
 
-// Where the weight and the bias of each part of a layer stand among its tensors; `_Layer` in generation/session.py. The
-// bias of an RMSNorm is empty.
+// Parts of a layer, in the order of their weights and biases among its tensors; as `_Layer` in generation/session.py.
+// The bias of an RMSNorm is empty.
 enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
 
-// Runs as the kernel of an operator does: below autograd, and no mode sees what it calls.
+// Runs a function below autograd and hidden from modes, like the kernel of an operator.
 struct BelowDispatch {
   const c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks};
 };
 
-// x (rows, in) -> (rows, outputs), by a weight in any layout that generation/weights.py makes.
+// Multiplies x (rows, in) by a weight in any layout of generation/weights.py -> (rows, outputs).
 Tensor product(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t outputs, bool relu = false) {
   if (weight.is_mkldnn()) return onednn_linear(x, weight, bias, relu);
   return (weight.scalar_type() == at::kFloat ? step_linear : quantized_linear)(x, weight, bias, outputs, relu);
 }
 
-// The most likely tokens of rows, as choose_tokens gives them: (rows, k) twice, and (rows,).
+// The most likely tokens per row, as choose_tokens returns them: (rows, k) twice, and (rows,).
 struct Chosen {
   float* best;
   int64_t* token;
   float* normalizer;
 };
 
-// Greedy steps, by row: what choose_tokens gives of each step, (rows, steps).
+// Greedy steps: the results of choose_tokens per row and step, (rows, steps).
 struct GreedySteps {
   Tensor token, best, normalizer;
 };
 
-// Steps of beams. By row: the tokens of all steps but the last (rows, steps), the row that it was before them, and its
-// log-probability. Of the last step, as choose_continuations gives them, (units, candidates): the cumulative
-// log-probability, the row that is continued, and the token; and the normalizers (rows,), in no order.
+// Steps of beams. Per row: the tokens of all steps but the last (rows, steps), the row's number before the steps, and
+// its log-probability. Of the last step, as choose_continuations returns them, (units, candidates): the cumulative
+// log-probability, the row that is continued, and the token; and the normalizers (rows,), in any order.
 struct BeamSteps {
   Tensor history, origin, reached;
   Tensor total, parent, token, normalizer;
 };
 
 struct SessionCache {
-  Tensor own;              // (layers, most slots, 2, H, capacity, D); a slot has `span` rows, its newest positions
+  Tensor own;              // (layers, most slots, 2, H, capacity, D); a slot has `span` rows, one per new position
   Tensor cross;            // (layers, sentences, 2, H, S, D)
-  Tensor positions;        // (length and more, d), the table that is added to embeddings
-  int64_t length;          // positions that the longest slot holds
-  OptionalTensor lengths;  // int32 (slots, span), keys of each row with its own; none: length + 1 of every row, span 1
-  OptionalTensor cells;    // int32 (slots, capacity), where each position of a slot lies, counted in D; none: in it
+  Tensor positions;        // (at least length, d), positional table, added to embeddings
+  int64_t length;          // number of positions in the longest slot
+  OptionalTensor lengths;  // int32 (slots, span), keys per row, its own included; none: length + 1, span 1
+  OptionalTensor cells;    // int32 (slots, capacity), place per position, in units of D; none: in its own slot
   OptionalTensor source_lengths;
-  OptionalTensor row_of_slot, slot_of_row;  // each sentence has as many slots as the widest; none: a row is a slot
+  OptionalTensor row_of_slot, slot_of_row;  // all sentences have equally many slots; none: a row is a slot
 };
 
-// A class of pybind11, and no operators: it lives within one call of `generate`, which is not traced or exported, and no
-// module holds it, so that models are copied and pickled without it. An operator would be given all weights at every step.
+// A class of pybind11 and not an operator, which would take all weights at every step. It exists during one call of
+// `generate`, which is not traced or exported. No module holds it, so that models are copied and pickled without it.
 class DecoderSession {
  public:
-  // norm, eps: of all norms. activation: of the feed-forward layers, "relu", "swish" or "gelu". suppressed: rising tokens
-  // that are not chosen; with `renormalize` they have no probability either.
+  // norm, eps: kind and eps of all norms. activation: "relu", "swish" or "gelu", of the feed-forward layers.
+  // suppressed: ascending tokens that are not chosen; with `renormalize` they have no probability either.
   DecoderSession(Tensor embedding, double scale, bool norm_first, const std::string& norm, double eps,
                  std::string activation, int64_t eos, std::vector<int64_t> suppressed, bool renormalize)
       : embedding_(std::move(embedding)), scale_(scale), norm_first_(norm_first), kind_(norm_kind(norm)), eps_(eps),
         activation_(std::move(activation)), eos_(eos), suppressed_(std::move(suppressed)), renormalize_(renormalize) {}
 
-  // `kParts` pairs of each layer, linear ones in any layout that generation/weights.py makes.
+  // `kParts` pairs of weight and bias per layer; linear weights in any layout of generation/weights.py.
   void set_layers(std::vector<Tensor> tensors) { layers_ = std::move(tensors); }
 
-  // Parts behind the layers, by which tokens are chosen; there may be no norm. Without them there are single steps alone.
+  // The parts after the layers, by which tokens are chosen; the norm may be missing. Without them only step() works.
   void set_end(OptionalTensor norm_weight, OptionalTensor norm_bias, Tensor out, OptionalTensor out_bias,
                int64_t vocabulary) {
     norm_weight_ = std::move(norm_weight), norm_bias_ = std::move(norm_bias);
@@ -105,15 +106,15 @@ class DecoderSession {
     cache_ = {own, cross, positions, length, lengths, cells, source_lengths, row_of_slot, slot_of_row};
   }
 
-  // ids (rows,), the newest of each row -> what leaves the last layer, (rows, d), without the last norm.
+  // Runs the layers on ids (rows,), the newest per row -> output of the last layer, (rows, d), before the last norm.
   Tensor step(const Tensor& ids) const {
     RECORD_USER_SCOPE("DecoderSession.step");
     const BelowDispatch below;
     return through_layers(ids, cache_);
   }
 
-  // At most `most` steps, and as many as the cache has room for; the last is the first in which a row ends: chooses EOS, has
-  // nothing to choose, or shows a NaN.
+  // Runs at most `most` greedy steps, and at most as many as the cache has room for. Stops after a step in which a row
+  // ends: it chooses EOS, has no possible token, or has a NaN.
   GreedySteps greedy(const Tensor& newest, int64_t most) const {
     RECORD_USER_SCOPE("DecoderSession.greedy");
     const BelowDispatch below;
@@ -139,24 +140,25 @@ class DecoderSession {
     return {by_row(token), by_row(best), by_row(normalizer)};
   }
 
-  // The same for beams of which all `width` hypotheses are open: newest (units * width,), those of a unit side by side, and
-  // all in one position. Row r stands at places[r] among the rows of a step. The last step is the first in which one of the
-  // best `width` continuations ends; the caller goes on from it, and may have something to record. Of it the best
-  // `candidates` continuations are given, or all where there are fewer. The cells follow who continues whom.
+  // Runs beam steps for beams whose `width` hypotheses are all open: newest (units * width,), those of a unit adjacent,
+  // all with equally many positions. Row r is at places[r] among the rows of a step. Stops after the first step in
+  // which one of the best `width` continuations ends, and returns that step's best `candidates` continuations, or all
+  // if there are fewer; the caller records finished hypotheses and continues. The table of cells follows the chosen
+  // continuations.
   BeamSteps beam(const Tensor& newest, const Tensor& log_prob, const Tensor& places, int64_t width, int64_t candidates,
                  int64_t most) const {
     RECORD_USER_SCOPE("DecoderSession.beam");
     const BelowDispatch below;
     SessionCache cache = cache_;
-    TORCH_CHECK(cache.cells && !cache.lengths, "a beam needs a table of cells, and rows of one length");
+    TORCH_CHECK(cache.cells && !cache.lengths, "DecoderSession.beam: expected a cache with cells and without lengths");
     most = std::min(most, room());
     const int64_t rows = newest.size(0), units = rows / width, k = std::min(candidates, vocabulary_);
-    const int64_t looked_at = std::min(candidates, width * k);
+    const int64_t considered = std::min(candidates, width * k);
     const auto whole = newest.options().dtype(at::kLong), real = embedding_.options();
     const Tensor given = newest.contiguous(), at_first = log_prob.contiguous(), placed = places.contiguous();
     const int64_t* const place = placed.const_data_ptr<int64_t>();
-    // By place: the newest token and the log-probability, the unit and the rank in it, the place before all steps, and the
-    // tokens since; and the best tokens of a step.
+    // Per place: newest token and log-probability, unit and rank in it, place before all steps, and tokens since then;
+    // and the best tokens of a step.
     const Tensor ids = at::cpu::empty({rows}, whole), token = at::cpu::empty({rows, k}, whole);
     const Tensor best = at::cpu::empty({rows, k}, real), normalizer = at::cpu::empty({rows}, real);
     const Chosen step{best.mutable_data_ptr<float>(), token.mutable_data_ptr<int64_t>(),
@@ -170,12 +172,13 @@ class DecoderSession {
       row_at[at] = r, unit[at] = r / width, rank[at] = r % width, origin[at] = at;
       known[at] = at_first.const_data_ptr<float>()[r], newest_id[at] = given.const_data_ptr<int64_t>()[r];
     }
-    // By unit: its continuations.
-    const Tensor total = at::cpu::empty({units, looked_at}, real);
-    const Tensor parent = at::cpu::empty({units, looked_at}, whole), chosen = at::cpu::empty({units, looked_at}, whole);
+    // Per unit: its continuations.
+    const Tensor total = at::cpu::empty({units, considered}, real);
+    const Tensor parent = at::cpu::empty({units, considered}, whole),
+                 chosen = at::cpu::empty({units, considered}, whole);
     float* const totals = total.mutable_data_ptr<float>();
     int64_t *const parents = parent.mutable_data_ptr<int64_t>(), *const tokens = chosen.mutable_data_ptr<int64_t>();
-    const auto found = [&](int64_t r) { return r / width * looked_at + r % width; };  // where row r's continuation is
+    const auto found = [&](int64_t r) { return r / width * considered + r % width; };  // index of row r's continuation
     int32_t* const table = cache.cells->mutable_data_ptr<int32_t>();
     const int64_t capacity = cache.cells->size(1);
     std::vector<int32_t> earlier(rows * capacity);
@@ -188,7 +191,7 @@ class DecoderSession {
         for (int64_t i = 0; i < k; ++i) step.best[at * k + i] += known[at] - step.normalizer[at];
       }
       kernels().generation.choose_continuations({step.best, step.best, step.token, unit.data(), rank.data(), rows, k,
-                                                 units, width, looked_at, totals, parents, tokens});
+                                                 units, width, considered, totals, parents, tokens});
       for (int64_t r = 0; r < rows; ++r) open = open && tokens[found(r)] != eos_ && totals[found(r)] > -INFINITY;
       if (!open) break;
       std::copy_n(table, rows * capacity, earlier.data());
@@ -202,21 +205,21 @@ class DecoderSession {
       origin.swap(next_origin), history.swap(next_history);
     }
     const int64_t steps = static_cast<int64_t>(history[0].size());
-    const Tensor said = at::cpu::empty({rows, steps}, whole), before = at::cpu::empty({rows}, whole);
+    const Tensor histories = at::cpu::empty({rows, steps}, whole), origins = at::cpu::empty({rows}, whole);
     const Tensor reached = at::cpu::empty({rows}, real);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = place[r];
-      std::copy(history[at].begin(), history[at].end(), said.mutable_data_ptr<int64_t>() + r * steps);
-      before.mutable_data_ptr<int64_t>()[r] = row_at[origin[at]], reached.mutable_data_ptr<float>()[r] = known[at];
+      std::copy(history[at].begin(), history[at].end(), histories.mutable_data_ptr<int64_t>() + r * steps);
+      origins.mutable_data_ptr<int64_t>()[r] = row_at[origin[at]], reached.mutable_data_ptr<float>()[r] = known[at];
     }
-    for (int64_t i = 0; i < units * looked_at; ++i) parents[i] = row_at[parents[i]];
-    return {said, before, reached, total, parent, chosen, normalizer};
+    for (int64_t i = 0; i < units * considered; ++i) parents[i] = row_at[parents[i]];
+    return {histories, origins, reached, total, parent, chosen, normalizer};
   }
 
  private:
   int64_t room() const { return cache_.own.size(4) - cache_.length; }
 
-  // ids (rows,), the newest of each row -> the k best tokens behind them, (rows, k).
+  // Runs a step on ids (rows,), the newest per row -> the k best next tokens, (rows, k).
   void choose(const Tensor& ids, const SessionCache& cache, int64_t k, const Chosen& to) const {
     Tensor x = through_layers(ids, cache);
     if (norm_weight_) x = norm(x, {}, *norm_weight_, *norm_bias_).out;
@@ -238,7 +241,7 @@ class DecoderSession {
     return x;
   }
 
-  // A layer's x (rows, d) -> (rows, d).
+  // Runs one layer: x (rows, d) -> (rows, d).
   Tensor through(int64_t layer, Tensor x, const SessionCache& cache) const {
     const Tensor* const at = layers_.data() + 2 * kParts * layer;
     const auto linear = [at](Part part, const Tensor& input, bool relu = false) {
@@ -271,8 +274,8 @@ class DecoderSession {
     return activation_ == "swish" ? at::silu(inner) : at::gelu(inner);
   }
 
-  // Self-attention of states (rows, 3 d), whose keys and values join the cache. The rows of a slot are the queries of one
-  // batch entry.
+  // Self-attention of states (rows, 3 d); their keys and values are stored in the cache. The rows of a slot are the
+  // queries of one batch entry.
   static Tensor of_own(int64_t layer, const Tensor& states, const SessionCache& cache) {
     const Tensor& own = cache.own;
     const int64_t rows = states.size(0), H = own.size(3), capacity = own.size(4), D = own.size(5), d = H * D;

@@ -1,4 +1,4 @@
-// What decoding needs besides the ops, on the CPU, from tensors to what the kernels take.
+// Functions of decoding besides the ops, on the CPU: conversion of tensors to kernel arguments.
 #include "generation.h"
 
 #include "../cpu/kernels.h"
@@ -16,8 +16,8 @@
 namespace transformer_fast {
 namespace {
 
-// cache (layers, rows, 2, heads, capacity, d), contiguous: the first `length` positions of row sources[i] become those
-// of row targets[i], in every layer. No row is both a source and a target, so the order does not matter.
+// Copies the first `length` positions of row sources[i] to row targets[i] in every layer of a contiguous cache (layers,
+// rows, 2, heads, capacity, d). No row is both a source and a target, so the order does not matter.
 void copy_cache_rows(Tensor cache, at::IntArrayRef sources, at::IntArrayRef targets, int64_t length) {
   const int64_t position = cache.size(5) * cache.element_size();
   const int64_t head = cache.size(4) * position, heads = cache.size(2) * cache.size(3), row = heads * head;
@@ -34,8 +34,8 @@ void copy_cache_rows(Tensor cache, at::IntArrayRef sources, at::IntArrayRef targ
   });
 }
 
-// Of each row of logits (rows, vocabulary), the k best tokens without the suppressed ones, best first: their logits, and
-// which they are; and the normalizer. TokenChoice says more.
+// Per row of logits (rows, vocabulary): logits and numbers of the k best tokens that are not suppressed, best first;
+// and the normalizer. See TokenChoice.
 std::tuple<Tensor, Tensor, Tensor> choose_tokens(const Tensor& logits, int64_t k, at::IntArrayRef suppressed,
                                                  bool renormalize) {
   const Tensor given = logits.contiguous();
@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor, Tensor> choose_tokens(const Tensor& logits, int64_t k
   return {best, token, normalizer};
 }
 
-// The best continuations of every unit of a beam, (units, candidates) each; BeamChoice says which.
+// The best continuations per unit of a beam, (units, candidates) each; see BeamChoice.
 std::tuple<Tensor, Tensor, Tensor> choose_continuations(const Tensor& rank, const Tensor& total, const Tensor& token,
                                                         const Tensor& unit, const Tensor& slot, int64_t units,
                                                         int64_t width, int64_t candidates) {
@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor> choose_continuations(const Tensor& rank, cons
   return {best, parent, chosen};
 }
 
-// Weights (out, in) of linear layers of one input, one below the other.
+// Weights (out, in) of linear layers with the same input, stacked along the outputs.
 struct StackedWeights {
   std::vector<Tensor> contiguous;
   std::vector<const float*> rows;

@@ -156,7 +156,7 @@ Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor
 }
 
 std::optional<bool> send_products_to_onednn(std::optional<bool> choice) {
-  TORCH_CHECK(!choice.value_or(false) || onednn_op(), "this PyTorch was built without oneDNN");
+  TORCH_CHECK(!choice.value_or(false) || onednn_op(), "expected a PyTorch that was built with oneDNN");
   return chosen.exchange(choice, std::memory_order_relaxed);
 }
 
@@ -174,7 +174,7 @@ Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTenso
   return onednn_is_faster(x, weight) ? onednn_linear(x, weight, bias) : at::linear(x, weight, bias);
 }
 
-// oneDNN needs one of the two matrices transposed in memory: the cheaper choice, counting a transposed result.
+// oneDNN needs grad or x transposed in memory, whichever is cheaper; with x, the result must be transposed too.
 Tensor linear_grad_weight(const Tensor& grad, const Tensor& x) {
   const int64_t rows = x.size(0), in = x.size(1), out = grad.size(1);
   const bool large = grad.scalar_type() == at::kFloat && rows * in * out >= kLeastTransposed;

@@ -5,7 +5,7 @@
 
 namespace transformer_fast {
 
-// By oneDNN, for a weight (out, in) at any strides or in oneDNN's own layout; nothing is recorded for autograd.
+// Product by oneDNN, for a weight (out, in) with any strides or in oneDNN's own layout; not recorded for autograd.
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu = false);
 
 // Sends large float32 products to oneDNN (true) or not (false), in the whole process; none: whichever is faster.
@@ -19,10 +19,10 @@ bool onednn_is_faster(int64_t rows, int64_t in, int64_t out);
 // Overload for x (..., in) and a weight (out, in) of one type; false for all types but float32.
 bool onednn_is_faster(const Tensor& x, const Tensor& weight);
 
-// x (..., in) and weight (out, in), of plain tensors of the CPU; nothing is recorded for autograd.
+// Linear layer on x (..., in) and weight (out, in), plain CPU tensors; not recorded for autograd.
 Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
-// grad^T x (out, in), the gradient of the weight, of grad (rows, out) and x (rows, in); nothing is recorded.
+// Gradient of the weight, grad^T x (out, in), from grad (rows, out) and x (rows, in); not recorded for autograd.
 Tensor linear_grad_weight(const Tensor& grad, const Tensor& x);
 
 }  // namespace transformer_fast

@@ -114,7 +114,7 @@ inline at::Tensor savable(const at::Tensor& tensor) {
   return small.clone().expand_symint(tensor.sym_sizes());
 }
 
-// Op gives kName, Options, kSaved (how many tensors it saves: the end of an enum that names their places) and
+// Op defines kName, Options, kSaved (number of saved tensors: the last value of an enum of their places) and
 //   variable_list backward(const variable_list& grads, const variable_list& saved, const Options&, const Needs&)
 // with a gradient, or an undefined tensor, for each of its inputs. At least one of grads is defined there.
 template <typename Op>

@@ -16,11 +16,10 @@ namespace py = pybind11;
 
 namespace {
 
-// What tells a call of a launcher from others: its name, the scalars, and its inputs in the order in which run_call of
-// triton/attention/launches.py has them.
+// Key of a launcher call: name, scalars, and inputs in the order of run_call in triton/attention/launches.py.
 //
-// Nothing where the launcher does more than launch: an input is empty, q has to change its sign, or (in the backward) the
-// keys that a sequence does not use get zeros.
+// Empty if the launcher does more than launch: an input is empty, q must change its sign, or (in the backward) unused
+// keys of a sequence get zeros.
 std::optional<LaunchCall> call_of(const char* name, const AttentionParams& params, const Tensor& q, const Tensor& k,
                                   std::initializer_list<OptionalTensor> inputs, bool fills_unused_keys = false) {
   if (q.numel() == 0 || k.numel() == 0 || params.scale <= 0) return {};
@@ -67,8 +66,8 @@ std::optional<LaunchCall> call_of(const char* name, const AttentionParams& param
 
 py::object object_of(std::optional<LaunchCall> call) { return call ? py::cast(std::move(*call)) : py::none(); }
 
-// The tensors that a launcher computes: by the launches of an earlier call like this one, or by the launcher itself, which
-// keeps its launches with the call that it is given.
+// Results of a launcher: computed by the launches of an earlier equal call, or by the launcher itself, which then keeps
+// its launches with the call.
 template <size_t count, typename Launcher>
 std::array<Tensor, count> replayed_or(std::optional<LaunchCall> call, const Launcher& launcher) {
   std::array<Tensor, count> tensors;

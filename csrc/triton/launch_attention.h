@@ -1,5 +1,5 @@
-// Attention by the Triton kernels of transformer_fast/triton: by the launches of an earlier call like this one, or by
-// their launchers in Python. Arguments and results are those of attention.h. All take the GIL.
+// Attention by the Triton kernels of transformer_fast/triton: by the launches of an earlier equal call, or by the
+// launchers in Python. Arguments and results are those of attention.h. All functions take the GIL.
 #pragma once
 
 #include "../ops/attention.h"
@@ -8,7 +8,7 @@
 
 namespace transformer_fast {
 
-// As transformer_fast.attention_params.AttentionParams, which functions in Python take. The GIL must be held.
+// Conversion to transformer_fast.attention_params.AttentionParams. The GIL must be held.
 pybind11::object python_params(const AttentionParams& params);
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,

@@ -20,7 +20,7 @@ constexpr size_t kStream = 3;          // the stream among the arguments of a la
 constexpr size_t kMostOfATensor = 32;  // calls kept on one source: a buffer may come as ever other slices
 constexpr int64_t kAlignment = 64;     // of temporaries, in bytes
 
-// An attribute's name as Python looks it up fastest.
+// An attribute name, interned for fast lookups.
 class Attribute {
  public:
   explicit Attribute(const char* name) : name_(PyUnicode_InternFromString(name)) {}
@@ -44,7 +44,7 @@ bool is_true(py::handle object) {
   return result != 0;
 }
 
-// True if a hook, or a chain of them, would call anything: a chain is always there, and mostly empty.
+// True if a hook, or a chain of hooks, would call anything; a chain always exists and is mostly empty.
 bool is_active(const py::object& hook) {
   static const Attribute calls("calls");
   return !hook.is_none() && is_true(calls.of(hook, py::bool_(true)));
@@ -156,9 +156,9 @@ int64_t LaunchCache::table_changes() const {
   return py::cast<int64_t>(changes.of(table_));
 }
 
-// Place where calls like this one are kept; nullptr where nothing may be, or nothing is yet. What is derived from a tensor
-// lives as long as it does, so a call with sources is kept on the first of them: not during the capture of a CUDA graph,
-// whose memory is its own, nor for inference tensors, which count no writes.
+// Place where calls like this one are kept; nullptr where nothing may be, or nothing is yet. What is derived from a
+// tensor lives as long as it does, so a call with sources is kept on the first of them: not during the capture of a
+// CUDA graph, whose memory is its own, nor for inference tensors, which count no writes.
 CachedCalls* LaunchCache::calls_like(const LaunchCall& call, bool make) {
   static const PythonFunction is_capturing("torch.cuda", "is_current_stream_capturing");
   static const PythonFunction results_of("transformer_fast.tensor_cache", "results_of");

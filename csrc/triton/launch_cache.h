@@ -1,6 +1,5 @@
-// Launches of Triton kernels, kept by the layouts and scalars of the call that made them: a call like an earlier one repeats
-// them with its own addresses, without asking Python. triton/launch_cache.py prepares what is not kept yet.
-// All of it is used with the GIL held.
+// Launches of Triton kernels, kept by the layouts and scalars of their call: an equal call repeats them with its own
+// addresses, without Python. triton/launch_cache.py prepares new calls. The GIL must be held for all of this.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,12 +23,12 @@ struct __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields ar
   pybind11::object kept;                            // tensors whose addresses are among the arguments
 };
 
-// A call of a launcher: its scalars and the layouts of its inputs, which together determine every launch but for the
-// addresses, and the addresses.
+// A call of a launcher: scalars and layouts of inputs, which determine every launch except addresses; and the
+// addresses.
 class __attribute__((visibility("hidden"))) LaunchCall {
  public:
   LaunchCall() { key_.reserve(1024); }
-  // As run_cached describes it.
+  // Arguments as in run_cached of triton/launch_cache.py.
   LaunchCall(const pybind11::tuple& scalars, const pybind11::tuple& inputs);
 
   void scalar(const char* text);
@@ -45,9 +44,10 @@ class __attribute__((visibility("hidden"))) LaunchCall {
   void input(const at::Tensor& tensor);
   void input(const std::optional<at::Tensor>& tensor) { input(tensor ? *tensor : at::Tensor()); }
   void input(int64_t seed);
-  // An input from whose contents other arguments of the launches are derived.
+  // Adds an input from whose contents other arguments of the launches are derived.
   void source(const at::Tensor& tensor) { sources_.push_back(tensor); }
-  // Adds the outputs of a launcher. False if it does not work on the inputs of this call, in their order, but on copies.
+  // Adds the outputs of a launcher. False if it does not work on the inputs of this call, in their order, but on
+  // copies.
   bool add_outputs(const pybind11::tuple& inputs, const pybind11::tuple& outputs);
 
  private:
@@ -62,7 +62,7 @@ class __attribute__((visibility("hidden"))) LaunchCall {
 
   std::string key_;
   std::vector<pybind11::object> addresses_;  // of inputs and outputs, 0 for None
-  uintptr_t address_bits_ = 0;               // of all of them, joined by "or"
+  uintptr_t address_bits_ = 0;               // bitwise or of all addresses, for their alignment
   std::vector<at::Tensor> sources_, outputs_;
   at::Device device_ = at::kCPU;  // of the first input
 };
@@ -85,7 +85,7 @@ struct __attribute__((visibility("hidden"))) CachedCall {
   std::vector<Output> outputs;
 };
 
-// Calls by what tells them apart.
+// Calls by their keys.
 struct __attribute__((visibility("hidden"))) CachedCalls {
   std::unordered_map<std::string, std::shared_ptr<const CachedCall>> by_key;
   int64_t table_changes = 0;  // changes of tile tables before the first of them
@@ -93,19 +93,19 @@ struct __attribute__((visibility("hidden"))) CachedCalls {
 
 class __attribute__((visibility("hidden"))) LaunchCache {
  public:
-  // The only one. It is never destroyed, since Python may end before the process does.
+  // The only instance. It is never destroyed, because Python may end before the process does.
   static LaunchCache& instance();
 
-  // Objects asked before each replay: `driver` and `knobs.runtime` of Triton, and Table of triton/configs.py.
+  // Objects that are read before each replay: `driver` and `knobs.runtime` of Triton, and Table of triton/configs.py.
   void connect(pybind11::object driver, pybind11::object runtime, pybind11::object table);
 
-  // True if launches may be replayed: nobody watches launches or compilations, nor asked for debugging checks in kernels.
+  // True if launches may be replayed: no hooks on launches or compilations, and no debugging checks in kernels.
   bool can_replay() const;
 
-  // Repeats the launches of an earlier call like this one; false where there was none, or they may not be replayed.
+  // Repeats the launches of an earlier equal call; false if there is none, or if launches may not be replayed.
   bool replay(const LaunchCall& call);
-  // The same for a call whose outputs are still to be allocated; the first `results` of them, undefined for None, or
-  // nothing.
+  // Allocates the outputs of a call and repeats its launches; returns the first `results` outputs (undefined for None),
+  // or nothing if launches cannot be repeated.
   std::vector<at::Tensor> replay(LaunchCall& call, size_t results);
   // Keeps the launches that this call made.
   void store(const LaunchCall& call, std::vector<CachedLaunch> launches);
@@ -133,7 +133,7 @@ class __attribute__((visibility("hidden"))) LaunchCache {
   pybind11::object driver_, runtime_, table_;
 };
 
-// Adds LaunchCache and what it takes to the Python module.
+// Adds LaunchCache and the classes of its arguments to the Python module.
 void bind_launch_cache(pybind11::module_& m);
 
 }  // namespace transformer_fast

@@ -1,4 +1,4 @@
-// A function written in Python: a launcher of Triton kernels, or a gradient that the reference gives.
+// A Python function that C++ calls: a launcher of Triton kernels, or a gradient of the reference.
 #pragma once
 
 #include "../ops/eager_call.h"
@@ -16,21 +16,21 @@ class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
   // The module is imported at the first call.
   PythonFunction(const char* module, const char* name) : module_(module), name_(name) {}
 
-  // The tensor that it returns. Takes the GIL.
+  // Calls the function and returns its tensor. Takes the GIL.
   template <typename... Args>
   at::Tensor tensor(const Args&... args) const {
     const pybind11::gil_scoped_acquire gil;
     return THPVariable_Unpack(call(pybind11::dict(), args...).ptr());
   }
 
-  // The tensors of the tuple that it returns.
+  // Calls the function and returns the tensors of its tuple. Takes the GIL.
   template <size_t count, typename... Args>
   std::array<at::Tensor, count> tensors(const Args&... args) const {
     const pybind11::gil_scoped_acquire gil;
     return unpacked<count>(call(pybind11::dict(), args...));
   }
 
-  // Calls it and returns its result. The GIL must be held.
+  // Calls the function and returns its result. The GIL must be held.
   template <typename... Args>
   pybind11::object call(const pybind11::dict& keywords, const Args&... args) const {
     if (imported_ == nullptr) imported_ = pybind11::module_::import(module_).release().ptr();
@@ -38,13 +38,13 @@ class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
     const pybind11::tuple given = pybind11::make_tuple(object(args)...);
     PyObject* const result = PyObject_Call(function.ptr(), given.ptr(), keywords.ptr());
     if (result != nullptr) return pybind11::reinterpret_steal<pybind11::object>(result);
-    // An exception of Python passes through PyTorch as its own kind, which no thread of autograd forgets.
+    // Python exceptions become PyTorch's own class, which autograd threads pass on.
     python_error error;
     error.persist();
     throw error;
   }
 
-  // The tensors of a tuple, undefined where it has None.
+  // The tensors of a tuple, undefined for None.
   template <size_t count>
   static std::array<at::Tensor, count> unpacked(const pybind11::object& tuple) {
     std::array<at::Tensor, count> tensors;

@@ -12,7 +12,7 @@ namespace transformer_fast {
 constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 128;
 constexpr int64_t kKeyStep = 32;  // tiles of keys start at multiples of it: the keys of four Philox calls
-constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // an index outside every mask
+constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // index that is outside of every mask
 constexpr int64_t kMaxSavedScores = 1 << 26;       // limit of scores kept in memory
 constexpr int64_t kFewQueries = 2;                 // up to this many, row by row (few_queries.h), without tiles
 
@@ -25,7 +25,7 @@ struct View {
   T* at(int64_t b, int64_t h, int64_t row) const { return data + b * stride[0] + h * stride[1] + row * stride[2]; }
   int64_t row_stride() const { return stride[2]; }
   int64_t column_stride() const { return stride[3]; }
-  // The view of one column on.
+  // The view from the next column on.
   View moved(int64_t column) const {
     View view = *this;
     view.data += column;

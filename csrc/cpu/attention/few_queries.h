@@ -128,15 +128,16 @@ void add_outer_product(const A* weights, const A* vector, int64_t count, int64_t
   }
 }
 
-// A logsumexp so far from 0 has lost digits that all weights of its row would miss alike: where ALiBi is far from every key,
-// or beside a bias of -1e9 on a whole row, which leaves not even the number of keys.
-// A few rows are summed again from 8 on, where half a unit in its last place is four of a weight's.
+// A logsumexp this far from 0 has lost digits, which gives all weights of its row the same relative error. Causes:
+// ALiBi far from every key, or a bias of -1e9 on a whole row, where even the number of keys is lost. A few rows are
+// summed again from 8 on, where half a unit in the last place of the logsumexp is four units in the last place of a
+// weight.
 template <typename A>
 bool is_large(A logsumexp, A least = 64) {
   return std::abs(logsumexp) > least && std::isfinite(logsumexp);
 }
 
-// A logsumexp in two numbers, of which the first is exact.
+// A logsumexp as the sum of two numbers, of which the first is exact.
 template <typename A>
 struct TwoPartLogsumexp {
   A maximum = kBlocked<A>, sum = 0;

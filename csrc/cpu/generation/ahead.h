@@ -1,4 +1,4 @@
-// Packed weights that are read later, fetched while others are multiplied.
+// Prefetch of packed weights while others are multiplied.
 #pragma once
 
 #include "../simd/operands.h"
@@ -8,7 +8,7 @@
 namespace transformer_fast {
 namespace {
 
-// `step` numbers, at most a row of a panel, for each row of a panel that is multiplied; with 0 there is nothing to fetch.
+// Fetches `step` numbers, at most a row of a panel, per row of a panel that is multiplied; nothing if `step` is 0.
 template <typename T>
 struct Ahead {
   const T* data;

@@ -1,5 +1,5 @@
-// What decoding needs besides the ops (topk.cpp, step_linear.cpp, quantized_linear.cpp): kernels for float, on
-// contiguous memory.
+// Kernels of decoding besides the ops (topk.cpp, step_linear.cpp, quantized_linear.cpp), for float, on contiguous
+// memory.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +24,9 @@ struct QuantizedLinearParams {
   bool relu;
 };
 
-// Of each row of logits (rows, columns), into (rows, k) each: the k greatest without the suppressed columns, which rise;
-// and log(sum(exp(row))) of all columns, or with `renormalize` of those that are not suppressed, which is NaN where the
-// row has one, or +inf.
+// Per row of logits (rows, columns): the k largest without the suppressed columns (ascending), and their columns, each
+// (rows, k); and the normalizer log(sum(exp(row))) of all columns, or with `renormalize` of those that are not
+// suppressed. The normalizer is NaN if the row has NaN or +inf.
 struct TokenChoice {
   const float* logits;
   int64_t rows, columns, k;
@@ -38,27 +38,27 @@ struct TokenChoice {
   float* normalizer;
 };
 
-// The best continuations of each unit of a beam search, of those that its rows have, (rows, k) each: `rank` decides, and
-// `total` is the cumulative log-probability. Into (units, candidates) each, the best first: the total, the row that is
-// continued, and the token. What is missing at the end is -inf, of row 0 and token 0.
+// The best continuations per unit of a beam search. Inputs are the continuations of its rows, (rows, k) each: `rank` is
+// the sort key, `total` the cumulative log-probability. Outputs are (units, candidates) each, best first: the total,
+// the row that is continued, and the token. Missing continuations at the end are -inf, with row 0 and token 0.
 struct BeamChoice {
   const float *rank, *total;
   const int64_t* token;
-  const int64_t *unit, *slot;  // (rows,), of `units` and `width`
+  const int64_t *unit, *slot;  // (rows,), below `units` and `width`
   int64_t rows, k, units, width, candidates;
   float* best;
   int64_t *parent, *chosen;
 };
 
-// Panels of quantised weights begin with so many rows of words: their outputs' scales (float), and the sums of their
-// weights (int32).
+// Number of rows of words at the beginning of a panel of quantised weights: scales of the outputs (float), and sums of
+// their weights (int32).
 constexpr int64_t kPanelHeader = 2;
 
 // For quantised weights.
 struct QuantizedKernels {
-  // Number of groups that an output with so many inputs has: four inputs each, one word.
+  // Number of groups per output with `depth` inputs; a group is four inputs, in one word.
   int64_t (*groups)(int64_t depth);
-  // Weights as for pack_step_weight, to (panels, kPanelHeader + groups, panel) words, a group of inputs in each.
+  // Packs weights, as pack_step_weight does, to (panels, kPanelHeader + groups, panel) words, one group per word.
   void (*pack)(const float* const* rows, int64_t outputs, int64_t depth, void* packed);
   void (*linear)(const QuantizedLinearParams& params);
 };
@@ -68,7 +68,7 @@ struct GenerationKernels {
   void (*choose_continuations)(const BeamChoice& params);
   // Number of outputs in a panel of packed weights.
   int64_t panel;
-  // Weights of a linear layer, `outputs` rows of `depth` elements each, to (panels, depth, panel).
+  // Packs the weights of a linear layer, `outputs` rows of `depth` elements each, to (panels, depth, panel).
   void (*pack_step_weight)(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
   void (*step_linear)(const StepLinearParams& params);
   QuantizedKernels int8;

@@ -1,9 +1,9 @@
-// A linear layer with int8 weights: the weights of an output, and each row of the input, are integers of at most 127 by a
-// scale of their own, and their products are summed exactly. A result is the same for any number of rows and threads,
-// and on any vector unit. transformer_fast/reference/quantized_linear.py says what is computed.
+// A linear layer with int8 weights: the weights per output, and the inputs per row, are integers of magnitude at most
+// 127 times a scale. Their products are summed exactly, so results are the same for any number of rows and threads, and
+// on any vector unit. transformer_fast/reference/quantized_linear.py has the definition.
 //
-// The weights lie in panels of two vectors of outputs, and there in groups of four inputs, the order in which they are
-// read. A task multiplies one panel with a block of rows, some of which are summed in registers at a time.
+// Weights are in panels of two vectors of outputs, and within a panel in groups of four inputs, in reading order. A
+// task multiplies one panel with a block of rows, a few of which are summed in registers at a time.
 #include "quantized_rows.h"
 
 #include "ahead.h"
@@ -23,12 +23,12 @@ using Words = Ahead<int32_t>;
 
 constexpr int64_t kPanel = kStepPanel;
 constexpr int64_t kBlock = 192;  // rows of a task
-constexpr int64_t kAhead = 16;   // groups, by which weights are fetched before they are read
+constexpr int64_t kAhead = 16;   // number of groups between the fetch of weights and their use
 constexpr int64_t kLine = 64 / sizeof(int32_t);
 // 12 x 2 or 6 x 2 sums, 2 vectors of weights, a broadcast and a product.
 constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
-// A panel of packed weights, and what its results become.
+// A panel of packed weights, and the end of its computation.
 struct Panel {
   const float* scales;
   const int32_t* sums;
@@ -39,7 +39,7 @@ struct Panel {
   int64_t columns;  // of the panel that exist
 };
 
-// Sums of one row and a half of the panel's outputs become results.
+// Converts the sums of one row and half of the panel's outputs to results.
 void finish(I sums, float x_scale, const Panel& panel, int half, float* out) {
   const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
   if (count <= 0) return;
@@ -113,7 +113,7 @@ void multiply_tiles(const QuantizedRows& x, int64_t row, int64_t rows, const Pan
 }
 #endif
 
-// Rows `row` to `end` with a panel.
+// Multiplies rows `row` to `end` with a panel.
 template <typename Products>
 void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel& panel, float* out, int64_t stride) {
   if constexpr (Products::kRows == 1) {
@@ -122,7 +122,7 @@ void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel
     for (int64_t pass = 0; pass < passes; ++pass) {
       const int64_t from = row + pass * rows / passes, to = row + (pass + 1) * rows / passes;
       const int64_t fetched = pass * panel.groups * share;
-      // A single pass reads weights as fast as they arrive. Several fetch the next panel, each a part.
+      // A single pass is limited by reading its weights. With several passes, each fetches a part of the next panel.
       const Words ahead = passes == 1       ? Words{panel.weights + kAhead * kPanel, kPanel}
                           : fetched < words ? Words{panel.weights + words + fetched, share}
                                             : Words{panel.weights, 0};

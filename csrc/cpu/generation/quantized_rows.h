@@ -1,4 +1,4 @@
-// The inputs of a linear layer with quantised weights: its rows, quantised in the order in which they are multiplied.
+// Inputs of a linear layer with quantised weights: rows, quantised in the order of their multiplication.
 #pragma once
 
 #include "../buffer.h"
@@ -20,7 +20,7 @@ constexpr int64_t kW = kLanes<float>;
 
 constexpr int64_t kGroup = 4;  // bytes in a word
 
-// How many groups an output's weights are, with zeros that fill up what is taken at once.
+// Number of groups of an output's weights, rounded up to whole reads by zeros.
 int64_t groups_of(int64_t depth) {
   constexpr int64_t bytes = kGroup * kGroupsAtOnce;
   return (depth + bytes - 1) / bytes * kGroupsAtOnce;
@@ -31,10 +31,10 @@ struct Quantized {
   int32_t sum;  // of integers
 };
 
-// x as q * scale, with 127 for its greatest magnitude and zeros up to `padded`. The scale is NaN for a row that is not
-// finite, and 0 where it would be too small for a quotient.
+// Quantises x to q * scale: 127 for its largest magnitude, and zeros up to `padded`. The scale is NaN for a row that is
+// not finite, and 0 if it would be too small to divide by.
 Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
-  I greatest[4] = {};  // magnitudes as integers, in whose order infinity and NaN are the last
+  I greatest[4] = {};  // magnitudes as integers, ordered with infinity and NaN last
   for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
     const I magnitude = reinterpret_cast<I>(load(x + c, count)) & 0x7fffffff;
     greatest[slot] = magnitude > greatest[slot] ? magnitude : greatest[slot];
@@ -49,7 +49,7 @@ Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
     return {std::isfinite(most) ? 0 : std::numeric_limits<float>::quiet_NaN(), 0};
   }
   I sums[4] = {};
-  constexpr float kInteger = 0x1.8p23f;  // a small number added to it is rounded to an integer, to even at a tie
+  constexpr float kInteger = 0x1.8p23f;  // adding a small number to it rounds that to an integer, ties to even
   for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
     const I integers = reinterpret_cast<I>(load(x + c, count) * factor + kInteger) - std::bit_cast<int32_t>(kInteger);
     sums[slot] += integers;
@@ -59,8 +59,7 @@ Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
   return {most / 127, sum(sums)};
 }
 
-// The rows of a call: the words of a group in each plane (see quantized_products.h) one after the other, and their
-// scales.
+// The rows of a call: the words of a group, one per plane (see quantized_products.h), are adjacent; and the scales.
 struct QuantizedRows {
   const int32_t* words;
   int64_t stride;
@@ -95,7 +94,7 @@ QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
   constexpr int64_t planes = Products::kPlanes;
   const int64_t padded = (groups_of(depth) + kW - 1) / kW * kW;
   const int64_t stride = planes * padded + kW;  // not a power of two
-  // A tile reads rows behind the last, too; what comes of them is not stored.
+  // A tile also reads rows past the last one; their results are not stored.
   int32_t* const words = words_buffer.reserve((rows + Products::kRows) * stride);
   float* const scales = scales_buffer.reserve(rows);
   parallel_for(0, rows, std::max<int64_t>(1, 32768 / depth), [&](int64_t begin, int64_t end) {

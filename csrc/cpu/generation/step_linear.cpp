@@ -1,7 +1,7 @@
-// A linear layer for the few rows of a decoding step. Such a product is bound by reading the weight, so the weight lies
-// in the order in which it is read: panels of two vectors of outputs, in each one input after the other. While a block
-// of a panel is multiplied with all rows, the next is fetched (K. Goto and R. van de Geijn, "Anatomy of
-// high-performance matrix multiplication", 2008, with the small matrix in the place of their packed one).
+// A linear layer for the few rows of a decoding step. Such a product is limited by reading the weight, so the weight is
+// stored in reading order: panels of two vectors of outputs, input after input. While a block of a panel is multiplied
+// with all rows, the next block is fetched (K. Goto and R. van de Geijn, "Anatomy of high-performance matrix
+// multiplication", 2008, with the small matrix in the role of their packed one).
 #include "ahead.h"
 #include "generation_kernels.h"
 
@@ -16,7 +16,7 @@ namespace {
 using V = Vector<float>;
 
 constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
-constexpr int64_t kDepth = 64;  // inputs at a time: their weights, the next ones and the rows stay in the first cache
+constexpr int64_t kDepth = 64;  // inputs per block: weights, next weights and rows fit the first-level cache
 constexpr int64_t kLine = 64 / sizeof(float);
 // 12 x 2 sums, 2 vectors of weights and a broadcast of 32 registers.
 constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
@@ -26,7 +26,7 @@ struct InputRows {
   int64_t stride;
 };
 
-// How a panel's results begin and end.
+// Begin and end of the computation of a panel's results.
 struct Edges {
   bool first, last;
   const float* bias;  // kPanel numbers, or null
@@ -34,8 +34,8 @@ struct Edges {
   int64_t columns;  // of the panel that exist
 };
 
-// A vector of a block's sums becomes results, or is added to them. A block is summed by itself: sums of sums round less
-// than one long sum.
+// Stores a vector of a block's sums as results, or adds it to them. Each block is summed separately, because sums of
+// sums round less than one long sum.
 inline void add_sums(V v, float* to, int64_t n, const Edges& edges) {
   const int64_t count = std::min(kW, edges.columns - n);
   if (count <= 0) return;
@@ -62,7 +62,7 @@ void multiply_block(InputRows x, const float* weights, const Ahead<float>& next,
       sums[m][1] = fma(element, high, sums[m][1]);
     }
   }
-  if (edges.columns == kPanel && !edges.first && !edges.last) {  // most blocks, without a test for each vector
+  if (edges.columns == kPanel && !edges.first && !edges.last) {  // the usual case, without a test per vector
 #pragma GCC unroll 12
     for (int m = 0; m < kRows; ++m) {
       float* const to = out + m * out_stride;
@@ -86,7 +86,7 @@ void multiply_some(int64_t rows, InputRows x, const float* weights, const Ahead<
   multiply_block<kRows>(x, weights, next, depth, out, out_stride, edges);
 }
 
-// The rows of a thread's own copy: rows a power of two apart would share a few sets of the cache.
+// Copies rows for a thread, because rows a power of two apart would share a few sets of the cache.
 InputRows copy_rows(const float* x, int64_t rows, int64_t depth) {
   if (rows == 1) return {x, depth};
   static thread_local GrowingBuffer<float> buffer;

@@ -1,5 +1,5 @@
-// Of logits (rows, vocabulary): the best tokens and the logarithm of the normaliser. And which of those tokens are the
-// best continuations of a beam.
+// Best tokens of logits (rows, vocabulary) and the logarithm of the normaliser; and the best continuations of a beam,
+// chosen from such tokens.
 #include "generation_kernels.h"
 
 #include "../parallel.h"
@@ -17,8 +17,9 @@ using V = Vector<float>;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The k greatest of a row, greatest first; ties: lowest index first. Neither -inf nor NaN is found; what is then missing
-// at the end is -inf, of token 0. After some columns hardly any is greater than all that are in the list.
+// The k largest values of a row, largest first; ties: lowest index first. -inf and NaN are never found; missing values
+// at the end are -inf, with token 0. After some columns hardly any value enters the list, so vectors are compared
+// first.
 struct Best {
   int64_t k;
   float* values;
@@ -43,13 +44,13 @@ struct Best {
   }
 };
 
-// The columns of a row without some of them, which rise.
+// The columns of a row, except some (ascending).
 struct Columns {
   int64_t count;
   const int64_t* left_out = nullptr;
   int64_t left_out_count = 0;
 
-  // body(begin, end) for each range between two that are left out.
+  // Calls body(begin, end) for each range between excluded columns.
   template <typename Body>
   void for_ranges(Body body) const {
     int64_t begin = 0;
@@ -58,7 +59,7 @@ struct Columns {
   }
 };
 
-// log(sum(exp(row))) over some columns, of which `shift` is the greatest number; NaN where one of them is NaN or +inf.
+// log(sum(exp(row))) over some columns, whose maximum is `shift`; NaN if one of them is NaN or +inf.
 float log_sum(const float* row, const Columns& columns, float shift) {
   if (shift == kInfinity) return NAN;
   if (shift == -kInfinity) shift = 0;
@@ -98,7 +99,7 @@ void choose_tokens(const TokenChoice& p) {
 }
 
 void choose_continuations(const BeamChoice& p) {
-  std::vector<int64_t> row_at(p.units * p.width, -1), found;  // found: places in (rows, k), the best first
+  std::vector<int64_t> row_at(p.units * p.width, -1), found;  // found: indices in (rows, k), best first
   for (int64_t r = 0; r < p.rows; ++r) row_at[p.unit[r] * p.width + p.slot[r]] = r;
   const auto better = [&](int64_t a, int64_t b) { return p.rank[a] > p.rank[b]; };
   for (int64_t unit = 0; unit < p.units; ++unit) {
@@ -107,8 +108,8 @@ void choose_continuations(const BeamChoice& p) {
       const int64_t row = row_at[unit * p.width + slot];
       if (row < 0) continue;
       for (int64_t at = row * p.k; at < (row + 1) * p.k; ++at) {
-        if (!(p.rank[at] > -kInfinity)) continue;  // as is NaN, of a row without a finite logit
-        // Of equal ones that of the first slot comes first.
+        if (!(p.rank[at] > -kInfinity)) continue;  // -inf, or NaN of a row without a finite logit
+        // Ties: first slot first.
         found.insert(std::upper_bound(found.begin(), found.end(), at, better), at);
         if (static_cast<int64_t>(found.size()) > p.candidates) found.pop_back();
       }

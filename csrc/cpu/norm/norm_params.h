@@ -13,7 +13,7 @@ struct NormForwardParams {
   RowView<const T> x, residual;  // residual may be absent
   RowView<T> summed, out;        // contiguous; summed is residual + dropout(x), and absent without a residual
   Parameter<T> weight, bias;     // may be absent; kRms has no bias
-  A *mean, *rstd;                // receive a number for each row, where they are not null; kRms has no mean
+  A *mean, *rstd;                // one number per row, if not null; kRms has no mean
   int64_t rows, d;
   A eps;
   NormKind kind;

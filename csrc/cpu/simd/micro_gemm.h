@@ -97,7 +97,8 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
   using A = Accumulate<E>;
   constexpr int64_t lanes = kLanes<A>;
   constexpr bool kAdd = std::is_same_v<End, Added>;
-  // A panel of one vector has too few sums to keep the units busy, and one long sum loses more digits than two short ones.
+  // A panel of one vector has too few sums to keep the units busy, and one long sum loses more digits than two short
+  // ones.
   constexpr int kParts = kVectors == 1 ? 2 : 1;
   Vector<A> sums[kParts][kRows][kVectors];
 #pragma GCC unroll 6
@@ -161,8 +162,8 @@ void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a,
     if (vectors > 0) multiply_columns<kVectors - 1>(rows, vectors, depth, a, b, b_stride, end, c, c_stride);
 }
 
-// An element of A that is exactly 0 keeps B from being read into the sum: a blocked key's NaN or Inf must not pass as 0 * NaN. The sums are
-// multiply_panel's to the last digit, so that such a key does not show: a vector that is a panel by itself has two.
+// An element of A that is exactly 0 skips its row of B, so that a blocked key's NaN or Inf does not enter as 0 * NaN.
+// The sums are equal to multiply_panel's bit for bit, so such a key has no effect: a panel of one vector has two sums.
 template <typename E>
 void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, Accumulate<E>* c,
                                  int64_t c_stride) {

@@ -4,8 +4,8 @@
 // convert. Operators, comparisons and `mask ? a : b` come with the vector types. Everything is inline and in an
 // anonymous namespace, so that files compiled for different machines never share a function.
 //
-// A product and a sum round once where fma() says so, and twice everywhere else: the compiler is told to fuse nothing
-// by itself (-ffp-contract=off), since it would do so in one loop and not in another that must give the same bits.
+// A product and a sum are rounded once in fma(), and twice everywhere else: -ffp-contract=off forbids the compiler to
+// fuse them, because it would fuse in one loop and not in another that must give the same bits.
 
 #pragma once
 
