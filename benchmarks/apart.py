@@ -1,4 +1,4 @@
-"""A side of a comparison in a process of its own.
+"""One side of a comparison, in its own process.
 
 PyTorch and CTranslate2 share one OpenMP runtime where they are loaded into one process. It counts the threads of all
 pools, and if there are more of them than processors, they sleep at every barrier instead of waiting. On two processors
@@ -20,7 +20,7 @@ import torch
 
 
 class Apart:
-    """A function that runs in another process, which is stopped between the calls, with the threads that wait there.
+    """A function that runs in another process; the process is stopped between calls, with its waiting threads.
 
     Args:
         make: called there once, with `arguments`, it gives the function; both must be picklable.
@@ -84,6 +84,6 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[An
 
 
 def from_thread_that_ends(make: Callable[[], Any]) -> Any:
-    """Return what `make` returns, from a thread whose pool ends with it: for a library that has threads of its own."""
+    """Return the result of `make`, called in a new thread, for a library with its own threads."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()

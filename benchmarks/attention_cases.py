@@ -1,4 +1,4 @@
-"""The calls of attention that are measured or predicted, and what each asks of a machine.
+"""Calls of attention that are measured or predicted, and the resources that each needs.
 
 Sentence batches have lognormal lengths with a median of 24 tokens and a sigma of 0.62, at most 256: of a batch of 64
 padded to its longest, some 12 % of the scores are of real pairs; padded to 256, some 2 %. Long batches have lengths
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def causal_offset(self) -> int | None:
-        """As ``AttentionMask.causal`` takes it; None without look-ahead."""
+        """Causal offset for ``AttentionMask.causal``; None without look-ahead."""
         return (0 if self.Lq is None else self.keys - self.Lq) if self.causal else None
 
     def pairs(self) -> int:
@@ -96,7 +96,7 @@ class Case:
         return total
 
     def useful_pairs(self) -> int:
-        """:meth:`pairs` without the rows of padding: what a packed batch computes."""
+        """Number of :meth:`pairs` without padded rows, which a packed batch computes."""
         total = 0
         for m, n in zip(self.query_lengths().tolist(), self.key_lengths().tolist(), strict=True):
             if self.causal:
@@ -111,7 +111,7 @@ class Case:
         return (14 if self.backward else 4) * self.H * pairs * self.D
 
     def bytes_moved(self, queries: int, keys: int) -> int:
-        """Bytes read and written at least once, for so many rows of q and of k in all sequences together.
+        """Bytes that must be read and written, for these numbers of rows of q and of k in all sequences.
 
         Keys and values past a length are not read, but their gradients are written.
         """

@@ -1,4 +1,4 @@
-"""Models that somebody already has, before and after ``tfast.accelerate``: an evaluation and a training step."""
+"""Existing models before and after ``tfast.accelerate``: an evaluation and a training step."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ IDS = {"pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2, "decoder_start
 
 
 def coder(d: int, heads: int, d_ff: int, layers: int) -> dict[str, Any]:
-    """The fields of a config of BART's family, with dropout 0.1 wherever it has one."""
+    """Config fields of BART's family, with dropout 0.1 at every place."""
     sizes = {"layers": layers, "attention_heads": heads, "ffn_dim": d_ff}
     each = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
     dropped = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
@@ -225,7 +225,8 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {  # by the names of a cla
 
 
 def hugging_face_inputs(name: str, device: str) -> dict[str, Tensor]:
-    """16 sequences of 32 to 128 ids, padded, which are their own labels; sounds or pictures for those who take them."""
+    """Return 16 sequences of 32 to 128 ids, padded, as inputs and labels; sounds or pictures for models that take
+    them."""
     ids = torch.randint(3, 8000, (16, LONG), device=device)
     mask = torch.arange(LONG, device=device) < torch.randint(LONG // 4, LONG + 1, (16, 1), device=device)
     ids, labels = ids.masked_fill(~mask, PAD), ids.masked_fill(~mask, -100)

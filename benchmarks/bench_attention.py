@@ -155,7 +155,8 @@ class Setting:
         return run
 
     def check(self, inputs: Inputs) -> None:
-        """Raise unless ours is what the oracle computes with the same dropout in one head, and packed what padded is.
+        """Raise unless our result equals the oracle's with the same dropout in one head, and the packed result the
+        padded one.
 
         Gradients too, where a head is small enough for the oracle to be kept whole.
         """

@@ -1,4 +1,4 @@
-"""Attention in training with one more part of a mask than a look-ahead, beside eager PyTorch and SDPA.
+"""Attention in training with a look-ahead mask and one more mask part, beside eager PyTorch and SDPA.
 
 Causal self-attention of one long sequence with a window, documents, ALiBi, relative positions, capped scores or sinks.
 Eager and SDPA have what they need of it ready made, as one dense bias; ours is timed with all that it does with the
@@ -109,7 +109,7 @@ def test_attention_parts(versus, device, on, case):
         return attend
 
     def check(inputs):
-        """The oracle is eager in float64, without dropout, whose mask is ours alone."""
+        """Compare with eager in float64, without dropout, because only our op draws our dropout mask."""
         exact = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
         expected = trained(lambda q, k, v: eager(q, k, v, 0.0))(exact)
         tolerance = 2e-5 if case.dtype == torch.float32 else 3e-2

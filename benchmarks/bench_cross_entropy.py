@@ -1,4 +1,4 @@
-"""The output layer with its label-smoothed loss, in one op, against the two of PyTorch and torch.compile of them."""
+"""Output layer and label-smoothed loss in one op, against PyTorch's two ops and torch.compile of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed-forward network, and what stands between its two products: bias, ReLU and dropout in one pass."""
+"""Feed-forward network, and the pass between its two products: bias, ReLU and dropout."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def eager(x, first, bias, second, last):
 
 
 def bias_in_the_product(x, first, bias, second, last):
-    """As the layer does it on a CPU: the product adds the bias, and autograd sums its gradient."""
+    """Compute the layer as on a CPU: the product adds the bias, and autograd sums its gradient."""
     return F.linear(dropout(F.linear(x, first, bias), P, relu=True), second, last)
 
 
 def bias_after_the_product(x, first, bias, second, last):
-    """As it does in Triton: ReLU and dropout take the bias along."""
+    """Compute the layer as in Triton: one pass adds the bias and applies ReLU and dropout."""
     return F.linear(dropout(F.linear(x, first), P, bias=bias, relu=True), second, last)
 
 
@@ -79,7 +79,7 @@ def test_feed_forward(versus, device, on, shape, backward):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
 @pytest.mark.parametrize(("on", "shape"), CASES, ids=IDS)
 def test_bias_relu_dropout(versus, device, on, shape, backward):
-    """The pass alone, and the gradient of the bias with it."""
+    """Time the pass with the gradient of the bias."""
     if on != device:
         pytest.skip(f"a shape for {on}")
     rows, _, d = shape

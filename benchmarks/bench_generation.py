@@ -143,7 +143,7 @@ def make_side(name: str, case: Case, device: str, threads: int | None = None) ->
 
 
 def make_timed_side(name: str, case: Case, device: str, threads: int | None = None) -> Callable[[Tensor], Any]:
-    """The same, with the seconds that the processor took behind the answers."""
+    """Return one of SIDES that returns the answers and the CPU seconds of the call."""
     side = make_side(name, case, device, threads)
 
     def run(src: Tensor) -> tuple[list[list[int]], float]:
@@ -188,7 +188,7 @@ def marian(size: Size, beam: int, length: int, device: str) -> Side:
 
 
 def absent(package: str) -> Side:
-    """A side that says, in the record, why it is not there."""
+    """Return a side that raises, because a package is not installed."""
 
     def run(src: Tensor) -> list[list[int]]:
         raise RuntimeError(f"{package} is not installed")
@@ -306,7 +306,7 @@ def test_generation(versus, device, benchmark, case):
 
 @dataclass(frozen=True)
 class Result:
-    """One side of one case.
+    """Result of one side in one case.
 
     Args:
         seconds: of each round.
@@ -323,7 +323,7 @@ class Result:
     refused: str | None = None
 
     def row(self, ours: Result, length: int) -> str:
-        """Of the table: the fastest round counts, for nothing makes a round faster than it is."""
+        """Row of the table. The fastest round counts, because disturbances only make a round slower."""
         cells = [self.search, str(self.batch), self.side]
         if self.refused is not None:
             return f"| {' | '.join([*cells, self.refused])} | | |"
@@ -360,7 +360,7 @@ def compare(case: Case, device: str, rounds: int, uncached: bool, paths: bool = 
 
 
 def main() -> None:
-    """A table: tokens per second, and how many times faster ours is."""
+    """Print a table: tokens per second, and how many times faster ours is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="base", help="size of the model (default: base)")
     parser.add_argument("--length", type=int, default=64, help="tokens per answer (default: 64)")

@@ -1,4 +1,4 @@
-"""The linear layer on a CPU: ours chooses between PyTorch's two libraries, ``F.linear`` is always the first of them."""
+"""Linear layer on a CPU: ours chooses between PyTorch's two libraries; ``F.linear`` always calls MKL."""
 
 from __future__ import annotations
 

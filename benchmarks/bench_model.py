@@ -23,7 +23,7 @@ from transformer_fast.translation.environment import multiplies_bf16
 
 
 class Model(NamedTuple):
-    """One side: the module, and what it computes from (source, target, lengths): logits, and the loss of a batch."""
+    """One side: a module, and functions of (source, target, lengths) for its logits and its loss."""
 
     module: nn.Module
     forward: Callable | None
@@ -78,7 +78,7 @@ def build(shape: str, device: str):
     spread = torch.linspace(L / 4, L, B).round().long()
 
     def make_inputs():
-        """Source, target and the lengths of both; what stands past the length is padding."""
+        """Return source, target and the lengths of both; ids past the lengths are padding."""
         lengths = spread[torch.randperm(B)].to(device)
         inside = torch.arange(L, device=device) < lengths[:, None]
         draws = (torch.randint(1, vocabulary, (B, L), device=device) for _ in range(2))
@@ -151,7 +151,7 @@ def test_inference(versus, shape, device):
 
 
 def compiled_by_layer(models, shape, device):
-    """The reference with each kind of layer compiled, and its loss: a model of its own on the same parameters."""
+    """Return the reference with each kind of layer compiled, and its loss; it shares the parameters."""
     model = copy.deepcopy(models["eager"].module)
     for layer in (*model.encoder.layers, *model.decoder.layers):
         layer.compile()
@@ -168,7 +168,7 @@ def compiled_by_layer(models, shape, device):
 
 
 def in_bf16(model):
-    """The same under autocast, as `translation.train` with `amp="bf16"`."""
+    """Return the model under autocast, as `translation.train` with `amp="bf16"` runs it."""
 
     def loss(inputs):
         with torch.autocast(inputs[0].device.type, torch.bfloat16):

@@ -1,5 +1,4 @@
-"""The norms, alone and with residual and dropout, against eager, ``F.layer_norm``, ``F.rms_norm`` and torch.compile of
-the same."""
+"""Norms, alone and with residual and dropout, against eager, ``F.layer_norm``, ``F.rms_norm`` and torch.compile."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ WHAT = ["std", "layer", "residual+layer", "residual+dropout+layer", "rms", "resi
 
 
 def std_norm(x, weight, bias, eps=1e-6):
-    """The Norm of the classic texts, as they write it."""
+    """Compute Norm as the classic texts do."""
     return weight * (x - x.mean(dim=-1, keepdim=True)) / (x.std(dim=-1, keepdim=True) + eps) + bias
 
 
@@ -50,7 +49,7 @@ def add_rms_norm(p):
 
 
 def ways(what):
-    """(ours, peers by name): functions of (x, residual, weight, bias)."""
+    """Return (ours, peers by name): functions of (x, residual, weight, bias)."""
     if what == "std":
         compiled = torch.compile(std_norm)
         return lambda x, r, w, b: tfast.layer_norm(x, w, b, 1e-6, kind="std"), {

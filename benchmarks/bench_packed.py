@@ -50,14 +50,14 @@ def batch() -> Given:
 
 
 def dense(given: Given) -> Given:
-    """The tokens of a batch as rows without padding."""
+    """Tokens of a batch, as rows without padding."""
     keep = given["attention_mask"].bool()
     ids = given["input_ids"][keep].view(-1, L)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": given["labels"][keep].view(-1, L)}
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most memory that a call holds at a time, above what there was, its gradients included."""
+    """Return the peak memory of a call with its gradients, above the memory in use before."""
     with profile(profile_memory=True) as profiled:
         call()
     held, most = 0, 0
@@ -119,7 +119,7 @@ def compared(
 
 
 def hugging_face(name: str, device: torch.device) -> nn.Module:
-    """One of MODELS, with the attention that transformers calls "eager"."""
+    """Return one of MODELS with eager attention."""
     kind, fields = MODELS[name]
     config = getattr(transformers, kind).config_class(**{"vocab_size": VOCAB, **fields})
     config._attn_implementation = "eager"

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention against torch's own function, of which it is a drop-in: what a model would gain by it.
+"""scaled_dot_product_attention against torch's function, which it can replace.
 
 Queries, keys and values as a model has them, heads behind the length. torch chooses its kernel: on a CPU its flash
 kernel without dropout, and with dropout one product after the other.

@@ -40,8 +40,10 @@ TIES = {"fp32": 1e-4, "bf16": 0.125}
 
 
 class MarginSearch(Search):
-    """A search that records for each sentence the smallest distance of two candidates that it put in order: of the
-    survivors of every step, of the last survivor and the first that was dropped, and of the answers."""
+    """Search that records, per sentence, the smallest difference between two candidates that it ordered: survivors
+    of a step, the last survivor and the first dropped candidate, and the answers.
+
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -77,7 +79,7 @@ class MarginSearch(Search):
 
 @contextlib.contextmanager
 def recording(searches: list[MarginSearch]) -> Iterator[None]:
-    """Every search of `generate`, greedy ones too (a beam of 1 is greedy decoding), is a MarginSearch of this list."""
+    """Let `generate` use MarginSearch for every search, greedy ones too (a beam of 1 is greedy decoding)."""
     module = importlib.import_module("transformer_fast.generation.generate")
     before = module.Search, module.GreedySearch
 
@@ -93,7 +95,7 @@ def recording(searches: list[MarginSearch]) -> Iterator[None]:
 
 
 def margins(decode: Callable[[], Any]) -> list[float]:
-    """The margin of each sentence in a call of `generate` that does not sample."""
+    """Return the margin of each sentence in a call of `generate` that does not sample."""
     searches: list[MarginSearch] = []
     with recording(searches):
         decode()
@@ -102,7 +104,7 @@ def margins(decode: Callable[[], Any]) -> list[float]:
 
 @dataclass
 class Difference:
-    """An answer that is not the same: the sentence's number, both answers, and the margin of the uncached search."""
+    """A different answer: the sentence's number, both answers, and the margin of the uncached search."""
 
     sentence: int
     cached: list[int]
@@ -113,7 +115,7 @@ class Difference:
 
 @dataclass
 class Outcome:
-    """Of one kind of search: how many sentences, what differed, and the seconds of the process."""
+    """Outcome of one kind of search: number of sentences, differences, and CPU seconds."""
 
     search: str
     sentences: int

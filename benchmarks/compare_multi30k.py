@@ -109,7 +109,7 @@ def _blocked(mask: AttentionMask | Tensor | None, keys: int) -> Tensor | None:
 
 
 def recipe(args: argparse.Namespace, name: str) -> TrainConfig:
-    """The shared recipe; 25 CPU minutes are about 2,000 updates of it."""
+    """Return the shared recipe; 25 CPU minutes are about 2,000 updates."""
     return TrainConfig(
         source=args.source,
         target=args.target,
@@ -210,7 +210,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 def _recorded(value: object) -> object:
-    """A file by its name: where it lay is no part of a result."""
+    """Return the name of a file, because its folder does not belong into a record."""
     return Path(value).name if isinstance(value, str) else value
 
 

@@ -26,7 +26,7 @@ from transformer_fast.translation.translator import Translator
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One type of weights in one search."""
+    """Result of one type of weights in one search."""
 
     search: str
     weights: str

@@ -46,7 +46,7 @@ class RecurrentEncoder(nn.Module):
 
 
 class RecurrentDecoder(nn.Module):
-    """A GRU that at every step reads the source by attention, with its last hidden state for the query."""
+    """GRU that reads the source by attention at every step; its last hidden state is the query."""
 
     def __init__(self, vocab: int, hidden: int):
         super().__init__()
@@ -69,7 +69,7 @@ class RecurrentDecoder(nn.Module):
 
 
 def make_models(vocab: int, hidden: int, seed: int) -> dict[str, nn.Module]:
-    """The contestants; both Transformers start from the same weights."""
+    """Return the models; both Transformers start from the same weights."""
     torch.manual_seed(seed)
     sizes = (vocab, hidden, 2 * hidden, HEADS, LAYERS, DROPOUT)
     models = {
@@ -100,7 +100,7 @@ def make_batches(tokenizer: Tokenizer, numbers: list[int], size: int) -> list[tu
 
 
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, order: list[int]) -> float:
-    """One pass over the batches; returns the loss a token."""
+    """Train one epoch; return the loss per token."""
     total = tokens = 0.0
     model.train()
     for index in order:
@@ -119,7 +119,7 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: lis
 
 @torch.inference_mode()
 def exact(model: nn.Module, tokenizer: Tokenizer, numbers: list[int]) -> float:
-    """The share of numbers that greedy decoding, step by step through the state, spells without a mistake."""
+    """Return the share of numbers that greedy decoding, step by step through the state, spells without a mistake."""
     model.eval()
     right = 0
     for (src, lengths, trg), start in zip(make_batches(tokenizer, numbers, 64), range(0, len(numbers), 64)):

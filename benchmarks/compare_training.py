@@ -55,7 +55,7 @@ class Result:
 
 
 def sides_of(device: torch.device) -> list[str]:
-    """Those that there are instructions for."""
+    """Return the sides that the device has instructions for."""
     bf16 = device.type == "cuda" or multiplies_bf16()
     return [side for side, settings in SIDES.items() if bf16 or settings["amp"] == "off"]
 

@@ -50,7 +50,7 @@ Side = Callable[[], list[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One side of one search: seconds of each round, BLEU, and the share of lines that are as ours."""
+    """Result of one side of a search: seconds per round, BLEU, and the share of lines equal to ours."""
 
     search: str
     precision: str
@@ -61,7 +61,7 @@ class Result:
 
 
 def ours(run_folder: str, lines: list[str], config: GenerationConfig, workers: int) -> Side:
-    """The lines by the translator, so many batches at a time."""
+    """Translate the lines with Translator, this many batches at a time."""
     trained = load_trained(run_folder)
     trained.model.requires_grad_(False)
 
@@ -73,8 +73,8 @@ def ours(run_folder: str, lines: list[str], config: GenerationConfig, workers: i
 
 
 def peer(folder: Path, config: GenerationConfig, precision: str, tokens: int, threads: int, batches: int) -> Side:
-    """The lines that :func:`write_pieces` wrote, by CTranslate2 from the folder that `export` wrote: so many batches at
-    a time, with so many threads each."""
+    """Translate the file of :func:`write_pieces` with CTranslate2, from the folder of `export`, with this many
+    batches at a time and threads per batch."""
     import ctranslate2
 
     compute_type = {"fp32": "float32", "int8": "int8_float32"}[precision]
@@ -138,7 +138,7 @@ def compare(
 
 
 def summary(results: list[Result], lines: int) -> str:
-    """A table: lines per second, and how many times faster ours is."""
+    """Return a table: lines per second, and how many times faster ours is."""
     rows = ["| search | precision | side | lines/s | ours is faster by | BLEU | lines as ours |", "| --- " * 7 + "|"]
     for key, group in itertools.groupby(results, lambda result: (result.search, result.precision)):
         own = list(group)

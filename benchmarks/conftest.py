@@ -1,4 +1,4 @@
-"""The ``versus`` fixture: one case of one benchmark, ours beside its peers, recorded by pytest-benchmark."""
+"""Fixture ``versus``: one case of a benchmark, ours beside its peers, recorded by pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
-    """CUDA where there is one, else CPU: one of them a run, so that neither disturbs the other."""
+    """Return CUDA if there is a GPU, else the CPU; a run uses only one of them."""
     if (request.param == "cuda") != torch.cuda.is_available():
         pytest.skip("benchmarks run on CUDA where there is one, else on CPU")
     return request.param
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def versus(benchmark: Any, request: pytest.FixtureRequest, device: str) -> Callable[..., Comparison]:
-    """Compare ours with peers and record it: times, ratios, bytes, operations and shares of the ceilings."""
+    """Compare ours with peers and record times, ratios, bytes, operations and shares of the limits."""
 
     def run(
         make_inputs: Callable[[], Inputs],

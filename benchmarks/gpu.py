@@ -67,7 +67,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def steps(out: Path, resume: bool = False) -> list[Step]:
-    """All steps, the most valuable first."""
+    """Return all steps, most valuable first."""
     python = sys.executable
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     record = str(out / "benchmarks.json")
@@ -117,8 +117,11 @@ def run(step: Step, out: Path, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def _ended(step: Step, stream: TextIO, environment: dict[str, str]) -> str:
-    """At its limit a step is interrupted, as by Ctrl-C, so that pytest still writes its record; then its whole process
-    group is killed: no worker may stay on the GPU."""
+    """Run a step and return its outcome as text.
+
+    At its time limit the step is interrupted, as by Ctrl-C, so that pytest still writes its record. Then its whole
+    process group is killed, so that no worker stays on the GPU.
+    """
     process = subprocess.Popen(
         step.command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -164,8 +167,8 @@ def run_all(todo: list[Step], out: Path, outcomes: dict[str, dict], minutes: flo
 
 
 def gpu_obstacle() -> str | None:
-    """The reason why the steps would run without a GPU; None where torch sees one. Asked in another process, since one
-    that has looked for a GPU keeps it."""
+    """Reason why the steps would run without a GPU; None if torch sees one. Asked in another process, because a
+    process that has used a GPU keeps it."""
     code = "import torch; print(torch.__version__, torch.cuda.device_count())"
     asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if asked.returncode:

@@ -42,7 +42,7 @@ class Comparison:
     peak_memory: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def ratio(self, peer: str, ours: str = "ours") -> float:
-        """Time of the peer over that of ours."""
+        """Time of the peer divided by our time."""
         return self.device[peer].median / self.device[ours].median
 
 
@@ -117,7 +117,7 @@ def _compare_on_cuda(
 
 
 def _captured(work: Callable[[], None], result: Comparison, name: str) -> Callable[[], None] | None:
-    """The work as a CUDA graph; where it cannot be captured, why."""
+    """Return the work as a CUDA graph, or the reason why it cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:

@@ -31,7 +31,7 @@ class Bar(NamedTuple):
 
 
 def record(folder: str, case: str) -> dict[str, float]:
-    """A case's ratios by peer, from the table of a record: how many times as fast as it ours is."""
+    """Ratios of a case by peer, from the table of a record: how many times as fast as the peer ours is."""
     head: list[str] = []
     for line in (RESULTS / folder / "benchmarks.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -47,7 +47,7 @@ def record(folder: str, case: str) -> dict[str, float]:
 
 
 def groups() -> dict[str, list[Bar]]:
-    """Parts of the picture: titles, and bars from the slowest peer to ours without padding."""
+    """Return the parts of the picture: titles, and bars from the slowest peer to ours without padding."""
     attention = record("cpu", "attention: sentences-b64h8kmax-p0.1-float32-train")
     step = record("cpu-model", "training_step: base-b16-l64")
     return {
@@ -78,7 +78,7 @@ def draw() -> str:
 
 
 def drawn(rows: list[Bar], y: int) -> list[str]:
-    """The bars of a group, the first at y, on a scale of their own."""
+    """Return the bars of a group, the first at y, with the group's scale."""
     parts: list[str] = []
     unit = (WIDTH - LEFT - SCALE_END) / max(row.times for row in rows)
     for row in rows:
@@ -99,7 +99,7 @@ def svg(parts: list[str], height: int, style: str, width: int = WIDTH) -> str:
 
 
 def said(times: float) -> str:
-    """A ratio with two digits, as the README has it."""
+    """Return a ratio with two digits, as the README shows it."""
     return f"{times:.0f}" if times >= 10 else f"{times:.1f}"
 
 

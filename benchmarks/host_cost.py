@@ -38,7 +38,7 @@ ROUNDS, CALLS = 400, 20
 
 
 class DoesNothing:
-    """In place of the launcher of a compiled kernel."""
+    """Replacement of a compiled kernel's launcher that does nothing."""
 
     def __init__(self, source: object, metadata: object) -> None:
         pass
@@ -83,7 +83,7 @@ def least(call: Callable[[], object], device: str) -> float:
 
 @contextmanager
 def recorded(started: list[tuple]):
-    """Inside, every launch goes Triton's own way, and what its launcher gets is written down."""
+    """Context in which every launch goes through Triton, and the arguments of its launcher are recorded."""
     run, enabled = CompiledKernel.run, launch_cache.enabled
 
     def recording(kernel: CompiledKernel) -> Callable[..., object]:
@@ -104,7 +104,7 @@ def recorded(started: list[tuple]):
 
 
 def bare_launches(call: Callable[[], object], device: str) -> float:
-    """Microseconds of the driver calls of one call, and nothing else."""
+    """Return the microseconds of the driver calls of one call."""
     started: list[tuple] = []
     call()  # what is derived from a mask is kept
     with recorded(started):

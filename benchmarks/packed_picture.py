@@ -1,4 +1,4 @@
-"""Draws the picture of docs/packed.md: a padded batch, its tokens alone, and the time of a training step of each.
+"""Picture of docs/packed.md: a padded batch, its tokens without padding, and the times of a training step of each.
 
 python benchmarks/packed_picture.py
 """
@@ -31,7 +31,7 @@ def bars() -> list[Bar]:
 
 
 def padded(top: int) -> list[str]:
-    """One row per sentence."""
+    """Draw one row per sentence."""
     parts = []
     for number, length in enumerate(LENGTHS):
         y, kind = top + number * ROW, "token" if number % 2 else "other"
@@ -41,7 +41,7 @@ def padded(top: int) -> list[str]:
 
 
 def packed(top: int) -> list[str]:
-    """The sentences one after the other."""
+    """Draw the sentences one after the other."""
     parts, start = [], 0
     for number, length in enumerate(LENGTHS):
         kind, end = "token" if number % 2 else "other", start + length

@@ -98,7 +98,7 @@ def measured_limits(rounds: int = 5) -> Limits:
 
 
 def step_work(case: Case) -> Work:
-    """Of a step in the middle of the answer: half of its length is in the cache."""
+    """Work of a step in the middle of the answer: half of the answer is in the cache."""
     size, rows = SIZES[case.size], case.batch * (1 if case.search == "greedy" else BEAM)
     d = size.d_model
     weights = size.layers * (6 * d * d + 2 * d * size.d_ff) + VOCAB * d
@@ -108,7 +108,7 @@ def step_work(case: Case) -> Work:
 
 
 def first_work(case: Case) -> Work:
-    """Of the encoder, the keys and values of the source, and one step without those of an answer."""
+    """Work of the encoder, of the keys and values of the source, and of one step without a cache."""
     size, tokens = SIZES[case.size], case.batch * case.length
     d, step = size.d_model, step_work(case)
     weights = size.layers * (6 * d * d + 2 * d * size.d_ff)
@@ -119,7 +119,7 @@ def first_work(case: Case) -> Work:
 
 
 def shares(call: Callable[[], Any]) -> dict[str, float]:
-    """Seconds of each kind of op in one call; the rest is what runs between the ops."""
+    """Return the seconds of each kind of op in one call; the rest is spent between the ops."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         started = time.perf_counter()
         call()
@@ -134,7 +134,7 @@ def shares(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def profile(case: Case, names: list[str], rounds: int, limits: Limits) -> dict[str, Any]:
-    """One case: for each side the times, the least they can be, and the shares."""
+    """Profile one case: times per side, their lower bounds, and the shares."""
     sides, src = ways(case, "cpu", uncached=False), sources(case, "cpu")
     once = ways(case._replace(length=1), "cpu", uncached=False)  # one step: the encoder, and what is done once
     found: dict[str, Any] = {"case": case._asdict(), "sides": {}}

@@ -74,7 +74,7 @@ def make_batches(tokenizer: Tokenizer, source: list[str], target: list[str], siz
 
 
 def endless(batches: list[Batch], seed: int) -> Iterator[Batch]:
-    """All batches in a new order, again and again; the same for everybody with this seed."""
+    """Yield all batches in a new order, again and again; the order depends on the seed only."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         for index in torch.randperm(len(batches), generator=generator).tolist():
@@ -101,7 +101,7 @@ class Contestant:
         self.track = Track(name, sum(p.numel() for p in model.parameters()))
 
     def train(self, seconds: float) -> float:
-        """Updates for so many seconds of the process, one at least; the mean of their losses."""
+        """Update for this many CPU seconds, at least once; return the mean of the losses."""
         self.model.train()
         track, losses, began, before = self.track, [], time.process_time(), self.track.seconds
         while not losses or time.process_time() - began < seconds:
@@ -139,7 +139,7 @@ def race(contestants: list[Contestant], valid: list[Batch], seconds: float, turn
 
 
 def draw(tracks: list[Track], path: Path) -> None:
-    """Validation loss against time, and tokens per second beside it."""
+    """Draw validation loss against time, and tokens per second."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), layout="constrained", facecolor=PAPER)

@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def machine(info: dict[str, Any]) -> str:
-    """One line: on what all this was measured."""
+    """Return one line about the machine of the measurements."""
     limits = info["ceilings"]
     where = info["gpu"] or f"{info['cpu'].get('brand_raw', 'CPU')}, {info['threads']} threads"
     if info.get("kernels"):

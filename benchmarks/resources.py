@@ -23,7 +23,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "static"
 
 
 def resources() -> Iterable[dict[str, object]]:
-    """A row for every config of every attention kernel on every architecture."""
+    """Return a row per config of every attention kernel and architecture."""
     for arch, launch in cases():
         if not launch.name.startswith("attention"):
             continue
@@ -44,7 +44,7 @@ def resources() -> Iterable[dict[str, object]]:
 
 
 def markdown(kernels: list[dict[str, object]]) -> str:
-    """The record as a table."""
+    """Return the record as a table."""
     text = "# Resources of the attention kernels\n\nMade by `python benchmarks/resources.py`. "
     text += "programs: how many fit on a multiprocessor; occupancy: the share of its warps they fill.\n\n"
     head = list(kernels[0])

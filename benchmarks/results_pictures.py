@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
 @functools.cache
 def record(folder: str) -> dict[str, dict[str, float]]:
-    """Return the ratios of a record by case and peer, with all their digits: how many times as fast as it ours is."""
+    """Return the ratios of a record by case and peer, with all digits: how many times as fast as the peer ours is."""
     cases = json.loads((RESULTS / folder / "benchmarks.json").read_text())["benchmarks"]
     return {report.title(case): case["extra_info"].get("ratios", {}) for case in cases}
 

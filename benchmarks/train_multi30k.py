@@ -78,7 +78,7 @@ def folder_of(args: argparse.Namespace, side: str, seed: int) -> Path:
 
 
 def settings(args: argparse.Namespace, side: str, seed: int) -> TrainConfig:
-    """The recipe on the data, with the budget as its end."""
+    """Return the recipe on the data, with the budget as time limit."""
     texts = {
         name: str(args.data / file)
         for name, file in (
@@ -159,7 +159,7 @@ def progress_of(folder: Path) -> dict[str, Any]:
 
 
 def write_record(args: argparse.Namespace) -> dict[str, Any]:
-    """Record and picture of what there is by now; returns the record."""
+    """Write the record and the picture of the current results; return the record."""
     results: dict[str, dict[str, Any]] = {side: {} for side in SIDES}
     for side in SIDES:
         for seed in args.seeds:

@@ -21,7 +21,7 @@ NOT_EXECUTED = "not executed"
 
 @dataclass
 class Recorded:
-    """A launch of a case, and those of its mutants that change the launch.
+    """A launch of a case, and those of its mutants that change its result.
 
     Args:
         launch: a RecordedLaunch, pickled.
@@ -35,7 +35,7 @@ class Recorded:
 
 
 def record_case(name: str, arch: int) -> list[Recorded]:
-    """The launches of a case, one of each kernel."""
+    """Record the launches of a case, one per kernel."""
     with emulated_backend(arch), mutants.recorded() as launches:
         cases()[name].check()
     return [recorded(launch) for launch in {launch.ptx: launch for launch in launches}.values()]

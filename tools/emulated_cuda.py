@@ -29,7 +29,7 @@ EXECUTOR = ctypes.CFUNCTYPE(
 
 @contextmanager
 def emulated_cuda(arch: int = 80, **options: Any) -> Iterator[tuple[SimpleNamespace, Report, set[str]]]:
-    """The operators of csrc/cuda, whose kernels are those that nvcc compiles for a compute capability.
+    """Operators of csrc/cuda whose kernels are compiled by nvcc for a compute capability and run in the emulator.
 
     Their tensors must be made inside. Grids are cut to three blocks, so that kernels walk their loops.
 
@@ -78,7 +78,7 @@ def emulated_cuda(arch: int = 80, **options: Any) -> Iterator[tuple[SimpleNamesp
 
 
 def all_kernels() -> set[str]:
-    """The kernels of csrc/cuda without their types: "csrc/cuda encode_kernel"."""
+    """Return the kernels of csrc/cuda without their types: "csrc/cuda encode_kernel"."""
     return {short_name(name) for name in _kernels(80)}
 
 

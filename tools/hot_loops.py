@@ -16,7 +16,7 @@ _LOCAL = ("LDL", "STL")
 
 
 class NoHotLoopError(ValueError):
-    """A kernel whose products are not in loops, or not of tensor cores."""
+    """Error: a kernel has no loop with products of tensor cores."""
 
 
 @dataclass(frozen=True)

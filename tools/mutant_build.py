@@ -36,7 +36,7 @@ class Libraries:
         os.environ["TRANSFORMER_FAST_CUDA"] = "0"
 
     def prepare(self, rows: Sequence[Fault]) -> None:
-        """Compile what is older than its sources, and put the libraries into the tree."""
+        """Compile libraries that are older than their sources, and copy them to the tree."""
         self._write_sources(rows)
         # Once: the kernels of a faulty build must fit the module, which is told by a digest of their sources.
         setup = setup_names(self.sources)
@@ -49,7 +49,7 @@ class Libraries:
         self.take_out()
 
     def plant(self, name: str) -> None:
-        """Compile what a file of the tree is part of, and put the libraries into the tree.
+        """Compile the libraries that contain a file of the tree, and copy them to the tree.
 
         Raises:
             Unfit: the compiler refuses it.
@@ -69,7 +69,7 @@ class Libraries:
             shutil.copy2(self.kept / _library(extension), self.tree / _library(extension))
 
     def _write_sources(self, faults: Sequence[Fault]) -> None:
-        """Write what has changed of the sources with switches."""
+        """Write the sources with switches that have changed."""
         files = [self.tree / "setup.py", *(file for file in (self.tree / "csrc").rglob("*") if file.is_file())]
         names = [str(file.relative_to(self.tree)) for file in files]
         for name in names:
@@ -88,7 +88,7 @@ class Libraries:
         return any(not file.exists() or file.stat().st_mtime > compiled.stat().st_mtime for file in parts)
 
     def _parts(self, extension: Any, source: str) -> set[Path]:
-        """The files that an object was compiled from."""
+        """Return the files from which an object was compiled."""
         text = _object(self.objects, extension, source).with_suffix(".d").read_text()
         names = text.replace("\\\n", " ").partition(":")[2].split()
         return {Path(os.path.normpath(self.sources / name)) for name in names}

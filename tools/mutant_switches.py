@@ -1,4 +1,4 @@
-"""Faults of C++ behind switches: one build has all, and the variable ``PLANTED`` of a process says which is on."""
+"""C++ faults behind switches: one build contains all, and the environment variable ``PLANTED`` turns one on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Piece = tuple[int, int, str]  # where the text begins and ends, and what takes i
 
 
 def number_of(fault: Fault) -> int:
-    """The value of ``PLANTED`` for a fault: the same while its text is, so that nothing is compiled for other tests."""
+    """Value of ``PLANTED`` for a fault; it depends on the fault's text only, so that other tests compile nothing."""
     return zlib.crc32(repr((fault.path, fault.old, fault.new)).encode())
 
 
 def switched(text: str, faults: Iterable[Fault]) -> tuple[str, list[Fault]]:
-    """The text of a file with those of its faults that a switch can turn on, and these."""
+    """Return the text of a file with those of its faults that a switch can turn on, and these faults."""
     pieces: list[Piece] = []
     chosen = []
     for fault in faults:
@@ -37,7 +37,7 @@ def switched(text: str, faults: Iterable[Fault]) -> tuple[str, list[Fault]]:
 
 
 def switch(text: str, fault: Fault) -> Piece | None:
-    """The expression or the statement that a fault changes, and both forms of it with the switch between them.
+    """Return the expression or statement that a fault changes, and both forms of it with the switch between them.
 
     None where it is neither: a constant, several elements of a list, an if without its else.
     """
@@ -85,7 +85,7 @@ def _start(text: str, first: int, last: int) -> int:
 
 
 def _end(text: str, first: int, last: int) -> int:
-    """End of it."""
+    """Return the end of an expression or statement."""
     if text[first:last].rstrip().endswith(";"):
         return last
     depth = 0
@@ -98,7 +98,7 @@ def _end(text: str, first: int, last: int) -> int:
 
 
 def _opening(text: str, place: int) -> str:
-    """The bracket that is open at a place."""
+    """Return the open bracket at a position."""
     depth = 0
     for c in reversed(text[:place]):
         depth += (c in CLOSED) - (c in OPEN)

@@ -32,7 +32,7 @@ Run = tuple[list[str], dict[str, str]]  # arguments of pytest, and what its envi
 
 
 class Tree:
-    """A copy of the sources in which faults are planted, and its libraries as they are without them."""
+    """Copy of the sources in which faults are planted, with its libraries as built without faults."""
 
     def __init__(self, folder: Path, workers: str) -> None:
         self.path, self.workers, self.servers = folder / "tree", workers, {}
@@ -43,13 +43,13 @@ class Tree:
         self.environment = {**variables, "PATH": path, "PYTHONPATH": str(self.path), "OMP_NUM_THREADS": "1"}
 
     def prepare(self, rows: Iterable[Fault]) -> None:
-        """Bring the sources up to date, and compile what is older than they are."""
+        """Update the sources, and compile libraries that are older than their sources."""
         mirror(ROOT, self.path, lambda folder, names: ignored(str(ROOT / folder), names))
         self.libraries.prepare(rows)
 
     @contextmanager
     def planted(self, row: Fault) -> Iterator[None]:
-        """Plant a fault, and take it out.
+        """Context in which a fault is planted in the tree.
 
         Raises:
             Unfit: it cannot be planted, or not built.
@@ -76,7 +76,7 @@ class Tree:
                 self.libraries.take_out()
 
     def pytest(self, runs: Iterable[Run], seconds: float) -> str:
-        """The first test that fails, or what happened instead; "" where all pass.
+        """Return the first test that fails, or another outcome as text; "" if all pass.
 
         Raises:
             Unfit: pytest cannot run them, or there are none.
@@ -95,7 +95,7 @@ class Tree:
         return ""
 
     def failing(self, tests: set[str], seconds: float) -> set[str]:
-        """Run some tests in the tree as it is, and return those that fail."""
+        """Run some tests in the unchanged tree, and return those that fail."""
         found: set[str] = set()
         for names, variables in split(sorted(tests)):
             _, output = self._run_pytest(names, variables, seconds)
@@ -103,7 +103,7 @@ class Tree:
         return found
 
     def _run_pytest(self, arguments: list[str], variables: dict[str, str], seconds: float) -> tuple[int | None, str]:
-        """The exit code, which is None where it took longer, and the output. Folders run in as many processes as there
+        """Return the exit code (None after the time limit) and the output. Folders run in as many processes as there
         are workers."""
         folders = any((self.path / name).is_dir() for name in arguments)
         workers = self.workers if folders and self.workers != "1" else "0"
@@ -144,7 +144,7 @@ class Server:
 
 
 def mirror(source: Path, target: Path, ignore: Ignore) -> None:
-    """Copy files that differ in size or time, which they keep, and delete those that are not in `source`."""
+    """Copy files that differ in size or time, with their times, and delete files that are not in `source`."""
     wanted = set(files_of(source, ignore))
     for name in wanted:
         old, new = source / name, target / name
@@ -156,7 +156,7 @@ def mirror(source: Path, target: Path, ignore: Ignore) -> None:
 
 
 def files_of(root: Path, ignore: Ignore) -> Iterator[str]:
-    """The files below a folder, by their paths from there; `ignore(folder, names)` says what is left out of one."""
+    """Return the files below a folder, by relative path; `ignore(folder, names)` returns the names to leave out."""
     for folder, folders, names in os.walk(root):
         own = os.path.relpath(folder, root)
         left_out = ignore(own, [*folders, *names])
@@ -169,7 +169,7 @@ def _size_and_time(file: Path) -> tuple[int, int]:
 
 
 def split(tests: Iterable[str]) -> list[Run]:
-    """The tests in Triton's interpreter by themselves."""
+    """Split off the tests in Triton's interpreter."""
     others = [test for test in tests if not test.startswith(INTERPRETED)]
     interpreted = [test for test in tests if test.startswith(INTERPRETED)]
     return [run for run in ((others, {}), (interpreted, {"TRITON_INTERPRET": "1"})) if run[0]]

@@ -59,7 +59,7 @@ print("it works")
 
 @dataclasses.dataclass(frozen=True)
 class Stranger:
-    """A new environment that has the wheel.
+    """A new environment with the wheel.
 
     Attributes:
         python: its Python.
@@ -99,12 +99,12 @@ def output(command: list[str], cwd: Path = ROOT, accepted: tuple[int, ...] = (0,
 
 
 def check_use(stranger: Stranger, folder: Path) -> None:
-    """The program above, in an empty folder."""
+    """Run the program SMOKE in an empty folder."""
     said = output([str(stranger.python), "-c", SMOKE, stranger.extension], folder)
     if not said.endswith("it works\n"):
         raise Failed(said)
     if not stranger.extension and f"there is no C++ extension for torch {UNKNOWN.rpartition('.')[0]} with" not in said:
-        raise Failed(f"it does not say what is missing: {said}")
+        raise Failed(f"expected a message that the extension is missing, got: {said}")
 
 
 def check_verify(stranger: Stranger, folder: Path) -> None:

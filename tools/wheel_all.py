@@ -81,7 +81,7 @@ def headers_of(minor: str, python: str) -> Torch:
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """Of a wheel of torch: its headers, the names in its libraries, and its version."""
+    """Unpack a wheel of torch: return its headers, the names in its libraries, and its version."""
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=folder) as temporary:
         headers = [name for name in archive.namelist() if name.startswith("torch/include/")]
         archive.extractall(folder, headers)
@@ -108,14 +108,14 @@ def write_symbols(libraries: list[str], file: Path) -> None:
 
 
 class Plan:
-    """The work of ninja: the text of its file, and the libraries that it makes."""
+    """Work of ninja: the text of its build file, and the libraries that it makes."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.setup, self.module_extension, self.made = setup, setup["module_extension"](), []
         self.lines = [f"builddir = {FOLDER}", f"compiler = {os.environ.get('CXX', 'c++')}{RULES}"]
 
     def library(self, name: str, sources: list[str], flags: list[str], link: list[str]) -> Path:
-        """Add a library that is compiled of these sources."""
+        """Add a library that is compiled from these sources."""
         objects = []
         for source in sources:
             path = ROOT / source  # that of a unit is absolute
@@ -127,7 +127,7 @@ class Plan:
         return target
 
     def kernels(self, headers: Torch) -> None:
-        """Add the kernels of every instruction set, or of those that TRANSFORMER_FAST_CPU_SETS asks for."""
+        """Add the kernels of every instruction set, or of those in TRANSFORMER_FAST_CPU_SETS."""
         config = self._config(headers)
         for name in self.setup["instruction_sets"](os.environ.get("TRANSFORMER_FAST_CPU_SETS", "all")):
             flags, _ = self.setup["known_sets"]()[name]

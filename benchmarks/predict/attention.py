@@ -1,4 +1,4 @@
-"""The launches of the attention benchmark's cases, compiled, with what each of their programs does."""
+"""Compiled launches of the attention benchmark's cases, and the work of each of their programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4}
 
 
 def parameters(case: Case, packed: bool, device: str = META) -> AttentionParams:
-    """The arguments of a case, as the launchers take them."""
+    """Return the arguments of a case for the launchers."""
     params = AttentionParams(scale=case.D**-0.5)
     if case.dropout_p:
         params = replace(params, dropout_p=case.dropout_p, seed=number(7, device))
@@ -108,7 +108,7 @@ def _classes(B: int, m: int, n: int, tile: tuple[int, int], lengths: torch.Tenso
 
 
 def _steps(classes: torch.Tensor, over_keys: bool) -> list[list[Steps]]:
-    """Of every batch, for each of its tiles of queries or of keys."""
+    """Yield the steps of every batch, for each of its tiles of queries or of keys."""
     across = 1 if over_keys else 2
     full, masked = ((classes == kind).sum(across).tolist() for kind in (FULL, PARTIAL))
     return [[Steps(f, m) for f, m in zip(*rows, strict=True)] for rows in zip(full, masked, strict=True)]
@@ -131,7 +131,7 @@ def moved(case: Case, kernel: str, packed: bool) -> int:
 
 @contextmanager
 def tiles(case: Case, packed: bool, overrides: Mapping[str, AttentionConfig]) -> Iterator[None]:
-    """The table of tiles with other entries for the kernels of a case, whether its bits of dropout are kept or not."""
+    """Context with other tile-table entries for the kernels of a case, with and without kept dropout bits."""
     keys = {
         (kernel, ARCHITECTURE, case.dtype.itemsize * 8, max(32, case.D), kind): c
         for kernel, c in overrides.items()

@@ -1,4 +1,5 @@
-"""Published by predicted speed of a kernel that others have measured: what every prediction is multiplied by.
+"""Calibration: measured speed of a published kernel divided by its predicted speed; all predictions are multiplied
+by it.
 
 The kernel is :mod:`.calibration_kernel`, compiled and replayed as all others are. Those who published figures took the
 fastest of some tiles, and so does this. Their kernel is Triton's tutorial, which does the same in the same order; on an
@@ -50,7 +51,7 @@ TILES = ((64, 128, 4, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 3))
 
 @dataclass(frozen=True)
 class Calibration:
-    """Predicted without a factor, in FLOP/s, and what was published for it."""
+    """Predicted speed without the factor, in FLOP/s, and the published speed."""
 
     published: Published
     tile: tuple[int, int, int, int]
@@ -62,7 +63,7 @@ class Calibration:
 
 
 def launch(head_dim: int, tile: tuple[int, int, int, int], device: str = META) -> Launch:
-    """The launch on a device; on META without contents."""
+    """Return the launch on a device; on META its tensors have no contents."""
     queries, keys, warps, stages = tile
     shape = BATCH_HEADS, LENGTH, head_dim
     q, k, v = (values(*shape, dtype=torch.float16, device=device) for _ in range(3))
@@ -94,7 +95,7 @@ def speed(head_dim: int, tile: tuple[int, int, int, int], machine: Machine = H10
 
 
 def calibrate(say: Callable[[str], None] = lambda line: None, machine: Machine = H100) -> list[Calibration]:
-    """The fastest tile for every published figure."""
+    """Return the fastest tile for every published figure."""
     found = []
     for published in PUBLISHED:
         speeds = {}
@@ -107,5 +108,5 @@ def calibrate(say: Callable[[str], None] = lambda line: None, machine: Machine =
 
 
 def factor(calibrations: list[Calibration]) -> Range:
-    """The smallest and the largest of them."""
+    """Return the smallest and the largest factor."""
     return Range(min(c.factor.low for c in calibrations), max(c.factor.high for c in calibrations))

@@ -1,4 +1,4 @@
-"""Measured beside predicted: by case, and the factor of the calibration that the measurements give."""
+"""Measured times beside predicted ones: by case, and the calibration factor that the measurements give."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORTEST = 1e-5
 
 @dataclass(frozen=True)
 class TimedLaunch:
-    """A launch as it ran: the name of its kernel, and its time in a replayed CUDA graph."""
+    """A launch that ran: the name of its kernel, and its time in a replayed CUDA graph."""
 
     name: str
     timing: Timing
@@ -27,7 +27,7 @@ class TimedLaunch:
 
 @dataclass(frozen=True)
 class Found:
-    """The middle of some ratios, the range that eight of ten of them lie in, and of how many."""
+    """Median of ratios, the range of the middle 80 %, and their number."""
 
     median: float
     low: float
@@ -43,7 +43,7 @@ class Found:
 
 
 def entry(twin: Twin, whole: Timing, launches: list[TimedLaunch], clock: int | None = None) -> dict:
-    """A measured case as measured.json has it.
+    """Return a measured case in the form of measured.json.
 
     Args:
         twin: the case with its predictions.
@@ -70,8 +70,10 @@ def _beside(measured: Timing, predicted: Range) -> dict:
 
 
 def _launch(predicted: PredictedLaunch, timed: TimedLaunch) -> dict:
-    """With the factor, in speed, that would have predicted it, of launches with products that take longer than their
-    bytes; and with the speed of a copy that would have, of launches that take as long as their bytes. Else None."""
+    """Return the factor that predicts the speed of a launch with products that takes longer than its bytes; for a
+    launch that takes as long as its bytes, the speed of a copy that predicts it. Else None.
+
+    """
     own = timed.timing.median - H100.gap
     as_predicted = timed.name == predicted.name
     says = as_predicted and max(predicted.replayed, predicted.copied) >= SHORTEST and own > 0
@@ -131,7 +133,7 @@ def notes(record: dict, machine: dict, launches: list[dict]) -> list[str]:
 
 
 def advice(record: dict, machine: dict, found: dict) -> str:
-    """One sentence: which assumptions to change, and to what."""
+    """Return one sentence: the assumptions to change, with new values."""
     if not is_h100(machine):
         return "Change no assumption by these measurements: the table is of an H100 SXM."
     changes = []
@@ -174,7 +176,7 @@ def markdown(made: dict) -> str:
 
 
 def cells(e: dict) -> list[str]:
-    """A row of the table."""
+    """Return the cells of a row of the table."""
     if "error" in e:
         return [e["case"], "failed", "", "", "", "", e["error"].replace("|", "\\|")]
     measured = e["measured"]

@@ -1,4 +1,4 @@
-"""A launch's programs on all multiprocessors: which runs where and when, from how long each takes."""
+"""Schedule of a launch's programs on all multiprocessors: place and time of each, from their durations."""
 
 from __future__ import annotations
 

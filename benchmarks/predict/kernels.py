@@ -48,7 +48,7 @@ class Kernel:
         return self.flow.walk()
 
     def resident(self) -> tuple[int, str]:
-        """(programs that fit on a multiprocessor, what there is too little of for one more)."""
+        """Return (programs that fit on a multiprocessor, the resource that limits them)."""
         programs, _, scarce = MULTIPROCESSORS[CAPABILITY].occupancy(self.registers, self.shared, self.warps)
         return programs, scarce
 
@@ -106,13 +106,13 @@ class Walked:
     loops: tuple[int, ...] = ()
 
     def at_most(self, steps: int) -> Walked:
-        """The same with at most so many steps of the first loop."""
+        """Return the work with at most this many steps of the first loop."""
         return Walked((min(steps, self.loops[0]), *self.loops[1:])) if self.loops else self
 
 
 @cache
 def durations(kernel: Kernel, most: int, machine: Machine) -> Durations:
-    """The same for all launches of a kernel, so that nothing is replayed twice."""
+    """Durations, cached for all launches of a kernel, so that nothing is replayed twice."""
     return Durations(kernel, most, machine)
 
 
@@ -138,8 +138,8 @@ class Durations:
         self._known: dict[tuple[Steps | Walked, int], float] = {}
 
     def cycles(self, work: Steps | Walked, resident: int) -> float:
-        """Of one program while `resident` of the same work share the multiprocessor: replayed for 1 and for as many as
-        fit, in between on a line."""
+        """Cycles of a program while `resident` programs of equal work share the multiprocessor: replayed for 1 and
+        for the largest number, interpolated in between."""
         if (work, resident) not in self._known:
             cycles = self._cycles(work, self.most)
             if resident < self.most:
@@ -149,20 +149,20 @@ class Durations:
         return self._known[work, resident]
 
     def step(self, masked: bool = False, resident: int | None = None) -> Replay:
-        """A replay of the main loop alone, as many programs as fit."""
+        """Replay the main loop alone, with as many programs as fit."""
         walk = self.kernel.walk
         return self._replay(("step", masked), walk.masked if masked else walk.full, resident or self.most)
 
     def whole(self, work: Steps | Walked) -> Replay:
-        """The replay of whole programs of one kind of work, as many as fit."""
+        """Replay whole programs of one kind of work, as many as fit."""
         self._cycles(work, self.most)
         if isinstance(work, Walked):
             work = work.at_most(2 * self.COUNTED)
         return self._replays[work, self.most]
 
     def busiest(self, works: Sequence[Steps | Walked]) -> Replay:
-        """The replay that says most of a launch: of the main loop where programs take more than a few steps of it, else
-        of the whole program that most programs are like."""
+        """Return the replay that represents a launch: of the main loop if programs take more than a few steps of it,
+        else of the most frequent whole program."""
         steps = [work for work in works if isinstance(work, Steps) and work.full + work.masked > 0]
         common = Counter(steps).most_common(1)[0][0] if steps else works[0]
         if steps and sum(work.full + work.masked for work in steps) > self.REPLAYED * len(steps):

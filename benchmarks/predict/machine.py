@@ -1,4 +1,4 @@
-"""The H100 that predictions are made for: one table with everything that is assumed, and where each number is from."""
+"""The H100 of the predictions: one table with every assumption and its source."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Multiprocessor:
     programs: int = 32
 
     def occupancy(self, registers: int, shared: int, warps: int) -> tuple[int, float, str]:
-        """Of programs of `warps` warps with so many registers a thread and bytes of shared memory: (how many fit, the
-        share of the warps they fill, what there is too little of for one more)."""
+        """Return (number of programs that fit, share of the warps that they fill, limiting resource) for programs of
+        `warps` warps with this many registers per thread and bytes of shared memory."""
         a_warp = -(-registers * 32 // 256) * 256  # registers are given out 256 to a warp
         a_program = -(-(shared + 1024) // 128) * 128  # 1 KB is the system's own, in every program
         fits = {

@@ -37,7 +37,7 @@ WHOLE = "ours"
 
 
 def storages(launches: Iterable[Launch]) -> list[Tensor]:
-    """Every tensor of the launches once, flat, whatever views of it they take."""
+    """Return the storage of every tensor of the launches once, as a flat tensor."""
     found = {}
     for launch in launches:
         for value in launch.arguments.values():
@@ -48,7 +48,7 @@ def storages(launches: Iterable[Launch]) -> list[Tensor]:
 
 
 def timed(twin: Twin, device: str = "cuda", seconds: float = 0.1) -> tuple[Timing, list[TimedLaunch]]:
-    """Times of the launches of a case together, and of each alone.
+    """Return the times of a case's launches together, and of each launch by itself.
 
     Raises:
         RuntimeError: a launch fails, cannot be captured, or leaves a result that is not finite.
@@ -59,7 +59,7 @@ def timed(twin: Twin, device: str = "cuda", seconds: float = 0.1) -> tuple[Timin
     def make_inputs() -> Inputs:
         launches = twin.make(device)
         tensors = storages(launches)
-        run(launches, tensors[0])  # a launch alone finds what the ones before it leave
+        run(launches, tensors[0])  # so that each single launch finds the results of earlier ones
         return launches, tensors
 
     def check(inputs: Inputs) -> None:
@@ -83,7 +83,7 @@ def timed(twin: Twin, device: str = "cuda", seconds: float = 0.1) -> tuple[Timin
 
 
 def measure(cases: Iterable[Twin], timer: Timer, clock: Callable[[], int | None]) -> Iterator[dict]:
-    """The entry of each case, as soon as it is known."""
+    """Yield the entry of each case as soon as it is known."""
     for twin in cases:
         try:
             yield entry(twin, *timer(twin), clock())
@@ -108,7 +108,7 @@ def machine() -> dict[str, object]:
 
 
 def smi(what: str) -> str | None:
-    """One answer of nvidia-smi; None without it."""
+    """Return one value of nvidia-smi; None without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", "--id=0"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -117,7 +117,7 @@ def smi(what: str) -> str | None:
 
 
 def clock() -> int | None:
-    """Of the multiprocessors now, in MHz; None without nvidia-smi."""
+    """Return the current clock of the multiprocessors in MHz; None without nvidia-smi."""
     digits = (smi("clocks.sm") or "").removesuffix(" MHz")
     return int(digits) if digits.isdigit() else None
 

@@ -46,7 +46,7 @@ _CONSTANT = {"LDC", "S2R", "S2UR"}
 
 
 class Kind(Enum):
-    """Kind of an instruction that the replay follows beside pipe and barriers."""
+    """Kind of an instruction that the replay treats specially, besides its pipe and barriers."""
 
     PLAIN = auto()
     COPY = auto()
@@ -60,7 +60,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Operation:
-    """An instruction for the replay.
+    """Instruction in the form that the replay takes.
 
     Args:
         kind: see :class:`Kind`.
@@ -87,7 +87,7 @@ class Operation:
 
 
 def pipe_of(instruction: Instruction) -> str:
-    """The pipe, one of :data:`PIPES`; "issue" where an instruction needs nothing else."""
+    """Return the pipe, one of :data:`PIPES`; "issue" if an instruction needs no other pipe."""
     name = instruction.name
     if instruction.is_tensor:
         return "tensor"
@@ -146,7 +146,7 @@ def cost_of(instruction: Instruction, machine: Machine = H100) -> float:
 
 
 def operation(instruction: Instruction, machine: Machine = H100) -> Operation:
-    """Convert an instruction into what the replay needs."""
+    """Convert an instruction to an Operation."""
     name, pipe, cost = instruction.name, pipe_of(instruction), cost_of(instruction, machine)
     kind, latency, count, operand_cost, memory = Kind.PLAIN, 0.0, 0, 0.0, 0.0
     if name == "HGMMA":
@@ -198,7 +198,7 @@ def operation(instruction: Instruction, machine: Machine = H100) -> Operation:
 
 
 def program_end(machine: Machine = H100) -> Operation:
-    """All warps of a program have ended, and those of the next one begin."""
+    """End all warps of a program, and begin those of the next one."""
     return Operation(Kind.BARRIER, 0, 0.0, machine.start, 1)
 
 

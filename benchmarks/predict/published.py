@@ -1,4 +1,4 @@
-"""Figures beside the predictions: the project's goals, and what others have published for an H100."""
+"""Figures beside the predictions: the project's goals, and published figures for an H100."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Goal:
         return self.unit == "us"
 
     def value_of(self, seconds: float, kernels: Sequence[Prediction]) -> float:
-        """The case's time in the goal's unit."""
+        """Return the time of the case in the goal's unit."""
         if self.unit == "us":
             return seconds * 1e6
         if self.unit == "TFLOP/s":

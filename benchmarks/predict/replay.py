@@ -142,7 +142,7 @@ def _issue(
     warp: _Warp, operation: Operation, time: float, free: list[float], busy: list[float], machine: Machine,
     arrived: list[tuple[_Warp, float]], own: int,
 ) -> list[_Warp]:  # fmt: skip
-    """The warp issues the operation at `time`; returns the warps that a barrier thereby lets go."""
+    """Let the warp issue the operation at `time`; return the warps that a barrier releases."""
     kind, pipe, cost, latency = operation.kind, operation.pipe, operation.cost, operation.latency
     done = read = time + 4
     released: list[_Warp] = []

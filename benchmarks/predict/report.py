@@ -29,7 +29,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Row:
-    """A case with what is predicted of its launches."""
+    """A case with the predictions of its launches."""
 
     case: str
     kernels: list[Prediction]
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def binding(self) -> str:
-        """Of the launch that takes longest."""
+        """Limit of the launch that takes longest."""
         return max(self.kernels, key=lambda p: p.time.middle).binding
 
     @property
@@ -65,7 +65,7 @@ def attention_names() -> list[tuple[Case, bool]]:
 
 
 def predict_all(say: Callable[[str], None], workers: int = 2) -> dict[str, object]:
-    """The record; calls `say` with a line for every case that is done."""
+    """Return the record; call `say` with a line per finished case."""
     calibrations = calibrate(say)
     by = factor(calibrations)
     say(f"published by predicted speed: {by.low:.3f} to {by.high:.3f}")
@@ -112,7 +112,7 @@ def record(calibrations: list[Calibration], found: dict[str, list[Row]]) -> dict
 
 
 def judged(goal: Goal, found: Iterable[Row]) -> dict[str, object]:
-    """A goal with what is predicted, and what binds where it is missed."""
+    """Return a goal with its prediction, and the limiting resource if it is missed."""
     row = next((row for row in found if row.case == goal.case), None)
     if row is None:
         raise ValueError(f"the goal {goal.what} is of {goal.case}, which is not predicted")
@@ -143,7 +143,7 @@ def microseconds(time: Range) -> str:
 
 
 def markdown(made: dict) -> str:
-    """The record as tables."""
+    """Return the record as tables."""
     by = made["factor"]
     text = "# Predicted for an H100\n\nMade by `make predict`, from the machine code that Triton compiles for sm_90. "
     text += "**Nothing here is measured.** How: `benchmarks/predict/README.md`.\n\n"

@@ -1,4 +1,4 @@
-"""The launches of norm, dropout and loss, with what each of their programs does."""
+"""Launches of norm, dropout and loss, and the work of each of their programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Work:
     cached: bool = False
 
     def compiled(self) -> Launched:
-        """The same compiled for an H100."""
+        """Compile the launch for an H100."""
         return Launched(compiled(self.launch), (Walked(self.loops),) * self.launch.grid, self.moved, cached=self.cached)
 
 

@@ -1,4 +1,4 @@
-"""The predicted cases as launches on a device: what is measured beside each prediction."""
+"""Predicted cases as launches on a device, which are measured beside each prediction."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def calibration_case(head_dim: int, tile: tuple[int, int, int, int], device: str
 
 
 def twins(record: dict) -> list[Twin]:
-    """Every case of predicted.json, the calibration's kernel first, then those with a goal.
+    """Yield every case of predicted.json: the calibration's kernel first, then those with a goal.
 
     Raises:
         ValueError: the record has a case that is not made here.

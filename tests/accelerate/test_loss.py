@@ -66,7 +66,7 @@ def test_a_loss_without_logits(use: Callable[[Tensor, Tensor], Tensor], bias: bo
     logits, _ = both(use, bias=bias)
     two = use is FUSED["two losses"]
     assert len(fused) == (2 if two else 1)
-    assert two or not logits.node.is_read()  # the gradients of two are added up
+    assert two or not logits.node.is_read()  # with two losses autograd reads the logits to add the gradients
 
 
 def test_the_loss_of_logits_that_were_read_is_not_fused(fused: list[Any]) -> None:

@@ -143,7 +143,7 @@ def test_no_model_is_wrong(name: str) -> None:
         before = dict(sides.report.padded_calls.reasons)
         try:
             packed.step(sides.plain, packed.batch(name, padding))
-        except (IndexError, RuntimeError):  # some read the last token of a row that has none
+        except (IndexError, RuntimeError):  # some models read the last token of a row, which may have none
             assert padding == "a whole row"
             continue
         sides.hold(packed.batch(name, padding), training=True, gradients=padding != "a whole row")

@@ -103,7 +103,7 @@ def test_a_key_reaches_only_the_queries_that_see_it(window, value, page_size, ke
 
 
 def test_what_no_query_sees_may_hold_anything(kernels):
-    """Keys before every window, of another document, and at a distance of -inf."""
+    """Unseen keys hold NaN: keys before every window, of another document, and at a distance of -inf."""
     S = 700 if kernels.backend == "native" else 130
     q, k, v, lengths = cached(kernels, 4, 2, 2, S, 16, [S, 77], torch.float16)
     clean = kernels.decode(q, k, v, lengths, window=-20)["out"]

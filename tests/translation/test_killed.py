@@ -60,8 +60,8 @@ def killer(corpus: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 # Disk events of a part, counted from 0: a new run has 4 (tokenizer.model and config.json, each written and renamed);
 # then each of the checkpoints 3, 6, 9 and 12 has 4 (three files, one rename), and those of 9 and 12 delete an old one
-# (a rename, a deletion). A part that finds the left-overs of a killed one deletes them first. "half" tears the file
-# or the folder of the event, "before" and "after" die around it.
+# (a rename, a deletion). A part that finds left-overs of a killed one deletes them first. "half" leaves the file or
+# the folder of the event incomplete; "before" and "after" kill just before or after the event.
 IN_THE_WRITER = [
     ["before:0", "half:2", "after:2"],  # no config.json yet
     ["after:3"],  # and just now

@@ -137,7 +137,7 @@ class Jumps:
     def first_met(
         self, start: Instruction, covers: Test, matters: Test, *, backward: bool = False, ends: bool
     ) -> list[Instruction] | None:
-        """Goes every way from an instruction until one that covers it, and gives those.
+        """Follow every path from an instruction to the first instruction that covers it; return these.
 
         None if there is a way on which one that matters comes first. ends: whether a way may end without either.
         """
@@ -163,7 +163,7 @@ class Jumps:
 
     @cached_property
     def products(self) -> dict[int, WgmmaRegisters]:
-        """The registers of each wgmma.mma_async."""
+        """Return the registers of each wgmma.mma_async."""
         return {i.index: wgmma_registers(self.kernel, i) for i in self.kernel.instructions if is_mma(i)}
 
     @cached_property
@@ -220,7 +220,7 @@ def uses_memory(instruction: Instruction) -> bool:
 
 
 def writes_shared(instruction: Instruction) -> bool:
-    """cp.async writes until it has been waited for."""
+    """Return True for a write to shared memory; cp.async counts until a wait for it."""
     name, spaces = instruction.opcode[0], {modifier.split("::")[0] for modifier in instruction.opcode}
     if name in ("st", "atom", "red"):
         return not {"global", "param", "local"} & spaces

@@ -24,7 +24,7 @@ ULPS = 32.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a mutant: seen, and by what; or the reason why not, as far as known.
+    """Verdict on a mutant: detected, with the finding; or missed, with the reason if known.
 
     ``noted``: it was seen, but as a note, which fails no run: what compilers rely on beyond the letter of the ISA, see
     README.md.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class EmulationError(RuntimeError):
-    """The launch cannot run on: a deadlock, an instruction that is not known, a jump out of the kernel."""
+    """Error: the launch cannot continue because of a deadlock, an unknown instruction, or a jump out of the kernel."""
 
 
 @dataclass

@@ -112,7 +112,7 @@ class _State:
     committed: tuple[int, int] = (0, 0)
 
     def join(self, other: _State) -> bool:
-        """Takes in another path's state; says whether anything is new."""
+        """Merge the state of another path; return True if anything is new."""
         before = (self.accessed, dict(self.accumulated), self.multiplied, self.issued, self.committed)
         self.accessed |= other.accessed
         self.multiplied |= other.multiplied
@@ -178,7 +178,7 @@ def successors(kernel: Kernel, last: int) -> list[int]:
 def _step(
     kernel: Kernel, instruction: Instruction, touched: tuple[int, ...], state: _State, result: WgmmaAnalysis
 ) -> None:
-    """Moves the state over one instruction, and notes what it breaks."""
+    """Apply one instruction to the state, and note the rules that it breaks."""
     name = instruction.opcode[:2]
     if name == ("wgmma", "fence"):
         state.accessed, state.accumulated, state.multiplied = 0, {}, 0

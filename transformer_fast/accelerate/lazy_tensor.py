@@ -40,7 +40,7 @@ class Node:
 
     @property
     def root(self) -> Any:
-        """Source of the tensor, until the tensor is read."""
+        """Node without a parent that this node is computed from; this node itself once it was read."""
         return self if self.parent is None else self.parent.root
 
     def read(self) -> Tensor:

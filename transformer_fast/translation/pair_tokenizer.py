@@ -156,7 +156,7 @@ def _processor(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
     except RuntimeError:
         loaded = False
     if not loaded:
-        raise CheckpointError(f"{name} is not a sentencepiece model; the file is damaged or foreign")
+        raise CheckpointError(f"{name} is not a sentencepiece model; the file is damaged or of another format")
     return processor
 
 

@@ -44,7 +44,9 @@ class Tokenizer:
         except RuntimeError:
             loaded = False
         if not loaded:
-            raise CheckpointError("the tokenizer is not a sentencepiece model; the file is damaged or foreign")
+            raise CheckpointError(
+                "the tokenizer is not a sentencepiece model; the file is damaged or of another format"
+            )
         found = tuple(getattr(self._processor, f"{name}_id")() for name in ("pad", "unk", "bos", "eos"))
         if found != (PAD, UNK, BOS, EOS):
             raise CheckpointError(

@@ -54,7 +54,7 @@ def translate_chunks(
 def _with_errors_reported(answers: list[T], errors: list[tuple[int, str]], on_error: OnError) -> list[T]:
     """Report the lines without an answer, and return the answers."""
     for error in errors:
-        assert on_error is not None  # without it they were raised
+        assert on_error is not None  # without on_error the first error was raised
         on_error(*error)
     return answers
 

@@ -104,7 +104,7 @@ def test_the_way_through_a_kernel():
     flow = Flow(
         program(
             "MOV", "BRA|9|@P0",  # 0: past the main loop
-            "HGMMA", "BRA|6|@P1",  # 2: the main loop; a full tile goes past the mask
+            "HGMMA", "BRA|6|@P1",  # 2: the main loop; a full tile jumps over the mask code
             "FSEL", "FSEL",
             "HGMMA", "FADD", "BRA|2|@P2",
             "BRA|12|@P3",  # 9: past the loop that repeats a tile
