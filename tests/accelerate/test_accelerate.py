@@ -145,7 +145,7 @@ def test_a_second_time_and_undo(name: str) -> None:
     last = str(again).splitlines()[-1]
     assert f"nothing was changed: {len(first.swapped)} modules of this model run on the fused ops already" in last
     assert f"already, {len(first.left)} left" in last and "no module of this model" not in last
-    again.undo()  # takes back what it did: nothing
+    again.undo()  # undoes nothing, because it changed nothing
     assert kinds(m) == fast
     for _ in range(2):  # the second time there is nothing left to take back
         first.undo()

@@ -41,7 +41,7 @@ def test_every_form(name: str) -> None:
     assert [(type(part), part.__dict__.keys()) for part in m.modules()] == before
     torch.testing.assert_close(results(m.eval(), args), expected, rtol=0, atol=0)
 
-    both = other, plain  # what is dropped shows where the dropout is
+    both = other, plain  # the dropped elements show the place of the dropout
     for part in (part for model in both for part in model.train().modules() if isinstance(part, nn.Dropout)):
         part.p = 1.0
     torch.testing.assert_close(*(model(*map(fresh, args)) for model in both), **close)
@@ -78,7 +78,7 @@ def test_bf16_by_the_gate(name: str) -> None:
     models = (fast, torch.bfloat16), (m, torch.bfloat16), (exact, torch.float64)
     runs = [results(model, cast(list(args), dtype)) for model, dtype in models]
     for ours, theirs, true in zip(*runs, strict=True):
-        if isinstance(true, Tensor) and true.abs().max() < 1e-10:  # the bias of keys cancels: rounding alone is left
+        if isinstance(true, Tensor) and true.abs().max() < 1e-10:  # the bias of keys cancels, up to rounding
             assert ours.abs().max() < 0.05
         elif isinstance(true, Tensor):
             assert_as_exact_as_eager(ours, theirs, true, ulps=4.0 * (B * L) ** 0.5)

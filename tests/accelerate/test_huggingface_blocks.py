@@ -117,7 +117,7 @@ def test_a_seed_decides_and_checkpointing_repeats_it(name: str, reentrant: bool)
     (first,), (other,) = accelerated.from_one_seed(run, seed=0), accelerated.from_one_seed(run, seed=1)
     fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
     (again,) = accelerated.from_one_seed(run, seed=0)
-    close = {"rtol": 1e-5, "atol": 1e-6} if reentrant else {"rtol": 0.0, "atol": 0.0}  # it sums in another order
+    close = {"rtol": 1e-5, "atol": 1e-6} if reentrant else {"rtol": 0.0, "atol": 0.0}  # another order of sums
     torch.testing.assert_close(again, first, **close)
     assert not torch.allclose(first["logits"], other["logits"], atol=1e-3)
 

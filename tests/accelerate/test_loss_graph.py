@@ -148,7 +148,7 @@ def test_nothing_stays_alive() -> None:
     _, fast = pair()
     ids, targets = batch()
     gc.collect()
-    before = set(lazy_logits._alive)  # of other tests
+    before = set(lazy_logits._alive)  # objects of other tests
 
     def alive() -> int:
         return len(set(lazy_logits._alive) - before)

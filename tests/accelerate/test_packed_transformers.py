@@ -55,7 +55,7 @@ def test_a_step_is_that_of_the_plain_model(name: str, padding: str) -> None:
     assert any(row.now == "without padding" for row in sides.report.rows)
     reason = MODELS[name].get(padding)
     call = packed.batch(name, padding)
-    # The gradient of a query without keys is none of ours, but eager's is: see docs/masks.md.
+    # A query without keys has no gradient in our op, but has one in eager: see docs/masks.md.
     gradients = reason is None or padding != "a whole row"
     for training in (True, False):
         sides.hold(call, training=training, gradients=gradients)

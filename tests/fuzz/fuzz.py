@@ -132,7 +132,7 @@ def check_decode(c: Config) -> None:
     used_before([t for t in (*cached, *(special.given_ids or ())) if t is not None], ours, c)
     with poisoned_memory():
         actual = ours()
-    # What the room behind the keys of a page holds is not read.
+    # Memory past the keys of a page is not read.
     ids = {name: t[:, : c.Lk] if name == "key_ids" else t for name, t in special.oracle_ids().items()}
     options |= {"lengths": lengths, **bounds_of(c), "scale": scale, **ids}
 

@@ -41,9 +41,9 @@ class Config:
     scale: float | None
     window: tuple[int | None, int | None, int]  # left, right and offset
     softcap: float | None = None
-    documents: int = 1  # of how many tokens one is, about
-    offset: int = 0  # of the first query among the keys, for what depends on the distance
-    given: str = GIVEN[0]  # the tensors of the mask; those of a subclass come with such a query, key and value
+    documents: int = 1  # approximate number of tokens per document
+    offset: int = 0  # position of the first query among the keys, for parts that depend on the distance
+    given: str = GIVEN[0]  # class of the mask's tensors; a subclass is used for query, key and value too
 
     @property
     def generator(self) -> torch.Generator:

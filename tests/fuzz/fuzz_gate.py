@@ -18,10 +18,10 @@ ORDERS = 8
 # What no order excuses: so many times the error that one order of eager allows. Of 2,000 C++ calls (seed 21) one was
 # looked at twice, at 1.03 times.
 MOST_BEYOND = 1.5
-# Calls beyond what one order of eager allows: (configuration, result, how many times as much).
+# Calls beyond the gate of one order of eager: (configuration, result, error over the gate).
 SECOND_LOOKS: list[tuple[Config, str, float]] = []
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Every so many configurations a call runs twice. In the interpreter, which has one thread, few are enough.
+# Distance of configurations whose call runs twice. In the interpreter, with its one thread, few are enough.
 RUN_AGAIN = 8 if INTERPRETED else 1
 
 
@@ -105,7 +105,7 @@ def hold(
     subtracted = float(subtracted.max()) if subtracted.numel() else 0.0
     if c.outputs == "logsumexp":
         subtracted += float(weights[1].abs().max())
-    # Gradients of fp32 parts are not rounded to the type, but what went through the output was: by at most so much.
+    # Gradients of fp32 parts are not rounded to the dtype, but terms from the output were, by at most this.
     limits = torch.finfo(DTYPES[c.dtype])
     most = exact[0].nan_to_num(0.0).abs() * (limits.eps / 2) + limits.smallest_normal * limits.eps / 2
     rounding = float((most * weights[0].abs()).sum())

@@ -71,7 +71,7 @@ WAYS = "cached", "by modules", "kept weights", "drafts", "int8"
 def possible(form: str, search: str, way: str) -> bool:
     """Return True if a model of this form supports the search."""
     options = SEARCHES[search]
-    if way in ("drafts", "int8") and (form == "the layers differ" or not extension.load()):  # they need a cache
+    if way in ("drafts", "int8") and (form == "the layers differ" or not extension.load()):  # need a cache
         return False
     return way != "drafts" or not {"beam", "sample"} & options.keys()
 

@@ -95,7 +95,7 @@ def test_a_step_runs_one_position_and_copies_what_moved():
     steps = len(widths)
     assert set(widths) == {1} and steps == len(hooked) == min(9, 1 + max(map(len, said)))
     assert greedy(model, src, **MARKS, max_length=9, cache=False) == said
-    assert max(widths[steps:]) == steps  # without a cache, as many as the prefix has
+    assert max(widths[steps:]) == steps  # without a cache, as many positions as the prefix has
     assert {name: id(module) for name, module in model.named_modules()} == before
 
     class Opposite(nn.Linear):

@@ -205,7 +205,7 @@ def test_what_was_changed_since_is_called(change: Callable[[nn.Module], None]) -
 
 def test_past_its_table_the_model_speaks_for_itself() -> None:
     m = accelerated()
-    assert isinstance(steps(m, longest=50), CachedDecoding)  # as many rows as its table has
+    assert isinstance(steps(m, longest=50), CachedDecoding)  # as many positions as the table has
     assert isinstance(steps(m, longest=51), UncachedDecoding)
 
 

@@ -61,7 +61,7 @@ class FakeCapture:
         self.captured = self.replayed = 0
 
     def __call__(self, step):
-        step()  # what is made at a first call is there from the second on
+        step()  # tensors of a first call exist from the second call on
         expected = recorded(step)[1]
         assert len(expected) > 20
         self.captured += 1

@@ -49,7 +49,7 @@ def test_what_may_be_said_against_a_filter_on_everything(case):
     for source, tokens, hypotheses in zip(src.sum(1).tolist(), got, found, strict=True):
         expected = [pair for pair in every_finished(model, source, 4, 0.6) if allowed(pair[0])][:5]
         complete = [h for h in hypotheses if h.finished]
-        # Probabilities stay the model's own: what is forbidden is not chosen, and nothing else gets its share.
+        # Probabilities are the model's: a forbidden token is not chosen, and its probability is not redistributed.
         assert_found(tokens[: len(complete)], complete, expected)
 
 
@@ -118,7 +118,7 @@ def test_coverage_penalty_is_in_the_score():
     src, lengths = torch.randint(2, 12, (4, 6)), torch.tensor([6, 1, 4, 3])
     config = GenerationConfig(beam=3, n_best=3, coverage_penalty=0.7, alignments=True, max_length=8, suppress=(7,))
     for hypotheses, length in zip(generate(model, src, src_lengths=lengths, config=config, **MARKS), lengths.tolist()):
-        cut = [h for h in hypotheses if not h.finished]  # of these all attention is known
+        cut = [h for h in hypotheses if not h.finished]  # all attention of these is known
         assert cut
         for h in cut:
             coverage = h.alignment.double().sum(0)[:length].clamp(max=1).log().sum().item()
@@ -166,7 +166,7 @@ def shares(**options):
         ({"top_p": 0.8}, [0, 0, math.e**2, math.e, math.e**0.5]),  # 0.58 + 0.21 < 0.8: the third is needed
         ({"top_p": 0.75}, [0, 0, math.e**2, math.e, 0]),
         ({"top_p": 0.01}, [0, 0, 1, 0, 0]),
-        ({"top_k": 3, "top_p": 0.6}, [0, 0, 1, 0, 0]),  # of what top_k left, the best has 0.63
+        ({"top_k": 3, "top_p": 0.6}, [0, 0, 1, 0, 0]),  # the best of the tokens that top_k leaves has 0.63
         ({"suppress": (2,)}, [1, 0, 0, math.e, math.e**0.5]),
     ],
     ids=str,

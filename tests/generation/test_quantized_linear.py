@@ -87,7 +87,7 @@ def test_one_row_at_a_time_and_any_number_of_threads() -> None:
 def test_what_is_not_finite_stays_in_its_row_and_output() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(6, 20), torch.randn(9, 20), torch.randn(9)
-    x[1, 4], x[3, 19], x[4], x[5] = torch.nan, -torch.inf, 0, 1e-39  # whose 127th part is nothing
+    x[1, 4], x[3, 19], x[4], x[5] = torch.nan, -torch.inf, 0, 1e-39  # a 127th of it underflows to 0
     weight[2, 0], weight[7, 3], weight[8] = torch.inf, torch.nan, 0
     out, expected = computed(linear_of(weight, bias), x, relu=True), int8_linear(x, weight, bias).relu()
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)

@@ -34,7 +34,7 @@ def test_a_sentence_does_not_depend_on_its_batch(decode):
     together = run(src, lengths)
     alone = [run(src[i : i + 1, :n], lengths[i : i + 1])[0] for i, n in enumerate(lengths.tolist())]
     assert together == alone
-    assert len({str(answer) for answer in together}) > 4  # they do differ from one another
+    assert len({str(answer) for answer in together}) > 4  # the answers differ from one another
 
 
 def test_evaluation_mode_and_back():

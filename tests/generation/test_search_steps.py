@@ -104,7 +104,7 @@ def test_beams(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict,
     assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
     if "slots" in options:
         assert options["beam"] > VOCAB // 2 or ends > 0 or max(calls) > 1
-    elif ends == -100 and options["beam"] < VOCAB:  # else EOS is among the first continuations
+    elif ends == -100 and options["beam"] < VOCAB:  # otherwise EOS is among the first continuations
         longest = max(len(tokens) + finished for tokens, *_, finished in found)
         assert max(calls) > 1 and sum(calls) >= longest - 2
 

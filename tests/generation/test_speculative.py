@@ -159,7 +159,7 @@ def test_nan_counts_only_where_a_token_is_taken(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         change_logits(patch, lambda logits, *_: torch.zeros_like(logits), drafts=True)
         one_draft_at_a_time(patch)
-        # No draft is taken, so nobody asks what follows them.
+        # No draft is accepted, so logits after drafts are not used.
         with_logits(patch, lambda logits, at: torch.where(at[:, :, None] > at[:, :1, None], torch.nan, logits))
         assert expected and all(0 not in h.tokens for [h] in expected)
         assert_same(answers(model, given, max_length=6, draft_tokens=3), expected)

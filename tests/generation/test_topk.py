@@ -99,7 +99,7 @@ def test_the_normalizer_of_a_choice_shows_a_nan(renormalize):
     assert found.best[4].tolist() == [-INF, -INF] and found.normalizer[4] == -INF
 
 
-@pytest.mark.parametrize("candidates", [3, 6])  # as many as the beam, and twice as many
+@pytest.mark.parametrize("candidates", [3, 6])  # as many candidates as the beam, and twice as many
 def test_continuations_of_a_beam(candidates: int) -> None:
     """Compare with a stable sort of all continuations of a unit: units without rows, rows without a finite logit, NaN,
     ties, and slots in any order."""

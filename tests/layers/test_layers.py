@@ -120,10 +120,10 @@ def test_a_sublayer_of_a_stack_costs_one_norm(norm, monkeypatch):
 
     joined = run()
     assert calls.count("layer_norm") == (1 + 2 * 3) + (1 + 3 * 3) and "dropout" not in calls
-    for stack in (model.encoder, model.decoder):  # a layer that somebody watches is called, and makes its sum itself
+    for stack in (model.encoder, model.decoder):  # a layer with a hook is called, and computes its sum itself
         stack.layers[1].register_forward_hook(lambda *_: None)
     watched = run()
-    assert calls.count("dropout") == 4  # the one before it leaves its sum to nobody either
+    assert calls.count("dropout") == 4  # the layer before it also computes its sum itself
     assert all(torch.equal(a, b) for a, b in zip(joined, watched, strict=True))
 
 

@@ -38,7 +38,7 @@ def masks(device):
         "not causal": (keep[:, None], real[:, None], real),
         "a window": (keep[:, None], AttentionMask.lengths(trg_lengths) & AttentionMask.window(1), real),
     }
-    if device.type == "cpu":  # a dense mask is looked into there alone
+    if device.type == "cpu":  # only there a dense mask is read
         found |= {
             "dense": (keep[:, None], dense, real),
             "dense, rows of padding blocked": (keep[:, None], dense & TRG_KEEP[:, :, None], real),
@@ -90,7 +90,7 @@ def test_every_form_of_mask(name, device):
     src, trg = ids(device)
     src_mask, trg_mask, real = masks(device)[name]
     if name == "lengths on the host" and device.type != "cpu":
-        # Padded attention wants its lengths beside q; the packed model takes them from the host.
+        # Padded attention needs lengths on the device of q; the packed model takes them from the host.
         on_device = step(build(device), src, trg, src_mask.to(device), trg_mask, real, True)
         for part, x in step(build(device), src, trg, src_mask, trg_mask, real, True).items():
             assert torch.equal(on_device[part], x)

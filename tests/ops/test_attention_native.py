@@ -38,7 +38,7 @@ def test_few_queries_and_many_keys(Lq, H, Hkv, mask, causal, window, zero_empty_
         "softcap": {"softcap": 2.0},
     }[mask]
     if mask == "large bias" and dtype == torch.float64:
-        parts = {}  # beside it the oracle's scores are rounded as far as those of the kernel, so it is no truth
+        parts = {}  # with it the oracle's scores are rounded as much as the kernel's, so the oracle is not exact
     call = kernels.call(24, parts, causal=causal, window=window, dropout_p=0.1, zero_empty_rows=zero_empty_rows)
     kernels.check(kernels.inputs(2, H, Hkv, Lq, 2050, 24, dtype), call)
 

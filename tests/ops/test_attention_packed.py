@@ -126,7 +126,7 @@ def test_logsumexp_and_its_gradient_are_those_of_a_padded_batch(device, backend)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logsumexp, rows, atol=1e-5, rtol=1e-5)
     weigh = torch.randn_like(rows)
-    # The logsumexp alone, and together with the output.
+    # The loss uses the logsumexp alone, or with the output.
     for loss, same in (
         ((logsumexp * weigh).sum(), (rows * weigh).sum()),
         ((logsumexp * weigh).sum() + out.sum(), (rows * weigh).sum() + expected.sum()),

@@ -95,7 +95,7 @@ def test_other_devices_take_the_reference():
 
 
 dialects, SIZES = tfast.dialects, (11, 16, 24, 4, 1, 0.1)
-META = {  # what makes the model, and a call of it
+META = {  # function that makes the model, and a call of the model
     "classic": (
         lambda: tfast.Transformer(11, 11, 16, 1, 4, 0.1),
         lambda m, ids, x, lens, keep: m(ids, ids, tfast.AttentionMask.lengths(lens), None),

@@ -131,7 +131,7 @@ def test_a_graph_is_used_once_and_freed_with_its_results(fast_calls):
     call = taken()["layer_norm, a sum, dropout"]
     x, weight, bias, residual = (t.requires_grad_() for t in call.tensors.values())
 
-    def held():  # by views of the weight that only a graph knows
+    def held():  # through views of the weight that only the graph holds
         return torch._C._storage_Use_Count(weight.untyped_storage()._cdata)
 
     def results():
@@ -169,7 +169,7 @@ def test_what_somebody_watches_is_declined():
 
     for argument in (x.as_subclass(Subclass), torch.randn(3, 8, device="meta"), x.to_sparse(), x.int(), None, [1.0]):
         assert called(argument) is None
-    for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta")):  # of operators, and of functions
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta")):  # operators, functions
         with mode:
             assert called(x) is None
     seen = []

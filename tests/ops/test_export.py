@@ -102,7 +102,7 @@ def check_onnx(path: Path, args: list[Inputs], expected: list[list[Tensor]]) -> 
 
 @pytest.mark.cover(3)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore")  # of the exporter about itself
+@pytest.mark.filterwarnings("ignore")  # warning of the exporter about itself
 def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     model, args, expected = made(CASES[name])

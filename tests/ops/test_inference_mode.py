@@ -74,7 +74,7 @@ def test_it_trains_or_raises_as_pytorch_does(name: str, argument: str, way: str)
             with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
                 call.trained((argument,), **{argument: made})
             return
-        # What is differentiated is the same: the tensor of inference mode takes no part in it.
+        # Differentiation is the same, because the inference tensor takes no part in it.
         ours, expected = call.trained((argument,), **{argument: made}), call.trained((argument,))
     for result, wanted in zip(ours, expected, strict=True):
         torch.testing.assert_close(result, wanted)

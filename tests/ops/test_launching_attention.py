@@ -46,7 +46,7 @@ def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, drop
         return out.grad_fn.name(), forward, len(on_a_gpu)
 
     call()
-    call()  # what is derived from the mask is made once, and the call after that finds it
+    call()  # tensors derived from the mask are made once, and found by the next call
     monkeypatch.setattr(attention, "check_inputs", None)
     monkeypatch.setattr(cached, "_prepare_and_run", None)
     node, forward, both = call()
@@ -117,7 +117,7 @@ def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypat
     first, tensors = call()
     call()
     kernels = [driver_call[4] for driver_call in on_a_gpu]
-    # Without what made the map of the mask's tiles, which is kept with the call.
+    # Without the launches that made the tile map, which is kept with the call.
     by_launchers = outcomes([driver_call for driver_call in first if driver_call[4] in kernels], tensors)
     for module in ("forward", "backward"):
         monkeypatch.setattr(f"transformer_fast.triton.attention.{module}.attention_{module}", None)

@@ -240,7 +240,7 @@ def nodes(out: Tensor) -> list[str]:
 
 
 D = 256
-MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many large linear layers it has
+MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and its number of large linear layers
     "TensorFlow's layer": (lambda: tensorflow.EncoderLayer(D, 4, 2 * D), 6),
     "TensorFlow's additive attention": (lambda: tensorflow.AdditiveAttention(D, D, D), 2),
     "TensorFlow's bilinear attention": (lambda: tensorflow.BilinearAttention(D, D, D), 2),

@@ -77,7 +77,7 @@ def test_attention_picture(tmp_path, figures, tokenizer):
     assert "".join(written).replace("\u00b7", "") == german(41) + "end"
     shown = main.images[0].get_array()
     assert shown.shape == (len(written), len(read))
-    np.testing.assert_allclose(shown.sum(axis=1), 1, atol=1e-5)  # a row is what one written piece reads
+    np.testing.assert_allclose(shown.sum(axis=1), 1, atol=1e-5)  # a row is the attention of one target piece
 
 
 def test_the_sharpest_layer_is_shown():

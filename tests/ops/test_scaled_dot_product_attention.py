@@ -67,7 +67,7 @@ PAIRS = [
     (name, kind)
     for name, (*_, mask, _options) in CASES.items()
     for kind in (MASKS if mask else ("none",))
-    # What is added to all keys of a query alike has no gradient but rounding errors.
+    # A constant that is added to all keys of a query has a zero gradient, up to rounding.
     if not (kind == "learned" and mask[-1] == 1)
 ]
 
@@ -81,7 +81,7 @@ def inputs(name: str, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], dict
         scores = torch.randn(mask, generator=generator)
         if kind == "bool":
             tensors.append(scores > -0.5)
-        elif kind == "float":  # with one that blocks everything it is added to
+        elif kind == "float":  # with a mask that blocks every score
             scores.view(-1)[0] = -INF
             tensors.append(scores.to(dtype))
         else:

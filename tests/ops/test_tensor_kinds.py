@@ -131,7 +131,7 @@ def test_every_class_is_here() -> None:
     for kind in KINDS.values():
         made = type(swapped(make(kind)))
         names, ours = (list(inspect.signature(k.forward).parameters) for k in (kind, made))
-        assert names == ours[: len(names)]  # they may be given by name
+        assert names == ours[: len(names)]  # arguments may be given by name
 
 
 @pytest.mark.parametrize("training", [True, False])

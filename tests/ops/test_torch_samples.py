@@ -33,7 +33,7 @@ ATTENTION = "scaled_dot_product_attention"
 # Of few numbers torch's error may be small by luck, or ours by bad luck at the kink of a ReLU. A result beyond the gate
 # is held to torch's largest error in so many runs, each number of whose inputs is off by one unit in the last place.
 RUNS = 8
-MOST_SECOND_LOOKS = 0.1  # of the results
+MOST_SECOND_LOOKS = 0.1  # dtypes of the results
 
 
 class Gate:
@@ -227,7 +227,7 @@ def test_layers_of_ours(name: str, dtype: torch.dtype) -> None:
     with Gate(dtype) as gate:
         pairs = zip(samples.module_samples(name, True), module_truth(name, True), strict=True)
         for n, ((module, call), exact) in enumerate(pairs):
-            if len(getattr(module, "normalized_shape", (1,))) > 1:  # norms of ours are over the last dimension
+            if len(getattr(module, "normalized_shape", (1,))) > 1:  # our norms are over the last dimension only
                 with pytest.raises(ValueError, match=r"normalized_shape|weight must be \(d,\)"):
                     LAYERS[name](module)(*call[0])
                 continue

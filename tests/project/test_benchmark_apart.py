@@ -48,7 +48,7 @@ def test_calls_go_to_one_process_that_stands_still_between_them() -> None:
     time.sleep(0.3)
     after = side(5)
     assert (before[0], after[0], after[2]) == (12, 17, 1)
-    assert after[1] - before[1] < 100  # it would be nearly 300
+    assert after[1] - before[1] < 100  # a running thread would count to nearly 300
     side.close()
     side.close()
     assert side(1)[0] == 11  # another process

@@ -223,7 +223,7 @@ def test_a_program_writes_what_it_promises(
         pytest.importorskip("ctranslate2")
     for attribute, value in script.changes.items():
         monkeypatch.setattr(attribute, value)
-    if name == "host_cost":  # it pretends to have a GPU
+    if name == "host_cost":  # the test pretends to have a GPU
         code = "import host_cost; host_cost.ROUNDS = host_cost.CALLS = 2; host_cost.main()"
         command = [sys.executable, "-c", code]
         printed = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True, check=True).stdout
@@ -243,7 +243,7 @@ def test_a_program_writes_what_it_promises(
 def run_suite(cases: list[str], record: Path) -> dict:
     """Measure cases briefly with pytest-benchmark; return its record."""
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--all", *cases]
-    # It measures nothing in a worker of pytest-xdist, and takes this process for one by its environment.
+    # pytest-benchmark measures nothing in a worker of pytest-xdist, which it recognises by the environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     options = ["--seconds", "0.001", "--benchmark-json", str(record)]
     done = subprocess.run([*command, *options], cwd=SCRIPTS, capture_output=True, text=True, env=environment)
@@ -265,7 +265,7 @@ def test_one_case_from_measurement_to_table(tmp_path: Path) -> None:
     assert info["times"]["ours"]["median"] > 0 and info["ratios"]["F.dropout"] > 0
     assert info["bytes"] > 0 and info["share_of_copy"] > 0
     assert saved["machine_info"]["ceilings"]["copy"] > 0 and "node" not in saved["machine_info"]
-    info["peak_memory"] = {"ours": 2**20, "F.dropout": 3 * 2**20}  # as a GPU would have it
+    info["peak_memory"] = {"ours": 2**20, "F.dropout": 3 * 2**20}  # as on a GPU
     info["refused"]["flash"] = "no dropout"
     record.write_text(json.dumps(saved))
     report = [sys.executable, "benchmarks/report.py", str(record), "--out", str(tmp_path)]

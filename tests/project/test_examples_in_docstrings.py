@@ -34,7 +34,7 @@ def section(docstring: str) -> str:
 
 @pytest.mark.parametrize(("name", "value"), [pytest.param(*row, id=row[0]) for row in documented()])
 def test_the_example_of_a_public_name_runs(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # what a user has
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # names that a user has imported
     text = section(value.__doc__ or "")
     names = {"torch": torch, "tfast": tfast}
     example = doctest.DocTestParser().get_doctest(text, names, name, None, None)

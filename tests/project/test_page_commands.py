@@ -40,7 +40,7 @@ def check(command: str, *, whole: bool) -> None:
         check_cli(rest, whole=whole)
     elif "-m" in rest and rest[rest.index("-m") + 1] == "transformer_fast":
         check_cli(rest[rest.index("-m") + 2 :], whole=whole)
-    elif program == "torchrun":  # of the reader's own script
+    elif program == "torchrun":  # options of the reader's own script
         assert not rest or rest[-1] == "train.py"
     elif program in ("python", "python3") and rest[0] == "-m":
         assert rest[1] in ("http.server",)

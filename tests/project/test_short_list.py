@@ -39,7 +39,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """Run pytest with the short list and no other plugin, in this process; with "-n", in a new process with xdist."""
     monkeypatch.setenv("PYTHONPATH", str(Path(short_list.__file__).parent))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("TESTS_ALL", "")  # so that what --all sets is taken back
+    monkeypatch.setenv("TESTS_ALL", "")  # the test restores what --all sets
 
     def start(*options: str) -> pytest.RunResult:
         options = ("-p", "short_list", "--strict-markers", *options)

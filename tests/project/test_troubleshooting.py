@@ -20,7 +20,7 @@ def quoted() -> list[str]:
 def test_the_messages_are_those_of_the_code() -> None:
     folders = (("transformer_fast", "*.py"), ("csrc", "*.cpp"), ("csrc", "*.h"))
     sources = "\n".join(path.read_text() for folder, names in folders for path in (ROOT / folder).rglob(names))
-    said = re.sub(r'["\']\s*\n\s*f?["\']', "", sources).replace('\\"', '"')  # literals that stand side by side
+    said = re.sub(r'["\']\s*\n\s*f?["\']', "", sources).replace('\\"', '"')  # adjacent string literals
     parts = quoted()
     assert len(parts) > 20 and not [part for part in parts if part not in said]
 

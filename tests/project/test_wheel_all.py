@@ -71,7 +71,7 @@ def test_a_wheel_of_what_was_compiled_is_for_every_python(tmp_path: Path, monkey
     stale.touch()
     monkeypatch.setattr(wheel_all, "ROOT", tree)
     monkeypatch.setattr(wheel_all, "FOLDER", tmp_path)
-    monkeypatch.setattr(wheel_all.shutil, "which", lambda *_, **__: None)  # auditwheel would refuse what is no library
+    monkeypatch.setattr(wheel_all.shutil, "which", lambda *_, **__: None)  # auditwheel takes libraries only
     monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "0")
     wheel = wheel_all.make_wheel(prebuilt, tmp_path / "dist")
     assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")

@@ -110,7 +110,7 @@ def parted_tokens(*args: Tensor) -> tuple[Tensor, ...]:
     options: dict[str, Any] = {"softcap": 2.0, "sinks": sinks}
     by_distance = AttentionMask.alibi(slopes) & AttentionMask.relative(relative, 6, bidirectional=False)
     mask = by_distance & AttentionMask.documents(numbers)
-    sizes = {"max_q": q.shape[0], "max_k": q.shape[0] - 1}  # else the program would read them from the device
+    sizes = {"max_q": q.shape[0], "max_k": q.shape[0] - 1}  # otherwise the program reads them from the device
     packed = tfast.attention_packed(q, k, v, starts, starts, mask=mask, **sizes, **options)
     newest, keys, values = (t.transpose(0, 1)[None] for t in (q[-2:], k, v))
     mask = by_distance & AttentionMask.documents(numbers[:, -2:], numbers)
@@ -183,7 +183,7 @@ OPS: dict[str, Case] = {
 
 def accelerated(model: nn.Module) -> nn.Module:
     swapped = tfast.accelerate(model).swapped
-    assert len([row for row in swapped if row.was != "nn.Linear"]) == 34  # those are a matter of the processor
+    assert len([row for row in swapped if row.was != "nn.Linear"]) == 34  # those depend on the processor
     return model
 
 

@@ -15,7 +15,7 @@ from transformer_fast.accelerate.patterns.base import Accelerated
 DENSE_NORM = "fused dense, dropout, LayerNorm"
 BERT, BART, MARIAN = "BertForMaskedLM", "BartForConditionalGeneration", "MarianMTModel"
 M2M, T5, GPT2 = "M2M100ForConditionalGeneration", "T5ForConditionalGeneration", "GPT2LMHeadModel"
-BLOCKS = {  # what it was and what it is, by the class of the model
+BLOCKS = {  # class before and class after, by the class of the model
     BERT: {"BertSelfOutput": DENSE_NORM, "BertOutput": DENSE_NORM},
     "RobertaForMaskedLM": {"RobertaSelfOutput": DENSE_NORM, "RobertaOutput": DENSE_NORM},
     "DistilBertForMaskedLM": {"TransformerBlock": "fused DistilBertBlock", "FFN": "fused DistilBertFeedForward"},

@@ -97,7 +97,7 @@ def write_marian(folder: Path, *, generation: dict[str, Any] | None = None, seed
 def random_marian(config: MarianConfig, seed: int) -> MarianMTModel:
     """Return a model with weights scaled so that answers have many lengths."""
     model = MarianMTModel(config).eval()
-    torch.manual_seed(seed)  # now: what the model drew for itself depends on more than is kept
+    torch.manual_seed(seed)  # set again, because the model's own initial weights depend on more than the seed
     tables = {id(module.weight) for module in (*_embeddings(model), model.lm_head)}
     for name, parameter in model.named_parameters():
         if id(parameter) in tables:

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # nothing of what is collected is garbage, and looking for it takes a third of the time
+    gc.disable()  # collected tests are no garbage, and a garbage collection takes a third of the time
     if config.getoption("all"):
         os.environ["TESTS_ALL"] = "1"  # for tests/support/examples.py, in all processes of the run
     config.addinivalue_line("markers", "slow(reason): runs with --all alone")
@@ -126,7 +126,7 @@ def covering(rows: dict[Any, dict[str, Hashable]], strength: int) -> list[Any]:
     order = sorted(rows, key=lambda row: zlib.crc32(str(getattr(row, "nodeid", row)).encode()))
     wanted = [combinations(rows[row], strength) for row in order]
     missing = set().union(*wanted)
-    heap = [(-len(each), place) for place, each in enumerate(wanted)]  # with what a row has once added: never too few
+    heap = [(-len(each), place) for place, each in enumerate(wanted)]  # upper bounds
     heapq.heapify(heap)
     chosen = []
     while missing:

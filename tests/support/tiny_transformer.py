@@ -33,7 +33,7 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -
     model = Transformer(VOCAB, VOCAB, 32, 2, 4, 0.1, **options).to(dtype)
     with torch.no_grad():
         model.out.weight.mul_(1 if options.get("tie_weights") else 8)
-        for layer in model.decoder.layers:  # what is said shall depend on what was read and said
+        for layer in model.decoder.layers:  # answers must depend on the source and the prefix
             for attention in (layer.attn_1, layer.attn_2):
                 attention.v_linear.weight.mul_(8)
                 attention.k_linear.weight.mul_(4)

@@ -75,7 +75,7 @@ def test_epochs_are_what_is_averaged_where_epochs_are_validated(corpus: dict[str
     result = train(settings(corpus, tmp_path, valid_every=0, max_steps=20, average_last=2), Silent())
     folder = RunFolder(tmp_path)
     ends = [line["step"] for line in log_of(tmp_path) if "valid_loss" in line][:-1]
-    assert len(ends) >= 2 and ends[1] - ends[0] == ends[0]  # an epoch has always as many batches here
+    assert len(ends) >= 2 and ends[1] - ends[0] == ends[0]  # every epoch has the same number of batches here
     assert load_average(folder).steps == ends[-2:] and result.step == 20 not in ends
     assert [folder.state(step)["epoch_end"] for step in folder.steps()[-3:]] == [True, True, False]
 

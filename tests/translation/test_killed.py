@@ -64,7 +64,7 @@ def killer(corpus: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 # the folder of the event incomplete; "before" and "after" kill just before or after the event.
 IN_THE_WRITER = [
     ["before:0", "half:2", "after:2"],  # no config.json yet
-    ["after:3"],  # and just now
+    ["after:3"],  # now config.json exists
     ["half:4", "before:3", "after:4"],  # the first checkpoint
     ["half:5", "half:0", "before:5"],
     ["half:6", "after:1", "before:4"],

@@ -24,7 +24,7 @@ from transformer_fast.translation.tokenizer import PAD, Tokenizer
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "ranks_training.py")
 ROOT = str(Path(__file__).parents[2])
-TOLERANCE = 2e-4  # of a weight after a run: sums of gradients in another order, through as many updates
+TOLERANCE = 2e-4  # tolerance of a weight after a run, because gradients are summed in another order
 NO_GRADIENT = "k_linear.bias"  # moves every score of a query alike: its gradient is rounding, which Adam makes a step
 
 
@@ -85,7 +85,7 @@ def test_the_train_command_on_any_number_of_processes_whole_or_sharded(
         options = [common | {"save": str(tmp_path / name), "max_steps": n, **how} for name, n, how in parts]
         run(processes, "command", json.dumps(options), str(tmp_path / f"{parts[-1][0]}-{processes}"))
 
-    train(1, ("alone", 6, {}), ("one-shard", 3, shard))  # alone there is nothing to shard
+    train(1, ("alone", 6, {}), ("one-shard", 3, shard))  # a single process has nothing to shard
     train(
         2,
         *(("ddp", 6, {}), ("ddp-one", 3, {})),

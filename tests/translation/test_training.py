@@ -205,7 +205,7 @@ def test_corpus_of_a_run_reports_what_it_left_out(corpus: dict[str, str], tmp_pa
 
 def test_a_seed_reproduces_a_run_to_the_bit(corpus: dict[str, str], tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> bytes:
-        torch.rand(3)  # what was drawn before must not matter
+        torch.rand(3)  # earlier draws must not matter
         train(short_config(corpus, tmp_path / name, seed=seed, dropout=0.3), Silent())
         return weights_of(tmp_path / name)
 
