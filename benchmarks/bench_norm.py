@@ -18,7 +18,7 @@ SHAPES = {
     "cpu": [(1, 64), (1024, 512), (2048, 512), (4096, 256), (16_400, 512)],
     "cuda": [(1, 512), (4096, 512), (16_384, 512), (16_384, 1024), (16_384, 4096), (4096, 16_384), (1024, 65_536)],
 }
-# Widths that 4 does not divide, and wide rows: every matrix has about as many elements.
+# Widths that 4 does not divide, and wide rows; all matrices have about the same number of elements.
 WIDTHS = {"cpu": [33, 129, 1000, 4097, 65_536], "cuda": [129, 257, 513, 1000, 2050, 8192, 20_000, 65_536]}
 ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 CASES = [(device, shape) for device, shapes in SHAPES.items() for shape in shapes]

@@ -21,7 +21,7 @@ MOST_BEYOND = 1.5
 # Calls beyond the gate of one order of eager: (configuration, result, error over the gate).
 SECOND_LOOKS: list[tuple[Config, str, float]] = []
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Distance of configurations whose call runs twice. In the interpreter, with its one thread, few are enough.
+# Every n-th configuration runs its call twice; n is larger in the interpreter, which has one thread.
 RUN_AGAIN = 8 if INTERPRETED else 1
 
 

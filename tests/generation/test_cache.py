@@ -52,7 +52,7 @@ def test_a_row_keeps_its_slot_where_it_can():
     assert assign_slots([0, 1, 2]) == ([0, 1, 2], [])
     assert assign_slots([0, 0, 2]) == ([0, 1, 2], [(0, 1)])  # one copy: the second child of 0 takes the slot of 1
     assert assign_slots([1, 1, 1]) == ([1, 0, 2], [(1, 0), (1, 2)])
-    assert assign_slots([0, 3, 2]) == ([0, 1, 2], [(3, 1)])  # the last fills the hole of one that left
+    assert assign_slots([0, 3, 2]) == ([0, 1, 2], [(3, 1)])  # row 3 takes the free slot of row 1
     assert assign_slots([2, 0]) == ([1, 0], [(2, 1)])
 
 

@@ -112,7 +112,9 @@ def test_strides(by_onednn: None, view: Callable[[Tensor, Tensor], tuple[Tensor,
 
     def computed(linear: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         out = linear(rows, matrix, bias)
-        summed = torch.autograd.grad(linear(rows, matrix).sum(), x, retain_graph=True)  # the gradient has no strides
+        summed = torch.autograd.grad(
+            linear(rows, matrix).sum(), x, retain_graph=True
+        )  # the gradient is one expanded number
         return out, *torch.autograd.grad(out, (x, weight), grad, retain_graph=True), *summed
 
     assert_like_torch(computed)

@@ -206,7 +206,7 @@ def test_the_commands(opus: tuple[Path, Trained], tmp_path: Path, command: Calla
 
 
 def test_positions_past_the_table(tmp_path: Path) -> None:
-    """transformers fails there; here positions are computed, in the layout of the table."""
+    """transformers fails past the table; transformer_fast computes these positions, in the layout of the table."""
     folder = write_marian(tmp_path / "hf", max_position_embeddings=8, generation={"max_length": 30, "min_length": 20})
     wide = write_marian(tmp_path / "wide", max_position_embeddings=64, generation={"max_length": 30, "min_length": 20})
     expected, _ = answers(wide, TEXT)

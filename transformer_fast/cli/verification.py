@@ -68,7 +68,7 @@ class Parity:
 
 
 def parity(device: torch.device | str, dtypes: Iterable[torch.dtype] | None = None) -> Iterator[Parity]:
-    """Check every op on `device`, two lines a case: the output, and the worst gradient.
+    """Check every op on `device`, with two lines per case: the output, and the worst gradient.
 
     dtypes: default fp32 and bf16 on CPU, and fp16 as well on CUDA.
     """

@@ -56,7 +56,7 @@ def batch_loss(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> Tensor
 
 @torch.no_grad()
 def corpus_loss(model: nn.Module, corpus: Corpus, batch_tokens: int, device: torch.device) -> float:
-    """Mean cross-entropy of a corpus in nats a token, without smoothing and dropout."""
+    """Mean cross-entropy of a corpus in nats per token, without smoothing and dropout."""
     was_training = model.training
     model.eval()
     total, tokens = 0.0, 0

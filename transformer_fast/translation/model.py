@@ -34,9 +34,11 @@ def build_model(config: TrainConfig, vocab: int) -> nn.Module:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, d_model: int) -> None:
-    """Draw new weights: Glorot-uniform matrices (one draw for each of q, k, v, however they are stored), zero
-    biases, and every matrix with a row a token from N(0, 1/d_model), so that embeddings times sqrt(d_model), and the
-    first logits, have about unit variance. Padding rows stay zero. Norms keep their ones and zeros.
+    """Draw new weights.
+
+    Matrices are Glorot-uniform (with one draw for each of q, k, v, however they are stored), biases are zero. Matrices
+    with one row per token are drawn from N(0, 1/d_model), so that embeddings times sqrt(d_model), and the first logits,
+    have about unit variance. Padding rows stay zero. Norms keep their ones and zeros.
 
     Source: Glorot, Bengio 2010; the embedding scale is that of the paper, section 3.4.
     """

@@ -56,7 +56,7 @@ class Translator:
         model: a `transformer_fast.Transformer`, on the device it shall run on; or several that share the tokenizer,
             the mean of whose probabilities decides.
         tokenizer: the one it was trained with.
-        beam: hypotheses a sentence keeps; 1 is greedy decoding.
+        beam: number of hypotheses per sentence; 1 is greedy decoding.
         length_penalty: alpha of `beam_search`.
         config: all options of `generate`, in the place of the two above; `trained.generation` are those of the run.
         batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn).

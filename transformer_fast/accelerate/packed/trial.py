@@ -108,7 +108,7 @@ def _arguments(layer: nn.Module, stack: Stack, names: tuple[str, ...]) -> dict[s
 
 
 def _masked(given: dict[str, Any], keep: Tensor, names: tuple[str, ...], call: Unpadded | None) -> dict[str, Any]:
-    """Add masks, made inside a call, to the arguments."""
+    """Return the arguments with masks: padding (True in `keep`) and look-ahead, of the call if one is given."""
     padding = AttentionMask.keep(keep[:, None, None])
     masks = {MASK: padding & AttentionMask.causal()}
     if MEMORY in given:

@@ -92,7 +92,7 @@ def to_marian(
 
 
 def _embedding_names(tie_weights: bool | str) -> dict[str, tuple[str, ...]]:
-    """Marian's names of each of our matrices with a row a token; any of them may stand in a file."""
+    """Marian's names of each of our matrices with one row per token; a file may use any of them."""
     source, target, out = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"
     if tie_weights is True:
         return {"encoder.embed.lut.weight": (SHARED, source, target, out)}
