@@ -36,7 +36,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="take the settings of this recipe, a name or a .toml file; other flags override them",
     )
-    command.add_argument("--quiet", action="store_true", help="no progress, only errors and warnings")
+    command.add_argument("--quiet", action="store_true", help="print no progress, only errors and warnings")
     command.add_argument("--list-recipes", action=_ListRecipes, nargs=0, help="show the named recipes and exit")
     group: Any = command
     for setting in dataclasses.fields(TrainConfig):

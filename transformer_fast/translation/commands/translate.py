@@ -52,7 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=1,
         help="number of batches translated at a time; each gets an equal share of the CPU cores (default: 1)",
     )
-    command.add_argument("--quiet", action="store_true", help="no progress, only errors")
+    command.add_argument("--quiet", action="store_true", help="print no progress, only errors")
     number = {"type": int, "metavar": "N", "default": argparse.SUPPRESS}
     real = {"type": float, "metavar": "X", "default": argparse.SUPPRESS}
     flag = {"action": "store_true", "default": argparse.SUPPRESS}
