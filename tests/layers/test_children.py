@@ -19,7 +19,7 @@ from handwritten_forms import fresh
 from torch import Tensor, nn
 
 from transformer_fast import dialects, layers
-from transformer_fast.accelerate import engine, patterns
+from transformer_fast.accelerate import patterns, torch_swaps
 from transformer_fast.accelerate.patterns.base import pattern_of
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -148,7 +148,7 @@ CHILDLESS = {
 def test_every_fused_parent_is_among_the_parents() -> None:
     """Every swapped class of torch, pattern, layer and dialect must have an example."""
     torch_kinds = {name.partition(",")[0] for name in TORCH}
-    assert torch_kinds == {kind.__name__ for kind in engine._TORCH}
+    assert torch_kinds == {kind.__name__ for kind in torch_swaps.SWAPS}
     modules = {"layers": layers, **{f"dialects {name}": getattr(dialects, name) for name in dialects.__all__}}
     for prefix, module in modules.items():
         for name in module.__all__:

@@ -181,7 +181,7 @@ WRONG = {
     "a norm over positions": (
         lambda: d2l.AddNorm([100, 24], 0.5),
         ValueError,
-        r"\(100, 24\) would norm over positions",
+        r"\(100, 24\) would normalise over positions",
     ),
     "scores of two axes": (lambda: d2l.masked_softmax(X[0], LENS), ValueError, r"\(B, Lq, Lk\), got shape \(4, 16\)"),
     "lengths for sequence_mask": (lambda: d2l.sequence_mask(X, LENS[:2]), ValueError, r"each of 3, got \(2,\)"),

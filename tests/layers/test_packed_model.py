@@ -170,7 +170,7 @@ WRONG = {
         r"\(4, 1, 6, 6\) is not padding and look-ahead alone.*pass AttentionMask.lengths.*packed=False",
     ),
     "a dense target mask of another length": (None, torch.ones(B, 5, 5).bool(), r"L_trg = 6, got shape \(4, 1, 5, 5\)"),
-    "a dense mask off the CPU": (None, LOOK_AHEAD.to("meta"), r"on meta; .*without waiting"),
+    "a dense mask off the CPU": (None, LOOK_AHEAD.to("meta"), r"on meta, .*without waiting"),
     "lengths beyond L": (AttentionMask.lengths(SRC_LENGTHS + 1), AttentionMask.causal(), r"\[0, L = 7\], got 2 to 8"),
 }
 
