@@ -80,7 +80,7 @@ WRONG_CONFIGS = {
     "span": ({"min_length": (1.0,)}, "min_length must be an int >= 0"),
     "suppress": ({"suppress": ("<unk>",)}, "suppress must be target ids"),
     "sample with a beam": ({"sample": True, "beam": 4}, "expected beam 1, got 4"),
-    "temperature without sample": ({"temperature": 0.5}, "temperature needs sample True, .* got temperature 0.5 and sample False"),
+    "temperature without sample": ({"temperature": 0.5}, "needs sample True, .* got temperature 0.5 and sample False"),
     "top_k without sample": ({"top_k": 5, "beam": 4}, "top_k needs sample True, .* got top_k 5"),
     "top_p without sample": ({"top_p": 0.9}, "top_p needs sample True, .* got top_p 0.9"),
     "slots": ({"slots": "open"}, 'slots must be "close" or "keep", got \'open\''),
