@@ -43,7 +43,7 @@ class Config:
     softcap: float | None = None
     documents: int = 1  # approximate number of tokens per document
     offset: int = 0  # position of the first query among the keys, for parts that depend on the distance
-    given: str = GIVEN[0]  # class of the mask's tensors; a subclass is used for query, key and value too
+    given: str = GIVEN[0]  # kind of the mask's tensors; a tensor subclass is used for query, key and value too
 
     @property
     def generator(self) -> torch.Generator:

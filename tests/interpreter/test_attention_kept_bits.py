@@ -70,7 +70,8 @@ def test_gradients_are_those_of_drawing(device, empty_rows):
 
 
 def test_the_backward_reads_them(device):
-    """If all bits are cleared, no gradient reaches the values."""
+    """With all bits cleared no gradient reaches the values; with all bits set gradients differ from those of
+    drawing."""
     (q, k, v, grad), call = call_of(device)
     out, logsumexp, kept_bits = attention_forward(q, k, v, call, training=True)
     _, _, grad_v = attention_backward(grad, q, k, v, out, logsumexp, call, None, torch.zeros_like(kept_bits))

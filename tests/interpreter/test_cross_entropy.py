@@ -8,7 +8,7 @@ from test_cross_entropy import *  # noqa: F403
 import transformer_fast as tfast
 from transformer_fast.triton.cross_entropy import cross_entropy_rows
 
-test_double_precision_is_double_throughout = None  # on Triton there is none
+test_double_precision_is_double_throughout = None  # the Triton kernels take no float64
 test_opcheck = None  # tests of the native op
 test_millions_of_rows = None  # a program each, which takes the interpreter milliseconds
 

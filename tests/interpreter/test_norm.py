@@ -57,7 +57,7 @@ def test_the_widest_rows(dtype, kind, monkeypatch, device):
 
 @pytest.mark.parametrize("kind", ["std", "rms"])
 def test_more_rows_than_programs(kind, monkeypatch, device):
-    monkeypatch.setitem(NORM, ("sum", 64), NormConfig(8, 16, 4))  # so many rows that the partial sums take two steps
+    monkeypatch.setitem(NORM, ("sum", 64), NormConfig(8, 16, 4))  # with this config the partial sums take two steps
     compare(*norm(16 * 2 * 8 + 21, 33, kind, device=device))
 
 

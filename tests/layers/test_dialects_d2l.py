@@ -63,7 +63,7 @@ def test_the_chapters_attention_example(kind):
         attention, queries = d2l.DotProductAttention(0.5), torch.randn(2, 1, 2)
     else:
         attention = (d2l.AdditiveAttention if kind == "additive" else d2l.MLPAttention)(8, 0.1)
-        queries = torch.randn(2, 1, 20)  # values have another width than the keys
+        queries = torch.randn(2, 1, 20)  # queries have another width than the keys
     attention.eval()
     out = attention(queries, keys, values, torch.tensor([2, 6]))
     assert torch.allclose(out, torch.tensor([[[2.0, 3, 4, 5]], [[10, 11, 12, 13]]]), atol=1e-5)

@@ -20,7 +20,7 @@ def lengths(kernels: Kernels) -> tuple[list[int], list[int]]:
 
 
 def documents(lengths_q: list[int], lengths_k: list[int]) -> dict[str, torch.Tensor]:
-    """Return ids that ascend in each sequence and occur in others too; the last sequence's ids are in any order."""
+    """Return ids that ascend in each sequence and occur in others too; the last 20 ids are in reverse order."""
     ids = []
     for lengths in (lengths_q, lengths_k):
         own = torch.cat([torch.arange(n) * 4 // max(n, 1) for n in lengths]).int()

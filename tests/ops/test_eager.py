@@ -169,7 +169,7 @@ def test_what_somebody_watches_is_declined():
 
     for argument in (x.as_subclass(Subclass), torch.randn(3, 8, device="meta"), x.to_sparse(), x.int(), None, [1.0]):
         assert called(argument) is None
-    for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta")):  # operators, functions
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta")):  # modes: operators, functions
         with mode:
             assert called(x) is None
     seen = []

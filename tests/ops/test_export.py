@@ -251,7 +251,7 @@ def test_a_quantised_model_translates() -> None:
     options = {"bos": 1, "eos": 2, "max_length": 6}
     cached, uncached = (tfast.greedy(quantised, source, cache=cache, **options) for cache in (True, False))
     assert cached == uncached and len(cached) == 2
-    # The activations of a step are quantised by their own range, which is another one with a cache.
+    # Activations are quantised by the range of a step, which differs between decoding with and without a cache.
     cached, uncached = (tfast.beam_search(quantised, source, cache=cache, **options) for cache in (True, False))
     for a, b in zip(cached, uncached, strict=True):
         assert a[0].tokens == b[0].tokens and a[0].log_prob == pytest.approx(b[0].log_prob, abs=0.1)

@@ -81,7 +81,7 @@ def inputs(name: str, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], dict
         scores = torch.randn(mask, generator=generator)
         if kind == "bool":
             tensors.append(scores > -0.5)
-        elif kind == "float":  # with a mask that blocks every score
+        elif kind == "float":  # one entry blocks each score that it is added to
             scores.view(-1)[0] = -INF
             tensors.append(scores.to(dtype))
         else:

@@ -30,10 +30,10 @@ FUNCTIONS = [name for name in samples.LEAST_SAMPLES if hasattr(F, name)]
 MODULES = list(samples.LEAST_MODULE_SAMPLES)
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
 ATTENTION = "scaled_dot_product_attention"
-# Of few numbers torch's error may be small by luck, or ours by bad luck at the kink of a ReLU. A result beyond the gate
-# is held to torch's largest error in so many runs, each number of whose inputs is off by one unit in the last place.
+# With few numbers torch's error may be small by luck, or ours large by bad luck at the kink of a ReLU. A result beyond
+# the gate is compared with torch's largest error in RUNS runs, whose inputs are off by one unit in the last place.
 RUNS = 8
-MOST_SECOND_LOOKS = 0.1  # dtypes of the results
+MOST_SECOND_LOOKS = 0.1  # share of the results
 
 
 class Gate:

@@ -206,7 +206,7 @@ def config_of(case: Case, implementation: str | None = None, **settings: Any) ->
         config.is_decoder = True
     if implementation is not None:
         config._attn_implementation = implementation
-    config._experts_implementation = "eager"  # other models have no fp64
+    config._experts_implementation = "eager"  # other implementations have no fp64
     return config
 
 
@@ -245,7 +245,7 @@ def enlarge(model: nn.Module) -> None:
 def scattered(model: nn.Module, std: float = 0.1) -> nn.Module:
     """Add noise to all parameters, so that norms have an effect and weights are not too small."""
     for parameter in model.parameters():
-        if parameter.requires_grad:  # other buffers are computed, not saved
+        if parameter.requires_grad:  # parameters without a gradient are computed, not saved
             parameter.add_(std * torch.randn_like(parameter))
     return model
 

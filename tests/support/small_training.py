@@ -156,7 +156,7 @@ def outcome(folder: Path) -> tuple:
 
 @contextlib.contextmanager
 def full_disk(name: str = "") -> Iterator[None]:
-    """Let writes to files whose name ends so fail with a full disk, after a part of the data."""
+    """Let writes fail with a full disk, after a part of the data, to files whose name ends in `name`."""
     written = checkpoint._write_flushed
 
     def write(path: Path, data: bytes) -> None:

@@ -60,7 +60,7 @@ def test_translate_reads_and_writes_files(numbers, command, tmp_path):
 
 
 def test_translate_takes_lines_as_they_come(trained):
-    """Memory is bounded by a chunk: a line is read only after the answer to the chunk before the last."""
+    """Memory is bounded by a chunk: no line of a chunk is read before the chunk before it is answered."""
     read = []
 
     def lines():

@@ -19,7 +19,7 @@ TILE = 64
 
 @triton.jit
 def multiply_kernel(a, b, out, M, N, K, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
-    """out = a @ b, or for CHAIN (a @ b) @ b rounded in between; one program a tile, a loop over K."""
+    """Compute out = a @ b, or with CHAIN (a @ b) @ b, rounded in between: one program per tile, with a loop over K."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)

@@ -171,7 +171,7 @@ def test_programs_must_not_write_what_others_access(verb):
     faulty, right = write.replace("OFFSET", "0" if verb == "wrote" else "-4"), write.replace("OFFSET", "8")
     faulty = faulty.replace("mad.wide.u32", "mad.wide.s32")
     for at_once in (True, False):
-        grid = 2 if at_once else 130  # two machines of 64 programs, and one more
+        grid = 2 if at_once else 130  # 130 programs: two machines of 64 programs, and a third
         tensor = torch.zeros(512, dtype=torch.int32)
         kinds = execute(faulty, tensor[8:], threads=64, grid=grid).kinds()
         assert kinds >= {f"global race: write of bytes that another CTA {verb}"}, kinds

@@ -84,8 +84,11 @@ def distribute(module: nn.Module, ranks: Ranks, sharded_on: torch.device | None)
 
 
 def _shard(module: nn.Module, device: torch.device) -> None:
-    """Spread the parameters over the processes, in place: every block of a stack by itself, which is then complete only
-    while it computes, and the rest together (Zhao et al. 2023, "PyTorch FSDP"; the per-parameter form)."""
+    """Shard the parameters over the processes, in place (Zhao et al. 2023, "PyTorch FSDP"; the per-parameter form).
+
+    Every block of a stack is sharded by itself and is complete only while it computes. The other parameters are sharded
+    together.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -71,7 +71,7 @@ def load_recipe(name: str) -> Recipe:
 
 
 def format_recipes() -> str:
-    """All of them as text, each with its settings as the flags that would set them."""
+    """Return all recipes as text, each with its settings as command-line flags."""
     parts = []
     for name in recipe_names():
         recipe = load_recipe(name)
