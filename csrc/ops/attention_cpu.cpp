@@ -65,60 +65,65 @@ int64_t distance_0(const AttentionParams& params, int64_t queries, int64_t keys)
   return params.packed.max_k.expect_int() - 1 - (keys - queries);
 }
 
-// Calls body(sequences), with one entry for a padded batch, or one entry per sequence of a packed batch.
+// One entry for a padded batch, or one entry per sequence of a packed batch. They point into the bias.
+template <typename T, typename A>
+Sequences<T, A> sequences_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
+                             const OptionalTensor& bias) {
+  AttentionKernelParams<T, A> common;
+  set_diagonals(common, known(params.causal), known(params.window));
+  if (params.sinks) common.sinks = params.sinks->const_data_ptr<A>();
+  common.scale = static_cast<A>(params.scale), common.softcap = static_cast<A>(params.softcap.value_or(0));
+  common.zero_empty_rows = params.zero_empty_rows;
+  common.dropout = dropout_params(params.dropout_p, params.seed);
+  if (!params.is_packed()) {
+    set_tensors(common, q, k, v);
+    common.keep = view<const bool>(params.keep), common.key_keep = view<const bool>(params.key_keep);
+    if (bias) common.bias = bias_view<T, A>(*bias);
+    common.distance_bias = distance_view<const A>(params.distance_bias, q.size(2) - 1);
+    common.query_ids = ids_view(params.query_ids), common.key_ids = ids_view(params.key_ids);
+    if (const auto& lengths = params.lengths)
+      common.lengths =
+          view<const int32_t>(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1}) : lengths->unsqueeze(1).unsqueeze(-1));
+    return Sequences<T, A>{{common}};
+  }
+  const Tensor cu_seqlens_q = params.packed.cu_seqlens_q->contiguous();
+  const Tensor cu_seqlens_k = params.packed.cu_seqlens_k->contiguous();
+  const int32_t* const starts_q = cu_seqlens_q.const_data_ptr<int32_t>();
+  const int32_t* const starts_k = cu_seqlens_k.const_data_ptr<int32_t>();
+  OptionalTensor used = params.packed.seqused_k;
+  if (used) used = used->contiguous();
+  OptionalTensor bias_starts = params.packed.bias_starts;
+  if (bias_starts) bias_starts = bias_starts->contiguous();
+  Sequences<T, A> sequences(cu_seqlens_q.size(0) - 1, {common});
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    auto& [p, start_q, start_k, bias_start, stored_keys] = sequences[b];
+    start_q = starts_q[b], start_k = starts_k[b];
+    p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2), p.first_batch = b;
+    p.Lq = starts_q[b + 1] - start_q, p.Lk = stored_keys = starts_k[b + 1] - start_k;
+    if (used) p.Lk = std::clamp<int64_t>(used->const_data_ptr<int32_t>()[b], 0, stored_keys);
+    if (params.packed.bottom_right) p.upper += p.Lk - p.Lq, p.lower += p.Lk - p.Lq;
+    if (bias) {
+      bias_start = bias_starts->const_data_ptr<int64_t>()[b];
+      p.bias = bias_view<T, A>(bias_of_sequence(*bias, bias_start, p.Lq, stored_keys));
+    }
+    p.distance_bias = distance_view<const A>(params.distance_bias, distance_0(params, p.Lq, p.Lk));
+    p.query_ids = ids_view(params.query_ids, start_q), p.key_ids = ids_view(params.key_ids, start_k);
+    p.q = rows_view<const T>(q, start_q);
+    p.k = rows_view<const T>(k, start_k), p.v = rows_view<const T>(v, start_k);
+  }
+  // Longest first, so that no thread runs a long sequence alone at the end.
+  std::stable_sort(sequences.begin(), sequences.end(),
+                   [](const auto& a, const auto& b) { return a.params.Lq * a.params.Lk > b.params.Lq * b.params.Lk; });
+  return sequences;
+}
+
+// Calls body(sequences).
 template <typename Body>
 void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params, Body body) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
-    using T = scalar_t;
-    using A = Accumulate<T>;
-    AttentionKernelParams<T, A> common;
-    set_diagonals(common, known(params.causal), known(params.window));
-    if (params.sinks) common.sinks = params.sinks->const_data_ptr<A>();
-    common.scale = static_cast<A>(params.scale), common.softcap = static_cast<A>(params.softcap.value_or(0));
-    common.zero_empty_rows = params.zero_empty_rows;
-    common.dropout = dropout_params(params.dropout_p, params.seed);
-    const OptionalTensor bias = readable_bias<T, A>(params.bias);
-    if (!params.is_packed()) {
-      set_tensors(common, q, k, v);
-      common.keep = view<const bool>(params.keep), common.key_keep = view<const bool>(params.key_keep);
-      if (bias) common.bias = bias_view<T, A>(*bias);
-      common.distance_bias = distance_view<const A>(params.distance_bias, q.size(2) - 1);
-      common.query_ids = ids_view(params.query_ids), common.key_ids = ids_view(params.key_ids);
-      if (const auto& lengths = params.lengths)
-        common.lengths = view<const int32_t>(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1})
-                                                                 : lengths->unsqueeze(1).unsqueeze(-1));
-      return body(Sequences<T, A>{{common}});
-    }
-    const Tensor cu_seqlens_q = params.packed.cu_seqlens_q->contiguous();
-    const Tensor cu_seqlens_k = params.packed.cu_seqlens_k->contiguous();
-    const int32_t* const starts_q = cu_seqlens_q.const_data_ptr<int32_t>();
-    const int32_t* const starts_k = cu_seqlens_k.const_data_ptr<int32_t>();
-    OptionalTensor used = params.packed.seqused_k;
-    if (used) used = used->contiguous();
-    OptionalTensor bias_starts = params.packed.bias_starts;
-    if (bias_starts) bias_starts = bias_starts->contiguous();
-    Sequences<T, A> sequences(cu_seqlens_q.size(0) - 1, {common});
-    for (size_t b = 0; b < sequences.size(); ++b) {
-      auto& [p, start_q, start_k, bias_start, stored_keys] = sequences[b];
-      start_q = starts_q[b], start_k = starts_k[b];
-      p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2), p.first_batch = b;
-      p.Lq = starts_q[b + 1] - start_q, p.Lk = stored_keys = starts_k[b + 1] - start_k;
-      if (used) p.Lk = std::clamp<int64_t>(used->const_data_ptr<int32_t>()[b], 0, stored_keys);
-      if (params.packed.bottom_right) p.upper += p.Lk - p.Lq, p.lower += p.Lk - p.Lq;
-      if (bias) {
-        bias_start = bias_starts->const_data_ptr<int64_t>()[b];
-        p.bias = bias_view<T, A>(bias_of_sequence(*bias, bias_start, p.Lq, stored_keys));
-      }
-      p.distance_bias = distance_view<const A>(params.distance_bias, distance_0(params, p.Lq, p.Lk));
-      p.query_ids = ids_view(params.query_ids, start_q), p.key_ids = ids_view(params.key_ids, start_k);
-      p.q = rows_view<const T>(q, start_q);
-      p.k = rows_view<const T>(k, start_k), p.v = rows_view<const T>(v, start_k);
-    }
-    // Longest first, so that no thread runs a long sequence alone at the end.
-    std::stable_sort(sequences.begin(), sequences.end(), [](const auto& a, const auto& b) {
-      return a.params.Lq * a.params.Lk > b.params.Lq * b.params.Lk;
-    });
-    body(sequences);
+    using A = Accumulate<scalar_t>;
+    const OptionalTensor bias = readable_bias<scalar_t, A>(params.bias);
+    body(sequences_of<scalar_t, A>(q, k, v, params, bias));
   });
 }
 
