@@ -226,11 +226,10 @@ UNITS = {
         *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager", "ops/attention_weights"),
         *("ops/decoder_session", "ops/multihead", "triton/launch_attention", "triton/launch_cache"),
     ),
-    "rows": (
+    "others": (
         *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/linear"),
-        *("ops/norm", "ops/seed"),
+        *("ops/norm", "ops/seed", "bindings", "instruction_set"),
     ),
-    "module": ("bindings", "instruction_set"),
 }
 
 
