@@ -16,8 +16,10 @@ Choose with the context manager ``transformer_fast.backend(name)`` or the enviro
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -54,7 +56,7 @@ _active: list[str] = []  # of all threads
 
 # PyTorch passes the objects that a thread stores under a key to the threads that compute gradients. On CUDA, activation
 # checkpointing recomputes layers in those threads.
-_KEY = "transformer_fast.backend"
+_KEY, _PROBE = "transformer_fast.backend", "transformer_fast.probe"
 _stash, _has, _get = torch._C._stash_obj_in_tls, torch._C._is_key_in_tls, torch._C._get_obj_in_tls
 _forget = getattr(torch._C, "_remove_obj_from_tls", None)  # since torch 2.13
 
@@ -128,8 +130,23 @@ def _keep_for_backward(name: str | None) -> None:
         return
     if name is None and _forget is not None:
         _forget(_KEY)
-    else:
-        _stash(_KEY, name)
+        return
+    if _steals_references():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(name))
+    _stash(_KEY, name)
+
+
+@functools.cache
+def _steals_references() -> bool:
+    """Return True if PyTorch keeps an object for a thread without a reference of its own, as 2.11 does: it releases one
+    all the same when another object takes the place."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _stash(_PROBE, probe)
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
 
 
 def _backend_of_forward() -> str | None:

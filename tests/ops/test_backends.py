@@ -1,6 +1,7 @@
 """Choice of a backend: by context manager, by environment, and errors where the backend cannot run."""
 
 import copy
+import sys
 import threading
 import warnings
 
@@ -44,6 +45,18 @@ def test_a_wrong_environment_imports_and_is_an_error_where_it_is_used():
     assert done.returncode != 0 and done.stdout == "imported\n"
     expected = "TRANSFORMER_FAST_BACKEND: expected one of auto, native, triton, reference, got 'fast'"
     assert done.stderr.endswith(f"ValueError: {expected}\n")
+
+
+def test_a_block_changes_no_count_of_references():
+    """PyTorch 2.11 keeps a name for the backward pass without a reference of its own. The process ended by it."""
+    name = "".join(("refer", "ence"))  # a text that nothing else holds
+    with tfast.backend(name):
+        pass
+    before, of_none = sys.getrefcount(name), sys.getrefcount(None)
+    for _ in range(200):
+        with tfast.backend(name):
+            pass
+    assert sys.getrefcount(name) == before and abs(sys.getrefcount(None) - of_none) < 100
 
 
 def test_every_op_is_native_on_cpu():
