@@ -80,7 +80,7 @@ class RunLog:
         self._writer: Any = None
 
     def begin(self, size: int, step: int) -> None:
-        """Drop what was logged after the first `size` bytes, of update `step`; it will happen, and be logged, again."""
+        """Cut the log to the `size` bytes that it had at update `step`; the later updates are made and logged again."""
         with _writing(self.path):
             if self.path.exists() and self.path.stat().st_size > size:
                 os.truncate(self.path, size)

@@ -150,7 +150,7 @@ class PositionalEncoding(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """(X, valid_lens) -> (B, L, num_hiddens)."""
+    """Encoder block: (X, valid_lens) -> (B, L, num_hiddens)."""
 
     def __init__(
         self, num_hiddens: int, ffn_num_hiddens: int, num_heads: int, dropout: float, use_bias: bool = False

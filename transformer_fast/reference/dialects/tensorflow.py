@@ -61,7 +61,8 @@ def attend(scores: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
 
 
 class MultiHeadAttention(nn.Module):
-    """(v, k, q, mask), each (B, L, d_model) -> output (B, Lq, d_model) and weights (B, num_heads, Lq, Lk)."""
+    """Multi-head attention: (v, k, q, mask), each (B, L, d_model) -> output (B, Lq, d_model) and weights
+    (B, num_heads, Lq, Lk)."""
 
     def __init__(self, d_model: int, num_heads: int) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def point_wise_feed_forward_network(d_model: int, dff: int) -> nn.Module:
 
 
 class EncoderLayer(nn.Module):
-    """(x, mask) -> x, (B, L, d_model)."""
+    """Encoder layer: (x, mask) -> x, (B, L, d_model)."""
 
     def __init__(self, d_model: int, num_heads: int, dff: int, rate: float = 0.1) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """(x, enc_output, look_ahead_mask, padding_mask) -> x and the weights of both attentions."""
+    """Decoder layer: (x, enc_output, look_ahead_mask, padding_mask) -> x and the weights of both attentions."""
 
     def __init__(self, d_model: int, num_heads: int, dff: int, rate: float = 0.1) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class Embedded(nn.Module):
 
 
 class Encoder(Embedded):
-    """(ids, mask) -> (B, L_inp, d_model)."""
+    """Encoder: (ids, mask) -> (B, L_inp, d_model)."""
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class Encoder(Embedded):
 
 
 class Decoder(Embedded):
-    """(ids, enc_output, look_ahead_mask, padding_mask) -> (B, L_tar, d_model) and the weights by name."""
+    """Decoder: (ids, enc_output, look_ahead_mask, padding_mask) -> (B, L_tar, d_model) and the weights by name."""
 
     def __init__(
         self,
@@ -208,7 +209,8 @@ class Decoder(Embedded):
 
 
 class Transformer(nn.Module):
-    """(inp, tar, enc_padding_mask, look_ahead_mask, dec_padding_mask) -> logits and the decoder's weights."""
+    """Transformer: (inp, tar, enc_padding_mask, look_ahead_mask, dec_padding_mask) -> logits and the decoder's
+    weights."""
 
     def __init__(
         self,

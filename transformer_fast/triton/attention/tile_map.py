@@ -172,7 +172,7 @@ def mask_bits(mask: Tensor) -> Tensor:
 def tile_lists(
     params: AttentionParams, B: int, queries: int, keys: int, tile: tuple[int, int], *, columns: bool, ordered: bool
 ) -> TileLists:
-    """Lists of a mask for kernels with this tile; cached on the mask.
+    """Return the lists of tiles that hold work under a mask, for kernels with this tile; cached on the mask.
 
     Args:
         params: params of the call, with keep, key_keep or ids.
