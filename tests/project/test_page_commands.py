@@ -15,8 +15,6 @@ from pages import ROOT, of_pages
 import transformer_fast
 from transformer_fast import cli
 
-REQUIRED = {"train": "--source train.en --target train.de --save runs/en-de"}
-"""Replacements of "..."."""
 MAKEFILE = (ROOT / "Makefile").read_text()
 EXTRAS = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies")[2], re.M)
 VARIABLES = (pages.REFERENCE / "environment.md").read_text() + (pages.DOCS / "troubleshooting.md").read_text()
@@ -25,7 +23,7 @@ OF_PYTEST = {"-k", "-n", "-m", "-q", "-x", "--all"}
 
 def check(command: str, *, whole: bool) -> None:
     """Fail unless the command can be run as shown; an inline command may lack required arguments."""
-    words = shlex.split(re.sub(r"(?<!\S)[<>] \S+", "", command))
+    words = shlex.split(pages.REDIRECTION.sub("", command))
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         variable = words.pop(0).partition("=")[0]
         assert f"`{variable}`" in VARIABLES or f"{variable}=" in VARIABLES, f"no page has {variable}"
@@ -71,9 +69,7 @@ def check_cli(words: list[str], *, whole: bool) -> None:
     """Check that the command line parses the words."""
     if not words:
         return
-    if "..." in words:
-        at = words.index("...")
-        words[at : at + 1] = REQUIRED[words[0]].split()
+    words = pages.with_omitted(words)
     parser = cli._parser(words[0])
     if whole:
         with contextlib.suppress(SystemExit) if "--help" in words else contextlib.nullcontext():

@@ -22,13 +22,11 @@ from small_training import TINY, command, flags_of, numbers  # noqa: F401
 
 SMALL = flags_of({**TINY, "max_steps": 3, "valid_every": 1, "bleu_sentences": 2, "device": "cpu"})
 OWN = re.compile(r"(?:[A-Z_]+=\S+ )?(?:python -m transformer_fast|transformer-fast) (?!verify)(.+)")
-OMITTED = {"...": ["--source", "train.en", "--target", "train.de", "--save", "runs/en-de"]}
 
 
-def own_commands(page: Path) -> list[list[str]]:
-    """Return the arguments of each command of a page that is run here."""
-    found = [shlex.split(said[1]) for line in pages.commands(page) if (said := OWN.fullmatch(line))]
-    return [[part for word in words for part in OMITTED.get(word, [word])] for words in found]
+def own_commands(page: Path) -> list[str]:
+    """Return each command of a page that is run here, from the name of the subcommand on."""
+    return [said[1] for line in pages.commands(page) if (said := OWN.fullmatch(line))]
 
 
 def prepare(folder: Path, numbers: Path) -> None:  # noqa: F811
@@ -54,19 +52,15 @@ def test_the_commands_of_a_page_run(
 ) -> None:
     prepare(tmp_path, numbers)
     monkeypatch.chdir(tmp_path)
-    for words in own_commands(page):
-        data, target = b"", None
-        if "<" in words:
-            at = words.index("<")
-            data, words = Path(words[at + 1]).read_bytes(), words[:at] + words[at + 2 :]
-        if ">" in words:
-            at = words.index(">")
-            target, words = Path(words[at + 1]), words[:at] + words[at + 2 :]
+    for line in own_commands(page):
+        files = dict(pages.REDIRECTION.findall(line))
+        words = pages.with_omitted(shlex.split(pages.REDIRECTION.sub("", line)))
+        data = Path(files["<"]).read_bytes() if "<" in files else b""
         if words[0] == "train":
             shutil.rmtree(words[words.index("--save") + 1], ignore_errors=True)
             words = [*words, *SMALL]
         code, out, err = command(*words, data=data)
-        assert code == 0, f"{shlex.join(words)}: {err}"
-        if target is not None:
-            target.write_text("".join(f"{line}\n" for line in out))
+        assert code == 0, f"{line}: {err}"
+        if ">" in files:
+            Path(files[">"]).write_text("".join(f"{text}\n" for text in out))
             assert len(out) >= data.count(b"\n")

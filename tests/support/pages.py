@@ -44,6 +44,16 @@ def commands(page: Path) -> list[str]:
     return [line.split("  #")[0].strip() for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE)]
 
 
+REDIRECTION = re.compile(r"(?<!\S)([<>]) (\S+)")
+OMITTED = {"train": "--source train.en --target train.de --save runs/en-de"}
+"""Arguments for which "..." stands in a command of `transformer-fast`, by its name."""
+
+
+def with_omitted(words: list[str]) -> list[str]:
+    """Return the words of a command, from its name on, with the arguments for which "..." stands."""
+    return [part for word in words for part in (OMITTED[words[0]].split() if word == "..." else [word])]
+
+
 def inline_commands(page: Path) -> list[str]:
     """Return the commands in the sentences of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
