@@ -1,6 +1,6 @@
 """Train `transformer_fast.Transformer` and `torch.nn.Transformer` of one shape with one recipe, and compare.
 
-    python benchmarks/compare_multi30k.py --source train.en --target train.de \
+    python benchmarks/compare_multi30k.py --source train.en --target train.de \\
         --valid-source val.en --valid-target val.de --out results --cpu-minutes 25
 
 Both train through `transformer_fast.translation.train`, with the same tokenizer, batches, initial distribution,

@@ -1,6 +1,6 @@
 """An RNN encoder-decoder with additive attention against the Transformer on parallel text: same data, sizes and time.
 
-    python benchmarks/race_rnn.py --source train.en --target train.de --valid-source val.en --valid-target val.de \
+    python benchmarks/race_rnn.py --source train.en --target train.de --valid-source val.en --valid-target val.de \\
         --cpu-minutes 5 --out results
 
 The models are those of compare_rnn.py: two GRUs with additive attention (Bahdanau, Cho and Bengio, 2015) and the

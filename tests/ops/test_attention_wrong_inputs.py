@@ -96,10 +96,12 @@ PACKED = {
         r"bias\[1\] must be .* with H = 4, Lq = 3 and Lk = 4, got shape \(1, 4, 3\)",
     ),
     "a bias of some heads": (
-        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(2, 18)}, ValueError, r"H = 4 and pairs = 18, .* shape \(2, 18\)",
+        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(2, 18)}, ValueError,
+        r"H = 4 and pairs = 18, the sum of Lq \* Lk over the sequences, got shape \(2, 18\)",
     ),
     "a bias of too few pairs": (
-        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 17)}, ValueError, r"pairs = 18, .* got shape \(4, 17\)",
+        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 17)}, ValueError,
+        r"H = 4 and pairs = 18, the sum of Lq \* Lk over the sequences, got shape \(4, 17\)",
     ),
     "a bias of integers": ((TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 18).int()}, TypeError, "float tensor"),
     "seqused_k is int64": (

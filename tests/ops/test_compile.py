@@ -243,7 +243,10 @@ def test_pack_and_unpack_in_one_graph() -> None:
 def test_a_dense_target_mask_is_refused_with_what_to_pass() -> None:
     torch._dynamo.reset()
     model, args = PackedKeep(dropout=0.0), (*packed_with_holes(6)[:3], tfast.layers.subsequentmask(5))
-    says = r"\(1, 1, 5, 5\).*by torch.compile or torch.export: .*; pass AttentionMask.lengths"
+    says = (
+        r"\(1, 1, 5, 5\).*by torch.compile or torch.export: "
+        "it must be padding and look-ahead only; pass AttentionMask.lengths"
+    )
     with pytest.raises(torch._dynamo.exc.Unsupported, match=says):
         torch.compile(model, fullgraph=True, backend="eager")(*args)
     with pytest.raises(ValueError, match=says):

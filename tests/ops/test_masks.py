@@ -50,7 +50,7 @@ def test_window(left, right, offset):
 
 
 def test_window_of_wrong_bounds():
-    with pytest.raises(ValueError, match="expected left \+ right of at least 0, got 2 and -3"):
+    with pytest.raises(ValueError, match=r"expected left \+ right of at least 0, got 2 and -3"):
         AttentionMask.window(2, -3)
     with pytest.raises(TypeError, match="window left: expected an int, got float"):
         AttentionMask.window(2.0)

@@ -135,8 +135,8 @@ class GenerationConfig:
                     raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
         if self.sample and self.beam != 1:
             raise ValueError(f"sample=True draws without a beam; expected beam 1, got {self.beam}")
-        for name in () if self.sample else ("temperature", "top_k", "top_p"):
-            if (value := getattr(self, name)) != getattr(type(self), name):
+        for name in ("temperature", "top_k", "top_p"):
+            if not self.sample and (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(f"{name} needs sample True, which draws tokens; got {name} {value} and sample False")
         if not self.sample and self.n_best > self.beam:
             raise ValueError(f"n_best is {self.n_best}, but a beam of {self.beam} holds only {self.beam} hypotheses")

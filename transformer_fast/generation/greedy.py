@@ -122,8 +122,8 @@ class GreedySearch(SearchState):
         """Tokens of the next steps and their log-probabilities, each (rows, steps); and True for rows without a
         possible token in the last step, (rows,).
 
-        There is one step, or several, of which the last is the first that may end a row. If every token is
-        impossible (all logits -inf) the answer ends without a last token.
+        There is one step or several. Only the last of these steps may end a row. If every token is impossible (all
+        logits -inf), the answer ends without a last token.
         """
         if self._draw is None:
             choice = self._choose_fused_steps()
