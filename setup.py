@@ -19,8 +19,10 @@ Environment:
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -43,6 +45,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
 PREBUILT = os.environ.get("TRANSFORMER_FAST_PREBUILT", "")
+MOST_JOBS = os.environ.get("MAX_JOBS", "")
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0+PTX"
 # Instruction set -> compiler flags, and what /proc/cpuinfo shows where it runs. csrc/instruction_set.cpp chooses among
 # them by what the processor says itself.
@@ -53,8 +56,10 @@ X86_SETS = {
 }
 OTHER_SETS: dict[str, tuple[list[str], set[str]]] = {"generic": ([], set())}
 # Slowest to compile first, so that no compiler runs alone at the end.
-SLOW = ("norm/backward", "attention/forward", "attention/backward", "attention/grad_bias", "attention/weights",
-        "norm/forward")  # fmt: skip
+SLOW = [
+    *("attention/backward", "attention/forward", "norm/backward", "attention/grad_bias", "attention/weights"),
+    *("norm/forward", "embedding/forward", "dropout"),
+]
 
 
 def say(message: str) -> None:
@@ -177,6 +182,9 @@ class Build(cpp_extension.BuildExtension):
         left_out = {kernels_name(name) for name in known_sets() if name not in chosen}
         self.unwanted = [Path(ROOT, self.get_ext_filename(name)) for name in left_out] if in_place else []
         self.extensions = [extension for extension in self.extensions if extension.name not in left_out]
+        if not MOST_JOBS:
+            self.parallel = len(self.extensions)
+            os.environ["MAX_JOBS"] = str(math.ceil(((os.cpu_count() or 1) + 2) / self.parallel))
 
     def build_extensions(self) -> None:
         if PREBUILT:
@@ -188,7 +196,7 @@ class Build(cpp_extension.BuildExtension):
         with_cuda = any(source.endswith(".cu") for source in module.sources)
         folder = Path(self.build_temp).resolve()
         write_records(folder, torch.__version__, with_cuda)
-        module.sources = write_units(module.sources, folder / "units")
+        module.sources = write_unit(module.sources, folder / "units")
         for extension in self.extensions:
             extension.include_dirs.append(str(folder))
         super().build_extensions()
@@ -203,14 +211,19 @@ class Build(cpp_extension.BuildExtension):
                 library.unlink()
 
     def build_extension(self, extension: cpp_extension.Extension) -> None:
-        """Build each extension in its own folder, because objects of different instruction sets have equal names."""
+        """Build an extension, in a thread beside the others.
+
+        Each has its own folder, because objects of different instruction sets have equal names. setuptools sorts the
+        sources, so their order is restored.
+        """
         say(f"compiling {extension.name} ({len(extension.sources)} files)")
-        folder = self.build_temp
-        self.build_temp = str(Path(folder, extension.name))
-        try:
-            super().build_extension(extension)
-        finally:
-            self.build_temp = folder
+        own, compile_files = copy.copy(self), self.compiler.compile
+        own.build_temp = str(Path(self.build_temp, extension.name))
+        own.compiler = copy.copy(self.compiler)
+        own.compiler.compile = lambda sources, *arguments, **options: compile_files(
+            sorted(sources, key=extension.sources.index), *arguments, **options
+        )
+        super(Build, own).build_extension(extension)
 
 
 class Wheel(bdist_wheel):
@@ -220,30 +233,12 @@ class Wheel(bdist_wheel):
         return ("py3", "none", platform) if PREBUILT else (python, abi, platform)
 
 
-# Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
-UNITS = {
-    "attention": (
-        *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager", "ops/attention_weights"),
-        *("ops/decoder_session", "ops/multihead", "triton/launch_attention", "triton/launch_cache"),
-    ),
-    "others": (
-        *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/linear"),
-        *("ops/norm", "ops/seed", "bindings", "instruction_set"),
-    ),
-}
-
-
-def write_units(files: list[str], folder: Path) -> list[str]:
-    """Replace the sources of each unit by one file that includes them; other sources stay."""
-    folder.mkdir(parents=True, exist_ok=True)
-    units, rest = [], list(files)
-    for name, stems in UNITS.items():
-        parts = [f"csrc/{stem}.cpp" for stem in stems]
-        rest = [file for file in rest if file not in parts]
-        unit = folder / f"{name}.cpp"
-        write_changed(unit, "".join(f'#include "{ROOT / part}"\n' for part in parts))
-        units.append(str(unit.resolve()))
-    return [*units, *rest]
+def write_unit(files: list[str], folder: Path) -> list[str]:
+    """Replace the C++ files of the module by one that includes them: a compiler mostly reads PyTorch's headers."""
+    unit = folder / "module.cpp"
+    unit.parent.mkdir(parents=True, exist_ok=True)
+    write_changed(unit, "".join(f'#include "{ROOT / file}"\n' for file in sorted(files) if file.endswith(".cpp")))
+    return [str(unit.resolve()), *(file for file in files if not file.endswith(".cpp"))]
 
 
 def write_records(folder: Path, torch_version: str, with_cuda: bool = False) -> None:
@@ -278,7 +273,8 @@ def write_changed(file: Path, text: str) -> None:
 
 def sources(folder: str) -> list[str]:
     files = (file.relative_to(ROOT).as_posix() for file in (ROOT / "csrc" / folder).rglob("*.cpp"))
-    return sorted(files, key=lambda file: (not file.removesuffix(".cpp").endswith(SLOW), file))
+    place = {f"csrc/cpu/{stem}.cpp": number for number, stem in enumerate(SLOW)}
+    return sorted(files, key=lambda file: (place.get(file, len(place)), file))
 
 
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]

@@ -161,14 +161,13 @@ def is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
 
 
-def test_the_sources_that_are_compiled_together_exist() -> None:
-    """`setup.py` names them; a full build would miss a renamed one."""
+def test_the_sources_that_are_compiled_first_exist() -> None:
+    """`setup.py` names them; a renamed one would be compiled last."""
     tracked("setup.py")
-    (units,) = (
+    (slow,) = (
         node.value
         for node in parsed(ROOT / "setup.py").body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "UNITS"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SLOW"
     )
-    parts = [part for value in units.values for part in ast.walk(value)]
-    stems = [part.value for part in parts if isinstance(part, ast.Constant)]
-    assert stems and not [stem for stem in stems if not (ROOT / "csrc" / f"{stem}.cpp").exists()]
+    stems = [part.value for part in ast.walk(slow) if isinstance(part, ast.Constant)]
+    assert stems and not [stem for stem in stems if not (ROOT / "csrc/cpu" / f"{stem}.cpp").exists()]

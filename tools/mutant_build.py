@@ -52,7 +52,7 @@ class Libraries:
         """Compile the libraries that contain a file of the tree, and copy them to the tree.
 
         Raises:
-            Unfit: the compiler refuses it.
+            Unfit: the compiler refuses the file.
         """
         for extension in _extensions(self.tree):
             concerned = [
@@ -126,8 +126,8 @@ def _extensions(root: Path) -> list[Any]:
     setup = setup_names(root)
     best = setup["instruction_sets"]("host")[-1]
     module, kernels = setup["module_extension"](), setup["kernels_extension"](best, setup["known_sets"]()[best][0])
-    units = setup["write_units"](module.sources, root / "units")
-    module.sources = [os.path.relpath(root / source, root) for source in units]
+    unit = setup["write_unit"](module.sources, root / "units")
+    module.sources = [os.path.relpath(root / source, root) for source in unit]
     return [module, kernels]
 
 

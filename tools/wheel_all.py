@@ -149,15 +149,12 @@ class Plan:
         """Add the module for a torch and a Python; return its file."""
         python_headers, suffix = output([program, "-c", WHERE]).split()
         built = self.module_extension
-        # As one file: most of what a compiler does with each is to read torch's headers.
-        unit = FOLDER / "units/module.cpp"
-        unit.parent.mkdir(exist_ok=True)
-        self.setup["write_changed"](unit, "".join(f'#include "{ROOT / source}"\n' for source in sorted(built.sources)))
+        unit = self.setup["write_unit"](built.sources, FOLDER / "units")
         folders = included(ROOT / "csrc", self._config(headers), *headers.includes, Path(python_headers))
         defines = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
         link = [*built.extra_link_args, *library_folders(), *(f"-l{name[3:]}" for name in LIBRARIES)]
         file = f"_C.torch{headers.minor}{suffix}"
-        return self.library(file, [str(unit)], [*built.extra_compile_args["cxx"], *folders, *defines], link)
+        return self.library(file, unit, [*built.extra_compile_args["cxx"], *folders, *defines], link)
 
 
 def included(*folders: Path) -> list[str]:

@@ -57,7 +57,7 @@ struct Backward {
   A mean_of(int64_t r) const { return kCentred ? p.mean[r] : 0; }
 
   // Computes the factors of kRows rows from `first` on; adds the rows' weight gradients to dw and db, if given.
-  template <bool kStd, int kRows, int kVectors>
+  template <bool kStd, int kRows>
   __attribute__((flatten)) RowGradients<A> row_gradients(int64_t first, A* dw, A* db) const {
     const A* const scale = weight;
     const T *dy_rows[kRows], *x_rows[kRows];
@@ -68,7 +68,7 @@ struct Backward {
     }
     Vector<A> g_sums[kRowsAtOnce] = {}, gh_sums[kRowsAtOnce] = {}, hh_sums[kRowsAtOnce] = {};
     with_flags(scale, dw, [&](auto has_weight, auto has_sums) {
-      for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
+      for_columns<A>(0, d, [&](int64_t c, auto count, int) {
         Vector<A> w, dw_sum, db_sum;
         if constexpr (has_weight) w = load(scale + c, count);
         if constexpr (has_sums) dw_sum = load(dw + c, count);
@@ -108,7 +108,7 @@ struct Backward {
 
   // Writes the gradients of x and, with dropout, of the residual. Members are copied to locals, because the compiler
   // must assume that stores change members.
-  template <bool kDrop, int kVectors>
+  template <bool kDrop>
   __attribute__((flatten)) void write_rows(int64_t first, int64_t last, const RowGradients<A>& sums,
                                            RandomBits& random) const {
     const RowView<const T> from = p.dy, at = p.x, summed = p.grad_summed;
@@ -126,7 +126,7 @@ struct Backward {
         const uint16_t* bits = nullptr;
         if constexpr (kDrop) bits = random.of(r, start, end - start);
         with_flags(scale, summed_row, [&](auto has_weight, auto has_summed) {
-          for_columns<A, kVectors>(start, end, [&](int64_t c, auto count, int) {
+          for_columns<A>(start, end, [&](int64_t c, auto count, int) {
             auto gradient = load(dy_row + c, count) * rstd_r;
             if constexpr (has_weight) gradient *= load(scale + c, count);
             if constexpr (kCentred)
@@ -142,7 +142,7 @@ struct Backward {
           });
         });
       };
-      if constexpr (kVectors > 0 || !kDrop) {
+      if constexpr (!kDrop) {
         write_columns(0, columns);
       } else {
         for (int64_t start = 0; start < columns; start += kChunkColumns)
@@ -181,7 +181,6 @@ struct Backward {
   }
 
   // Computes the gradients of the rows `begin` up to `end`, and adds their weight gradients to dw and db, if given.
-  template <int kVectors>
   void chunk(int64_t begin, int64_t end, bool together, A* dw, A* db, RandomBits& random, Pages& x_pages,
              Pages& residual_pages) const {
     const auto rows = [&](int64_t first, auto count) {
@@ -190,11 +189,11 @@ struct Backward {
       residual_pages.prefault(p.grad_residual.row(first + kRows));
       const RowGradients<A> sums = [&] {
         if constexpr (kCentred)
-          if (p.kind == NormKind::kStd) return row_gradients<true, kRows, kVectors>(first, dw, db);
-        return row_gradients<false, kRows, kVectors>(first, dw, db);
+          if (p.kind == NormKind::kStd) return row_gradients<true, kRows>(first, dw, db);
+        return row_gradients<false, kRows>(first, dw, db);
       }();
-      p.grad_residual ? write_rows<true, kVectors>(first, first + kRows, sums, random)
-                      : write_rows<false, kVectors>(first, first + kRows, sums, random);
+      p.grad_residual ? write_rows<true>(first, first + kRows, sums, random)
+                      : write_rows<false>(first, first + kRows, sums, random);
     };
     if (dw) std::fill_n(dw, d, A(0));
     if (kCentred && dw) std::fill_n(db, d, A(0));
@@ -205,7 +204,6 @@ struct Backward {
   }
 
   // The chunks from `begin` up to `end` of `size` rows each, `rows` in all. Every chunk has d elements of dw and db.
-  template <int kVectors>
   void chunks(int64_t begin, int64_t end, int64_t size, int64_t rows, A* dw, A* db) const {
     const int64_t first = begin * size, last = std::min(rows, end * size);
     const bool together = d <= kShort || d >= kLong || rows * d * static_cast<int64_t>(sizeof(T)) <= kCached;
@@ -215,7 +213,7 @@ struct Backward {
       A *const own_dw = dw ? dw + k * d : nullptr, *const own_db = db ? db + k * d : nullptr;
       const int64_t next = std::min(rows, r + size);
       if (p.grad_x)
-        chunk<kVectors>(r, next, together, own_dw, own_db, random, x_pages, residual_pages);
+        chunk(r, next, together, own_dw, own_db, random, x_pages, residual_pages);
       else if (dw)
         sum_weights(r, next, 0, d, own_dw, own_db);
     }
@@ -235,11 +233,8 @@ void backward_of(const NormBackwardParams<T>& p) {
   const Buffer<A> partials(needs_sums ? (kCentred ? 2 : 1) * sums * d : 0);
   A *const dw = partials.data(), *const db = kCentred ? dw + (needs_sums ? sums * d : 0) : nullptr;
   const bool with_rows = needs_sums && !by_columns;
-  with_vectors<T>(d, [&](auto vectors) {
-    parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-      backward.template chunks<vectors>(begin, end, per_chunk, rows, with_rows ? dw : nullptr,
-                                        with_rows ? db : nullptr);
-    });
+  parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    backward.chunks(begin, end, per_chunk, rows, with_rows ? dw : nullptr, with_rows ? db : nullptr);
   });
   if (by_columns && needs_sums)
     parallel_for(0, (d + kFewestColumns - 1) / kFewestColumns, 1, [&](int64_t begin, int64_t end) {

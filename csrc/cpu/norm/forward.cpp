@@ -83,20 +83,19 @@ struct Addition {
 };
 
 // Sums are of differences from the first element: large offsets cancel, and the mean of a constant row is exact.
-template <int kVectors, typename T, typename A = Accumulate<T>>
+template <typename T, typename A = Accumulate<T>>
 A row_mean(const T* x, int64_t d) {
   const A first = static_cast<A>(x[0]);
-  Vector<A> sums[slots_of(kVectors)] = {};
-  for_columns<A, kVectors>(0, d,
-                           [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
+  Vector<A> sums[4] = {};
+  for_columns<A>(0, d, [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
   return first + sum(sums) / d;
 }
 
 // Sums the squares of one row around the mean, or around 0 if !kCentred. Calls also(column) per vector.
-template <bool kCentred, int kVectors, typename T, typename Also, typename A = Accumulate<T>>
+template <bool kCentred, typename T, typename Also, typename A = Accumulate<T>>
 A row_squares(const T* x, A mean, int64_t d, const Also& also) {
-  Vector<A> squares[slots_of(kVectors)] = {};
-  for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
+  Vector<A> squares[4] = {};
+  for_columns<A>(0, d, [&](int64_t c, auto count, int slot) {
     also(c);
     Vector<A> v;
     if constexpr (kCentred)
@@ -153,10 +152,7 @@ struct Forward {
     return rstd_r;
   }
 
-  template <int kVectors>
-  A mean_of(int64_t r) const {
-    return kCentred ? row_mean<kVectors>(x().row(r), p.d) : 0;
-  }
+  A mean_of(int64_t r) const { return kCentred ? row_mean(x().row(r), p.d) : 0; }
 
   template <bool kWeight, bool kBias>
   auto normed(int64_t r, A mean_r, A rstd_r) const {
@@ -173,7 +169,6 @@ struct Forward {
   }
 
   // Norms the rows [begin, end) in order; sums are computed ahead, as far as the cache holds them.
-  template <int kVectors>
   void rows(int64_t begin, int64_t end) const {
     const int64_t d = p.d, block = std::max<int64_t>(1, kChunkColumns / d);
     const bool asks_ahead = p.residual && d * sizeof(T) < kPageBytes;  // more would evict the lines in use
@@ -187,15 +182,15 @@ struct Forward {
         added.rows(first, last, random);
       }
       for (int64_t r = first; r < last; ++r) {
-        const A mean_r = mean_of<kVectors>(r);
+        const A mean_r = mean_of(r);
         T* const out_r = p.out.row(r);
-        const A squares = row_squares<kCentred, kVectors>(x().row(r), mean_r, d,
-                                                          [out_r](int64_t c) { __builtin_prefetch(out_r + c, 1); });
+        const A squares =
+            row_squares<kCentred>(x().row(r), mean_r, d, [out_r](int64_t c) { __builtin_prefetch(out_r + c, 1); });
         const A rstd_r = rstd_of(r, mean_r, squares);
         const T* const ahead = asks_ahead ? x().row(r + 1) : out_r;
         with_parameters([&](auto has_weight, auto has_bias) {
           const auto row = normed<has_weight, has_bias>(r, mean_r, rstd_r);
-          for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
+          for_columns<A>(0, d, [&](int64_t c, auto count, int) {
             row(c, count);
             __builtin_prefetch(ahead + c, 1);
           });
@@ -216,7 +211,7 @@ struct Forward {
       summed_pages.prefault(p.summed.row(r + 1));
       const A sum_r = added.template row_and_sum<!kCentred>(r, random, write_row_before);
       if constexpr (!kCentred) return normed<kWeight, kBias>(r, 0, rstd_of(r, 0, sum_r));
-      const A squares = row_squares<kCentred, 0>(x().row(r), sum_r, d, [](int64_t) {});
+      const A squares = row_squares<kCentred>(x().row(r), sum_r, d, [](int64_t) {});
       return normed<kWeight, kBias>(r, sum_r, rstd_of(r, sum_r, squares));
     };
     auto row = row_after(begin, [](int64_t, auto) {});
@@ -225,14 +220,13 @@ struct Forward {
     for_columns<A>(0, d, [&](int64_t c, auto count, int) { row(c, count); });
   }
 
-  template <int kVectors>
   void all_rows(int64_t count) const {
     parallel_for(0, count, grain(p.d), [&](int64_t begin, int64_t end) {
-      if constexpr (kVectors == 0 && std::is_same_v<T, A>) {
-        if (p.residual)
+      if constexpr (std::is_same_v<T, A>) {
+        if (p.residual && p.d > kNarrow<A>)
           return with_parameters([&](auto has_weight, auto has_bias) { added_rows<has_weight, has_bias>(begin, end); });
       }
-      rows<kVectors>(begin, end);
+      rows(begin, end);
     });
   }
 };
@@ -244,7 +238,7 @@ void norm_forward(const NormForwardParams<T>& p) {
   const WideParameters<T> parameters(p.weight, p.bias, p.d);
   with_flag(p.kind != NormKind::kRms, [&](auto centred) {
     const Forward<T, centred> forward{p, parameters.weight, parameters.bias};
-    with_vectors<T>(p.d, [&](auto vectors) { forward.template all_rows<vectors>(p.rows); });
+    forward.all_rows(p.rows);
   });
 }
 

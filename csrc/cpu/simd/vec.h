@@ -75,25 +75,13 @@ inline void store(T* p, Vector<Accumulate<T>> v, int64_t count) {
   store_few(p, v, count);
 }
 
-// Number of accumulators of a reduction; for_columns() numbers them.
-constexpr int slots_of(int vectors) { return vectors ? vectors : 4; }
-
 // Calls body(column, count, slot) over the columns [begin, end). `slot` (0..3) tells neighbours apart, so that a
-// reduction keeps four sums and does not wait for the latency of one. kVectors, unless 0, is how many vectors the
-// columns are, the last one perhaps not whole. GCC may call a long body for every vector: where that costs, the
-// function around the loop is __attribute__((flatten)).
-template <typename A, int kVectors = 0, typename Body>
+// reduction keeps four sums and does not wait for the latency of one. GCC may call a long body for every vector: where
+// that costs, the function around the loop is __attribute__((flatten)).
+template <typename A, typename Body>
 inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   constexpr int64_t lanes = kLanes<A>;
   int64_t c = begin;
-  if constexpr (kVectors > 0) {
-    if constexpr (kVectors > 1) body(begin, Full<A>{}, 0);
-    if constexpr (kVectors > 2) body(begin + lanes, Full<A>{}, 1);
-    static_assert(kVectors <= kFewVectors);
-    c = begin + (kVectors - 1) * lanes;
-    body(c, end - c, kVectors - 1);
-    return;
-  }
   for (; c + 4 * lanes <= end; c += 4 * lanes) {
     body(c, Full<A>{}, 0);
     body(c + lanes, Full<A>{}, 1);
@@ -102,23 +90,6 @@ inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   }
   for (; c + lanes <= end; c += lanes) body(c, Full<A>{}, 0);
   if (c < end) body(c, end - c, 0);
-}
-
-// Types that models run in. Kernels for other types lack most special cases.
-template <typename T>
-constexpr bool kIsCommon = std::is_same_v<T, float> || std::is_same_v<T, c10::BFloat16>;
-
-// Calls body(kVectors) for rows of d columns of T: the number of vectors if it is small, else 0.
-template <typename T, typename Body>
-inline void with_vectors(int64_t d, Body&& body) {
-  constexpr int64_t lanes = kLanes<Accumulate<T>>;
-  const int64_t vectors = (d + lanes - 1) / lanes;
-  if (vectors == 1) return body(std::integral_constant<int, 1>());
-  if constexpr (kIsCommon<T>) {
-    if (vectors == 2) return body(std::integral_constant<int, 2>());
-    if (vectors == 3) return body(std::integral_constant<int, 3>());
-  }
-  body(std::integral_constant<int, 0>());
 }
 
 // Calls body(flag) or body(flag, flag) with constant flags, because a test inside a loop is slower than one loop per

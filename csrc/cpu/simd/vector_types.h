@@ -15,10 +15,9 @@ constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(A));
 // Outputs in a panel of packed weights (step_linear.cpp).
 constexpr int64_t kStepPanel = 2 * kLanes<float>;
 
-// Rows of at most this many vectors are narrow: handled without loops, or several rows as one.
-constexpr int kFewVectors = 3;
+// Rows of at most this many columns are narrow: several are handled as one.
 template <typename A>
-constexpr int64_t kNarrow = kFewVectors * kLanes<A>;
+constexpr int64_t kNarrow = 3 * kLanes<A>;
 
 template <typename A>
 struct VectorOf;
