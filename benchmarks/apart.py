@@ -1,8 +1,8 @@
 """One side of a comparison, in its own process.
 
-PyTorch and CTranslate2 share one OpenMP runtime where they are loaded into one process. It counts the threads of all
-pools, and if there are more of them than processors, they sleep at every barrier instead of waiting. On two processors
-either side then makes the other three to six times as slow as it is alone.
+PyTorch and CTranslate2 share one OpenMP runtime where they are loaded into one process. The runtime counts the threads
+of all pools. More threads than processors sleep at every barrier instead of waiting. On two processors either side then
+makes the other three to six times as slow as it is alone.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ CASES += [Case("small", "beam", batch, 16) for batch in (1, 16)]
 def test_generation(versus, device, benchmark, case):
     if device != "cpu":
         pytest.skip("a search waits for the GPU at every step, so no graph can be timed: run this file as a program")
-    uncached = case.batch * (1 if case.search == "greedy" else BEAM) <= 16  # it takes seconds beyond
+    uncached = case.batch * (1 if case.search == "greedy" else BEAM) <= 16  # a longer search takes seconds
     sides = ways(case, device, uncached)
 
     def check(src):

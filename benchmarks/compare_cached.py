@@ -2,11 +2,11 @@
 
     python benchmarks/compare_cached.py --model runs/en-de --source val.en --sentences 1000 --out results
 
-Both decode the same batches, greedily and by beam search. Their tokens must be equal and their scores equal up to
-rounding. They round differently, so an exact tie may be resolved differently. A different answer counts as a tie only
-if a second uncached search, which records its margins, proves it: at some step two candidates that it ranked one after
-the other (or two of its answers) differ by less than --tie. Every other difference is an error, and so is a score that
-differs by more; then the exit code is 1.
+Both decode the same batches, greedily and by beam search. The tokens must be equal, and the scores equal up to
+rounding. The two sides round differently, so an exact tie may be resolved differently. A different answer counts as a
+tie only if a second uncached search, which records its margins, proves it: at some step two candidates that it ranked
+one after the other (or two of its answers) differ by less than --tie. Every other difference is an error, and so is a
+score that differs by more; then the exit code is 1.
 
 The table and the first differences are printed. With --out, compare_cached.json is written there.
 """

@@ -53,7 +53,7 @@ class TorchTransformer(nn.Module):
         self.scale = math.sqrt(config.d_model)
         self.embed = nn.Embedding(vocab, config.d_model, padding_idx=PAD)
         self.dropout = nn.Dropout(config.dropout)
-        warnings.filterwarnings("ignore", message="enable_nested_tensor is True")  # it is of no use to pre-norm
+        warnings.filterwarnings("ignore", message="enable_nested_tensor is True")  # of no use to pre-norm layers
         self.core = nn.Transformer(
             config.d_model,
             config.heads,

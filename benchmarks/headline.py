@@ -39,7 +39,7 @@ def record(folder: str, case: str) -> dict[str, float]:
             head = cells
         elif cells[0] == case:
             return {
-                name.removeprefix("x "): float(cell.partition(",")[0])  # the memory stands behind it
+                name.removeprefix("x "): float(cell.partition(",")[0])  # the memory stands behind the time
                 for name, cell in zip(head, cells, strict=True)
                 if name.startswith("x ") and cell not in ("", "refused")
             }

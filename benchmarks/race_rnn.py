@@ -4,10 +4,10 @@
         --cpu-minutes 5 --out results
 
 The models are those of compare_rnn.py: two GRUs with additive attention (Bahdanau, Cho and Bengio, 2015) and the
-textbook's Transformer on the fused ops. They have the same width, number of layers and vocabulary. They learn from the
-same batches in the same order with the same optimizer (Adam, linear warmup, gradients clipped at 1), on one thread.
-They take turns of a few seconds, so that other programs disturb both equally. Each gets the same CPU time of the
-process; validation, after each turn, does not count.
+textbook's Transformer on the fused ops. The models have the same width, number of layers and vocabulary. Both models
+learn from the same batches in the same order with the same optimizer (Adam, linear warmup, gradients clipped at 1), on
+one thread. The models take turns of a few seconds, so that other programs disturb both equally. Each gets the same CPU
+time of the process; validation, after each turn, does not count.
 
 The table is printed. OUT gets race_rnn.json and race_rnn.png.
 """

@@ -3,7 +3,8 @@
     python benchmarks/train_multi30k.py --data multi30k --out runs/multi30k --cpu-minutes 50 --seeds 0 1 2
 
 Both sides are `transformer_fast.translation.train` with one recipe and one thread, in a process of its own, once per
-seed: the same initial weights, the same batches in the same order. They differ in the backend. "fast" is the backend
+seed: the same initial weights, the same batches in the same order. The sides differ in the backend. "fast" is the
+    backend
 that is chosen by default, without padding in the layers; "eager" is backend "reference", plain PyTorch for every op,
 with padding. Eager draws its dropout masks with PyTorch's generator, so at equal updates its curve has other dropout
 masks. With --same-dropout the masks are equal; then both sides run with padding, and eager loses 40 % of its speed,

@@ -1,5 +1,5 @@
-// The Python module transformer_fast._C. Loading it registers all ops in torch.ops.transformer_fast. Its Python
-// functions are the eager fast paths of the ops (ops/eager.h) and decoding (ops/decoder_session.h).
+// The Python module transformer_fast._C. Loading it registers all ops in torch.ops.transformer_fast. The module's
+// Python functions are the eager fast paths of the ops (ops/eager.h) and decoding (ops/decoder_session.h).
 //
 // Each op is in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/triton. The
 // kernels of cpu/ are separate libraries, one per instruction set; load_kernels() loads one of them.

@@ -6,9 +6,9 @@ reference.
     python tools/emulate.py --mutants [--all]
 
 Each case of tools/tests/emulation_cases.py is a call of a public function. Triton compiles its kernels as for a GPU, or
-nvcc where it is installed. Their PTX runs in tools/ptx_emulator, and every result must pass the gate of CONTRIBUTING.
-Warps run in each given order. The results of all orders must agree bit for bit, except atomic sums. A finding of the
-emulator fails the case, as a wrong result does.
+nvcc where it is installed. The PTX of the kernels runs in tools/ptx_emulator, and every result must pass the gate of
+CONTRIBUTING. Warps run in each given order. The results of all orders must agree bit for bit, except atomic sums. A
+finding of the emulator fails the case, as a wrong result does.
 
 With ``--continue FILE``, cases that passed before are skipped. FILE records passed cases and is valid while kernels,
 reference, cases, emulator and versions are unchanged. All cases take hours.

@@ -67,7 +67,7 @@ def launched_kernels() -> Iterator[set[str]]:
 
 @functools.cache
 def all_kernels() -> frozenset[str]:
-    """Every kernel of the package that is launched, by the same names."""
+    """Names of all kernels that the package launches."""
     found: set[str] = set()
     for info in pkgutil.walk_packages(triton_package.__path__, f"{PREFIX}."):
         values = vars(importlib.import_module(info.name)).values()

@@ -1,7 +1,7 @@
 """The CUDA kernels of csrc/cuda on CPU tensors: compiled by nvcc, executed by tools/ptx_emulator.
 
 The host code is that of csrc/cuda as well: the library that tests/support/cuda_sources.py builds for the CPU.
-Its launches go to the emulator. Every tensor made inside is known to it, with its bounds.
+The launches of that library go to the emulator. Every tensor made inside is known to it, with its bounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXECUTOR = ctypes.CFUNCTYPE(
 def emulated_cuda(arch: int = 80, **options: Any) -> Iterator[tuple[SimpleNamespace, Report, set[str]]]:
     """Operators of csrc/cuda whose kernels are compiled by nvcc for a compute capability and run in the emulator.
 
-    Their tensors must be made inside. Grids are cut to three blocks, so that kernels walk their loops.
+    The operators' tensors must be made inside. Grids are cut to three blocks, so that kernels walk their loops.
 
     Args:
         arch: 80 or 90.

@@ -1,8 +1,8 @@
 """``make hub``: the Triton attention as a kernel of Hugging Face's hub, in build/hub, for its kernel-builder.
 
 hub/ has what is written for it: build.toml, the card, the public function (kernel.py), and a stand-in for the C++
-extension. The modules of the package that they import are copied as they are. They import each other by relative names,
-and torch, Triton and the standard library, which is all that the hub allows; anything else is an error here.
+extension. The modules of the package that they import are copied as they are. The copies import each other by relative
+names, and torch, Triton and the standard library. The hub allows no other import, and any other is an error here.
 """
 
 from __future__ import annotations

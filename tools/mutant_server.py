@@ -2,8 +2,8 @@
 
     mutant_server.py MODULE ...
 
-It reads lines of JSON, each with the arguments of pytest, its environment and the name of a file for its output. It
-answers each with the exit code.
+The server reads lines of JSON, each with the arguments of pytest, its environment and the name of a file for its
+output. The answer to each line is the exit code.
 """
 
 from __future__ import annotations

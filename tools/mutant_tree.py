@@ -52,7 +52,7 @@ class Tree:
         """Context in which a fault is planted in the tree.
 
         Raises:
-            Unfit: it cannot be planted, or not built.
+            Unfit: the fault cannot be planted, or not built.
         """
         if row in self.libraries.switched:
             self.environment["PLANTED"] = str(number_of(row))
@@ -79,7 +79,7 @@ class Tree:
         """Return the first test that fails, or another outcome as text; "" if all pass.
 
         Raises:
-            Unfit: pytest cannot run them, or there are none.
+            Unfit: pytest cannot run the tests, or there are none.
         """
         codes = []
         for arguments, variables in runs:

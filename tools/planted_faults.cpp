@@ -1,5 +1,5 @@
-// Faults as a kernel might have them, which tools/sanitize.py makes to see that they would be reported. They are built as
-// the kernels are, and are no part of the package.
+// Faults as a kernel might have them: tools/sanitize.py runs them to see that they would be reported. These functions
+// are built as the kernels are, and are no part of the package.
 #include <omp.h>
 
 #include <cstdint>
@@ -26,7 +26,7 @@ EXPORTED void sum_by_threads_at_once(const float* row, int64_t columns, float* s
   for (int64_t c = 0; c < columns; ++c) *sum += row[c];
 }
 
-// No fault: the sums of the threads, added after the last of them. It must be no report.
+// No fault: the sums of the threads, added after the last of them. The sanitizers must report nothing.
 EXPORTED float sum_by_threads(const float* row, int64_t columns) {
   float sums[256] = {}, sum = 0;
 #pragma omp parallel for

@@ -2,7 +2,7 @@
 
 A row is one Python with one torch. The rows are: every Python from 3.11 on that this machine has (pyenv, and PATH) with
 the torch that requirements.txt pins; one Python with the newest torch; one Python with the oldest torch that
-pyproject.toml allows. ``make oldest`` runs the last row alone.
+pyproject.toml allows. ``make oldest`` runs the row of the oldest torch alone.
 
 Each row has a virtual environment and a copy of the sources. Both are kept between runs and take some gigabytes,
 because the registry's builds of torch come with CUDA. Only the Python module is compiled per row; kernels that this

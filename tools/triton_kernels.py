@@ -51,7 +51,7 @@ def triton_compiled(launch, arch: int):
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     options = launch.options() | {"debug": False}
-    # What JITFunction.run does before it looks into its cache.
+    # The same steps as in JITFunction.run before it looks into its cache.
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(**launch.arguments, **options)
     parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)

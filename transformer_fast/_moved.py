@@ -1,4 +1,4 @@
-"""Module paths of version 0.1.0 that moved. They work until 2027-06-30, with a DeprecationWarning."""
+"""Module paths of version 0.1.0 that moved. The old paths work until 2027-06-30, with a DeprecationWarning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Load the C++/CUDA extension ``transformer_fast._C``, or report why loading failed and which command helps.
 
-Each file of the extension serves one minor version of torch and one of Python. Its name says which:
+Each file of the extension serves one minor version of torch and one of Python. The name of a file says which:
 ``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``. A package may have several files; the one that fits is loaded.
 
 The package imports even if its extension is missing, broken, built for another torch, or lacks kernels for this CPU;

@@ -59,7 +59,7 @@ def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
 def sizes(t: Tensor) -> torch.Size:
     """Shape of a tensor as ints, also under torch.jit.trace; the sizes become constants of the graph.
 
-    Use it for sizes that a graph may fix, such as a width, and for checks.
+    For sizes that a graph may fix, such as a width, and for checks.
     """
     return _fixed_shape(t) if is_traced() else t.shape
 

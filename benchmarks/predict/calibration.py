@@ -1,9 +1,9 @@
 """Calibration: measured speed of a published kernel divided by its predicted speed; all predictions are multiplied
 by it.
 
-The kernel is :mod:`.calibration_kernel`, compiled and replayed as all others are. Those who published figures took the
-fastest of some tiles, and so does this. Their kernel is Triton's tutorial, which does the same in the same order; on an
-H100 it may load its tiles by TMA, ours does by cp.async.
+The kernel is :mod:`.calibration_kernel`, compiled and replayed as all others are. The published figures are of the
+fastest of some tiles, and so is this one. The published kernel is that of Triton's tutorial, which does the same in the
+same order; on an H100 it may load its tiles by TMA, while ours loads them by cp.async.
 """
 
 from __future__ import annotations

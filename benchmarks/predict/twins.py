@@ -125,7 +125,7 @@ def _calibration(entry: dict, factor: Range) -> Twin:
 def compile_all(cases: Iterable[Twin], workers: int | None = None) -> None:
     """Compile the launches for an H100 into Triton's cache, side by side: one process would take minutes."""
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        # What does not compile fails again, and is recorded, when its case is measured.
+        # A kernel that does not compile fails again, and is recorded, when its case is measured.
         for job in [pool.submit(compile_case, twin.make) for twin in cases]:
             job.exception()
 

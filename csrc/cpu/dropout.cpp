@@ -15,7 +15,7 @@
 namespace transformer_fast {
 namespace {
 
-// Narrow rows handled as one. Their first column is 0, and values per column are repeated per row.
+// Narrow rows handled as one. The first column of such rows is 0, and values per column are repeated per row.
 template <typename A>
 int64_t rows_as_one(int64_t d) {
   return d <= kNarrow<A> ? kChunkColumns / d : 1;

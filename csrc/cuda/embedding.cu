@@ -1,8 +1,8 @@
 // Embedding on the GPU: gather * scale + positional encoding + dropout in one pass, and the sinusoidal table.
 //
-// An id outside the vocabulary, or a position outside the table, is never read. Its output row is NaN, and such an id
-// contributes no gradient. So the error shows in the loss, without a host synchronisation, a device assertion or a lost
-// CUDA context.
+// An id outside the vocabulary, or a position outside the table, is never read. The output row of such an id is NaN,
+// and the id contributes no gradient. So the error shows in the loss, without a host synchronisation, a device
+// assertion or a lost CUDA context.
 //
 // A thread processes one piece of eight columns: for 16-bit types 16 bytes read and 16 written. 1280 threads fit on a
 // multiprocessor (at 48 registers each). A thread waits for an id and then for its row, about 1.2 us. So the 132

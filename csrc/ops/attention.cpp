@@ -1,6 +1,6 @@
-// Attention, of padded and of packed batches: the ops of torch.ops.transformer_fast, from schema to kernel. Their eager fast
-// paths are in attention_eager.cpp, the op of the weights in attention_weights.cpp. transformer_fast/ops/attention.py and
-// attention_packed.py document and check what they take.
+// Attention, of padded and of packed batches: the ops of torch.ops.transformer_fast, from schema to kernel. The eager
+// fast paths are in attention_eager.cpp, the op of the weights in attention_weights.cpp.
+// transformer_fast/ops/attention.py and attention_packed.py document and check what they take.
 #include "attention.h"
 
 #include "../triton/launch_attention.h"

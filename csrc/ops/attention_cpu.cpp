@@ -12,9 +12,9 @@
 namespace transformer_fast {
 namespace {
 
-// True if a forward keeps the weights for its backward. Recomputing them takes a product and the exponentials. With a
-// bias per (query, key) and without dropout, recomputing is slower than eager PyTorch, which keeps the weights. With a
-// window or documents most weights would be zeros, so they are not kept.
+// True if a forward keeps the weights for its backward. Recomputing the weights takes a product and the exponentials.
+// With a bias per (query, key) and without dropout, recomputing is slower than eager PyTorch, which keeps the weights.
+// With a window or documents most weights would be zeros, so they are not kept.
 bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   const OptionalTensor& bias = params.bias;
   if (!bias || params.is_packed() || params.window || params.query_ids || params.distance_bias || params.softcap ||
@@ -65,7 +65,7 @@ int64_t distance_0(const AttentionParams& params, int64_t queries, int64_t keys)
   return params.packed.max_k.expect_int() - 1 - (keys - queries);
 }
 
-// One entry for a padded batch, or one entry per sequence of a packed batch. They point into the bias.
+// One entry for a padded batch, or one entry per sequence of a packed batch. The entries point into the bias.
 template <typename T, typename A>
 Sequences<T, A> sequences_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                              const OptionalTensor& bias) {

@@ -35,7 +35,7 @@ namespace {
 using eager::needs_gradient, eager::Needs, eager::or_undefined, eager::requires_grad;
 using torch::autograd::variable_list;
 
-// Gradients of x, weight and bias, (0,) if not requested. The caller must multiply all of them by `scale`, a number.
+// Gradients of x, weight and bias, (0,) if not requested. The caller must multiply all gradients by `scale`, a number.
 constexpr const char* kSchema =
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, float smoothing, SymInt ignore_index, "
     "bool mean, bool[3] gradients, SymInt chunk_elements, str backend) -> "
@@ -223,7 +223,7 @@ FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const O
   return results;
 }
 
-// As F.linear casts.
+// Cast as F.linear does.
 template <c10::DeviceType device>
 FiveTensors forward_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                              double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,

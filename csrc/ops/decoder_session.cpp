@@ -1,7 +1,7 @@
 // Decoding step by step, in one object that holds the weights of a decoder, its cache, and the rules for choosing
 // tokens. One call runs the newest position of every open hypothesis through all layers; one call can run several steps
-// of a search. Without it, the code between the kernels of a step, in Python and the dispatcher, takes as long as
-// several kernels, on one thread. The kernels are those of the ops. models/decoder.py, generation/greedy.py and
+// of a search. Without a session, the code between the kernels of a step, in Python and the dispatcher, takes as long
+// as several kernels, on one thread. The kernels are those of the ops. models/decoder.py, generation/greedy.py and
 // generation/beam.py compute the same in Python.
 #include "decoder_session.h"
 
@@ -79,8 +79,8 @@ struct SessionCache {
   OptionalTensor row_of_slot, slot_of_row;  // all sentences have equally many slots; none: a row is a slot
 };
 
-// A class of pybind11 and not an operator, which would take all weights at every step. It exists during one call of
-// `generate`, which is not traced or exported. No module holds it, so that models are copied and pickled without it.
+// A class of pybind11 and not an operator, which would take all weights at every step. A session exists during one call
+// of `generate`, which is not traced or exported. No module holds it, so that models are copied and pickled without it.
 class DecoderSession {
  public:
   // norm, eps: kind and eps of all norms. activation: "relu", "swish" or "gelu", of the feed-forward layers.
@@ -93,7 +93,8 @@ class DecoderSession {
   // `kParts` pairs of weight and bias per layer; linear weights in any layout of generation/weights.py.
   void set_layers(std::vector<Tensor> tensors) { layers_ = std::move(tensors); }
 
-  // The parts after the layers, by which tokens are chosen; the norm may be missing. Without them only step() works.
+  // The parts after the layers, by which tokens are chosen; the norm may be missing. Without these parts only step()
+  // works.
   void set_end(OptionalTensor norm_weight, OptionalTensor norm_bias, Tensor out, OptionalTensor out_bias,
                int64_t vocabulary) {
     norm_weight_ = std::move(norm_weight), norm_bias_ = std::move(norm_bias);

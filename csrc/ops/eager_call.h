@@ -1,8 +1,9 @@
 // Shared parts of the eager fast paths. A call of PyTorch's dispatcher from Python takes some microseconds, a kernel on
 // a small tensor about one. So a public function of transformer_fast/ops first calls the extension directly (eager.h).
 //
-// A fast path takes the arguments of the public function. It returns None unless they are a valid call of plain CPU
-// tensors in plain eager mode. The public function then raises the error, or calls the op by the dispatcher.
+// A fast path takes the arguments of the public function. The fast path returns None unless the arguments are a valid
+// call of plain CPU tensors in plain eager mode. The public function then raises the error, or calls the op by the
+// dispatcher.
 #pragma once
 
 #include <ATen/EmptyTensor.h>

@@ -74,8 +74,8 @@ bool encode(const Tensor& out, const Rows& rows, const Tensor& source, const Ten
   return all_valid;
 }
 
-// The gradient has the size of the weight. If large, it is new memory from the system in each step, and page faults of
-// small pages take several times as long as the writes.
+// The gradient has the size of the weight. A large gradient is new memory from the system in each step, and page faults
+// of small pages take several times as long as the writes.
 void prefer_huge_pages(void* memory, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 2 << 20;

@@ -33,7 +33,7 @@ using torch::autograd::variable_list;
 using OnednnLinear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                             c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
 
-// PyTorch's op on oneDNN; none in a build without it.
+// PyTorch's op on oneDNN; none in a build without oneDNN.
 const std::optional<c10::TypedOperatorHandle<OnednnLinear>>& onednn_op() {
   static const auto found = [] {
     const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
@@ -69,7 +69,7 @@ bool takes_onednn() {
 // copy.
 constexpr int64_t kLeastRows = 4, kLeastProduct = int64_t{1} << 22, kLeastTransposed = int64_t{1} << 23;
 
-// The transpose of a contiguous matrix, contiguous. ATen makes it on one thread.
+// The transpose of a contiguous matrix, contiguous. ATen transposes on one thread.
 Tensor transposed(const Tensor& matrix) {
   constexpr int64_t kBlock = 16;
   const int64_t rows = matrix.size(0), columns = matrix.size(1);

@@ -1,5 +1,5 @@
 // Launches of Triton kernels, kept by the layouts and scalars of their call: an equal call repeats them with its own
-// addresses, without Python. triton/launch_cache.py prepares new calls. The GIL must be held for all of this.
+// addresses, without Python. triton/launch_cache.py prepares new calls. The GIL must be held for every function here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -93,7 +93,7 @@ struct __attribute__((visibility("hidden"))) CachedCalls {
 
 class __attribute__((visibility("hidden"))) LaunchCache {
  public:
-  // The only instance. It is never destroyed, because Python may end before the process does.
+  // The only instance. The instance is never destroyed, because Python may end before the process does.
   static LaunchCache& instance();
 
   // Objects that are read before each replay: `driver` and `knobs.runtime` of Triton, and Table of triton/configs.py.

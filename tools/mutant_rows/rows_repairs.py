@@ -76,7 +76,7 @@ ROWS = (
     Fault(
         name="an imported model may say its padding",
         path="transformer_fast/translation/pair_tokenizer.py",
-        old="        self.never = (self.pad,)  # whose logit nothing was trained to lower\n",
+        old="        self.never = (self.pad,)  # no training lowered the logit of such a piece\n",
         new="",
         tests=("tests/translation/test_marian.py",),
     ),

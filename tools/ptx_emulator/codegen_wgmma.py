@@ -1,7 +1,7 @@
 """Translation of wgmma and of the fence between proxies.
 
-A wgmma writes its registers when a wgmma.wait_group completes it. `prepare` therefore names them as operands of the
-waits that may deliver them, and has every other instruction that may meet one in flight checked.
+A wgmma writes its registers when a wgmma.wait_group completes it. `prepare` therefore names these registers as operands
+of the waits that may deliver them, and has every other instruction that may meet one in flight checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Inlining of the functions of a PTX module.
 
-A compiler calls a function for what is long and rare, such as the power of two doubles. Its parameters and its result
-become local memory of the caller, its body a block of the caller's, whose registers and labels are its own.
+A compiler calls a function for what is long and rare, such as the power of two doubles. The parameters and the result
+of the function become local memory of the caller, its body a block of the caller's with registers and labels of its
+own.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from .idle_mutants import idle_mutants
 from .mutants import SHORT, Mutant, RecordedLaunch, copied, mutants, shortened
 
 ORDERS = ("lockstep", "reverse", "serial")
-# How far, in units of the type's precision, a result may be from that of the faultless kernel.
+# Largest distance of a result from that of the faultless kernel, in units of the type's precision.
 ULPS = 32.0
 
 

@@ -131,7 +131,7 @@ class Machine:
     def extension(self, kind: type[Extension]) -> Extension:
         """Return the single instance of a class with the state of a family of instructions; created on first use.
 
-        Its `finish`, if it has one, is called when the machine has run to its end.
+        The instance's `finish`, if it has one, is called when the machine has run to its end.
         """
         if kind not in self._extensions:
             self._extensions[kind] = kind(self)  # type: ignore[call-arg]

@@ -20,7 +20,8 @@ from torch import Tensor
 from . import Argument, Report, triton_driver
 from . import launch as run_launch
 
-# What may be taken out, by the beginning of its operation. Triton's accesses of global memory are all guarded.
+# Instructions that may be taken out, by the beginning of their operation. Triton's accesses of global memory are all
+# guarded.
 REMOVED = {
     "barrier": r"bar\.sync|barrier\.sync(?:\.aligned)?",
     "cp.async wait": r"cp\.async\.wait_(?:group|all)",

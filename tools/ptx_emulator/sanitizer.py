@@ -126,7 +126,7 @@ class SharedShadow:
     ) -> None:  # fmt: skip
         """Check before a write or a copy: no other warp may have accessed these bytes since the barrier.
 
-        changes: tells of each access whether it changes what is in memory; None: it may.
+        changes: tells of each access whether it changes what is in memory; None: an access may change it.
         """
         machine, granule, block = self.machine, self.granule, places >> 4
         epoch = _pick(machine.epoch, lanes)

@@ -6,7 +6,7 @@ the end of the program the warps of a warpgroup must have executed the same sequ
 Factors: f16, bf16 and tf32, the first in registers or in shared memory; accumulators: fp32.
 
 Not here, because Triton 3.7.1 emits none of it for kernels without tensor descriptors: TMA (cp.async.bulk), mbarrier,
-clusters of more than one program, named barriers. An instruction of theirs raises EmulationError with its name.
+clusters of more than one program, named barriers. Such an instruction raises EmulationError with its name.
 """
 
 from __future__ import annotations

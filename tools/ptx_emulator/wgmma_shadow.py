@@ -122,7 +122,8 @@ class WgmmaShadow:
         self.any_reader = True
 
     def done(self, warps: np.ndarray, chunks: np.ndarray) -> None:
-        """The wgmma of these warps (n,) that read these chunks (n, any) is complete. Its reads belong to this epoch."""
+        """The wgmma of these warps (n,) that read these chunks (n, any) is complete. The reads of that wgmma belong to
+        this epoch."""
         of_cta = warps % self.machine.warps
         for warp in np.unique(of_cta):
             self.readers[chunks[of_cta == warp]] &= ~np.uint32(1 << warp)

@@ -276,7 +276,7 @@ def test_waits_for_copies_are_seen():
 
 
 def test_what_changes_nothing_is_not_seen(recorded):
-    """Stores of the loss whose guard keeps every lane out: by running them."""
+    """Run stores of the loss whose guard keeps every lane out."""
     idle = recorded[-1].idle_mutants()
     assert len(idle) > 2 and {mutant.kind for mutant in idle} == {"store"}, idle
     assert len(of_effect(recorded[-1], "store")) > 2

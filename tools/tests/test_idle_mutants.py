@@ -102,7 +102,7 @@ def idle_places(kernel: str, which: str) -> list[bool]:
         ("spxapx", "p", [False, False]),
         ("sp[pxs]", "p", [True, False]),
         ("sp(px)x", "p", [False, True]),
-        # A barrier: no memory used between it and others, or the beginning, or the end.
+        # A barrier without memory accesses between it and another barrier, the beginning, or the end.
         ("sbr", "b", [False]),
         ("sbbr", "b", [True, True]),
         ("bsbrb", "b", [True, False, True]),

@@ -204,7 +204,7 @@ def test_a_path_around_the_fence():
 
 
 def test_a_program_is_a_cluster_of_its_own():
-    """Its special registers, and setmaxnreg, which asks for registers that nobody counts."""
+    """Read the special registers of clusters, and run setmaxnreg, which asks for registers that nobody counts."""
     product = Product()
     start = "    mov.b32 %f0, 0f3F000000;\n"
     computed = (

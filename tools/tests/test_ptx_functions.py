@@ -65,7 +65,7 @@ $L_end:
 
 
 def test_a_function_is_called_twice():
-    """Its registers and labels are its own, also where they are called as the caller's; lanes take both its ways."""
+    """A function has registers and labels of its own, even with the names of the caller's; lanes take both branches."""
     out = torch.full((32,), -1, dtype=torch.int32)
     report = launch(PTX, (1, 1, 1), 32, 0, [Argument("a", "*i32", out)])
     odd = torch.arange(20) // 2 * 2 + 1

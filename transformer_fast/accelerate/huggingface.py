@@ -107,7 +107,8 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], chang
             change.put()
         for part in ours:
             dispatch.prepare(part.kinds, {integration.NAME})
-            # The part around a model that stays holds the same config, and is no word on that model.
+            # A model that stays shares its config with the part around it, so the part's name says nothing about the
+            # model.
             if _is_model(part.module) and part.module.config._attn_implementation == integration.NAME:
                 dispatch.mark(type(part.module), part.module.config)
     return done

@@ -71,7 +71,8 @@ class _Linear(Node):
         return versions == self._seen[0] and torch.equal(sample, self._seen[1])
 
     def _state(self) -> tuple[list[int], Tensor]:
-        """Versions, which every change counts up but one through ``.data``; and some numbers, which show that one."""
+        """Version counters, which every change raises except one through ``.data``; and some values, which show such a
+        change."""
         tensors = [t for t in (self.rows, self.weight, self.bias) if t is not None]
         sizes = [t.untyped_storage().nbytes() for t in tensors]  # sharding frees the memory of gathered weights
         steps = [max(1, n // 16) for n in self.weight.shape]
@@ -143,8 +144,8 @@ class LazyLogits(Lazy):
 class LazyGradient(Lazy):
     """Gradient of lazy logits.
 
-    The rows of its node are the gradient of the hidden states. Its root holds the gradients of weight and bias, and
-    ``token``.
+    The rows of its node are the gradient of the hidden states. The node's root holds the gradients of weight and bias,
+    and ``token``.
     """
 
     def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
@@ -164,7 +165,7 @@ class LazyGradient(Lazy):
 
 
 class _LazyLinear(Function):
-    """Autograd node of the linear layer. It is not an op: its output has a graph but no values yet."""
+    """Autograd node of the linear layer. The node is not an op: its output has a graph but no values yet."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -215,7 +216,7 @@ class _LossGradient(Node):
 
 
 class _FusedLoss(Function):
-    """Autograd node of the loss, with the logits as its input. It is not an op; it calls one."""
+    """Autograd node of the loss, with the logits as its input. The node is not an op, but calls one."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, target: Tensor, options: dict[str, Any]) -> Tensor:

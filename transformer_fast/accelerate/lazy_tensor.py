@@ -1,9 +1,9 @@
 """Lazy tensors, computed when something reads them: the common part of lazy logits and their gradient.
 
-A :class:`Lazy` is a tensor without memory that is part of the autograd graph. Its :class:`Node` computes the value.
-Operations that only need the shape return lazy tensors. For every other operation ``__torch_dispatch__`` computes the
-value, below autograd, so this also holds for C++ code and for ``torch.autograd``. The value is kept, and in-place
-operations write to it.
+A :class:`Lazy` is a tensor without memory that is part of the autograd graph. The tensor's :class:`Node` computes the
+value. Operations that only need the shape return lazy tensors. For every other operation ``__torch_dispatch__``
+computes the value, below autograd, so this also holds for C++ code and for ``torch.autograd``. The value is kept, and
+in-place operations write to it.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 modules. The code of a method contains the names by which it reaches such a function: ``F.dropout``, an imported name,
 or a function of the same program that calls it. The copy of the method has the same byte code, globals and cells; only
 its table of names differs. A global name that leads to a replaced function is exchanged for a new name. The new name is
-added to the same globals. Its value is our function, a copy of the caller, or a :class:`StandIn` of the module. Other
-modules keep their code, and no mode is active while a model runs. So a copy calls the same functions under
-``torch.compile``, ``torch.export`` and activation checkpointing, and in every thread.
+added to the same globals. The value of the name is our function, a copy of the caller, or a :class:`StandIn` of the
+module. Other modules keep their code, and no mode is active while a model runs. So a copy calls the same functions
+under ``torch.compile``, ``torch.export`` and activation checkpointing, and in every thread.
 
 A copy with a separate globals dictionary would not compile: torch.compile looks a global up in the module that the
 dictionary names.

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of the output (head, less) has closed the pipe; Python must not write to it at exit.
+        # The reader of the output (head, less) has closed the pipe; Python must not write to the pipe at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

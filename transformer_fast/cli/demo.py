@@ -23,7 +23,7 @@ from .verification import describe, parity, print_parity
 
 TRAINING_PAIRS, UNSEEN = 25_000, 1_000
 GOAL = 0.98
-PICTURED = 342_059  # reorders twice, no word stands twice, and it is held out
+PICTURED = 342_059  # a held-out number that reorders twice and has no word twice
 EXAMPLES = 6
 
 say = partial(print, flush=True)  # training reports on standard error; keep the order of both streams

@@ -11,8 +11,8 @@ the other options. A sentence stops as soon as no continuation of an open hypoth
 
 With slots "keep" the beam stays wide: 2 * beam continuations are considered, and the best `beam` that do not end
 continue. Only the best `beam` of the 2 * beam may finish. A sentence stops when `beam` have finished and, depending on
-`early_stop`, no open one can beat the worst of them. This is the beam search of Hugging Face transformers, with the
-same answers; early_stop "now", False and True are its early_stopping False, "never" and True.
+`early_stop`, no open one can beat the worst of them. Slots "keep" give the beam search of Hugging Face transformers,
+with the same answers; early_stop "now", False and True are its early_stopping False, "never" and True.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def beam_search(
     """Translate a batch with beam search (see the top of this file for what it computes).
 
     model, src, src_lengths, src_mask, bos, eos, pad, max_length, cache: as in `greedy`.
-    beam: number of hypotheses per sentence, >= 1. It may exceed the vocabulary.
+    beam: number of hypotheses per sentence, >= 1. The number may exceed the vocabulary.
     length_penalty: alpha in the score; 0 ranks by probability only, larger values favour longer translations.
     n_best: number of hypotheses to return per sentence, 1 <= n_best <= beam.
 
@@ -79,7 +79,7 @@ def beam_search(
 
 class Search(SearchState):
     """State of a beam search. A unit is one group of a sentence's beam (the whole beam if there are no groups). Rows
-    are the open hypotheses of all units, best first. Use it within `evaluating`."""
+    are the open hypotheses of all units, best first. Use the search within `evaluating`."""
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
         super().__init__(models, request, config, rules, rows=config.beam)

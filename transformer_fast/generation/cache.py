@@ -1,10 +1,10 @@
 """Keys and values of the positions decoded so far, so that a step computes one position and not the whole prefix.
 
-`DecoderCache` is the cache of a `models.Decoder`. Its rows are the open hypotheses, which all hold the same number of
-positions. Self-attention has one tensor for all layers, which is doubled when it is full. Attention to the source has
-another one, computed once, with one entry per sentence, which all hypotheses of the sentence share. A hypothesis keeps
-its slot in the cache if possible, and only rows that move are copied. `enter` and `leave` convert between the order of
-the caller's rows and that of the slots.
+`DecoderCache` is the cache of a `models.Decoder`. The rows of the cache are the open hypotheses, which all hold the
+same number of positions. Self-attention has one tensor for all layers, which is doubled when it is full. Attention to
+the source has another one, computed once, with one entry per sentence, which all hypotheses of the sentence share. A
+hypothesis keeps its slot in the cache if possible, and only rows that move are copied. `enter` and `leave` convert
+between the order of the caller's rows and that of the slots.
 
 The fused step on a CPU copies no rows: a table of cells holds the place of each position, in the slot of the hypothesis
 that wrote it. All slots hold the same number of positions, so a slot never overwrites what others read of it.
@@ -248,7 +248,8 @@ class DecoderCache:
         return torch.tensor(slots, device=device), torch.tensor(entries, device=device), width
 
     def _set_mask(self, mask: Tensor | None) -> None:
-        """Store the mask (sentences, S). If it is equivalent to lengths, positions past them are not read."""
+        """Store the mask (sentences, S). If the mask is equivalent to lengths, positions past the lengths are not
+        read."""
         self._mask = mask
         self.source_lengths = lengths = None if mask is None else as_lengths(mask)
         self.source_mask: AttentionMask | None = None

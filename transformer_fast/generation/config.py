@@ -33,7 +33,7 @@ class GenerationConfig:
             step; a group pays `diversity` for each choice of the same token by an earlier group (Vijayakumar et al.
             2018, "Diverse Beam Search"). Final scores do not contain these payments.
         sample: draw tokens instead of searching; `beam` must be 1.
-        temperature: logits are divided by it before a draw. It needs `sample`, as `top_k` and `top_p` do.
+        temperature: logits are divided by it before a draw. A temperature needs `sample`, as `top_k` and `top_p` do.
         top_k: draw from the k most likely tokens only; 0 is all.
         top_p: draw from the fewest tokens that together have this probability (Holtzman et al. 2020), in (0, 1].
         seed: seed of the draws; None takes torch's random state. With a seed, the draws of a sentence depend only on
@@ -55,16 +55,15 @@ class GenerationConfig:
             are quantised when `generate` is called, with one scale per output; inputs are quantised per row.
         draft_tokens: greedy decoding in fewer steps, for one fp32 model on a CPU. The same model with int8 weights
             proposes this many tokens, and one fp32 step checks which of them it would have chosen (Leviathan et al.
-            2023, "Fast Inference from Transformers via Speculative Decoding"). The answers stay the same. It helps for
-            batches of few sentences, whose steps spend their time on reading weights. 0 is off.
+            2023, "Fast Inference from Transformers via Speculative Decoding"). The answers stay the same. Drafts help
+            for batches of few sentences, whose steps spend their time on reading weights. 0 is off.
         keep_weights: keep the copies of weights that a call makes for its steps on a CPU, quantised or not, on the
-            model's parameters for the next call. This takes the memory of the weights once more. Parameters must not
-            require gradients. A write between two calls is noticed if PyTorch counts it, such as loading a state. Other
-            writes (through `.data`, numpy or DLPack) are noticed by a sample of each weight matrix that each call
+            model's parameters for the next call. The copies take the memory of the weights once more. Parameters must
+            not require gradients. A write between two calls is noticed if PyTorch counts it, such as loading a state.
+            Other writes (through `.data`, numpy or DLPack) are noticed by a sample of each weight matrix that each call
             reads: it changes with whole matrices, rows or columns, but may miss single values of a matrix of more than
-            8,192.
-            After such a write, call once with `keep_weights=False`, or write with an op on the parameter itself under
-            `torch.no_grad()`.
+            8,192. After such a write, call once with `keep_weights=False`, or write with an op on the parameter itself
+            under `torch.no_grad()`.
 
     All options except repetition_penalty, force_eos and renormalize choose among continuations without changing their
     probabilities.

@@ -1,8 +1,8 @@
 """Decoding: the open hypotheses of a batch, one per row, and the model that continues them.
 
-`UncachedDecoding` runs the decoder over the whole prefix. `CachedDecoding` runs it over the newest position. On a CPU
-one call computes all its layers if they are plain (`session.py`); on a GPU CUDA graphs can replay it (`graphs.py`).
-`Ensemble` has several models. A search chooses the rows that continue by `select`.
+`UncachedDecoding` runs the decoder over the whole prefix. `CachedDecoding` runs the decoder over the newest position.
+On a CPU one call computes all layers of a decoder if they are plain (`session.py`); on a GPU CUDA graphs can replay a
+step (`graphs.py`). `Ensemble` has several models. A search chooses the rows that continue by `select`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Decoding:
     @property
     def attention(self) -> Tensor:
         """Attention of the newest position to the source, fp32 (rows, S): the mean of the last layer's heads.
-        Available if it was requested."""
+        Available if alignments were requested."""
         raise NotImplementedError
 
     def next_logits(self, tokens: Tensor, *, check: bool = True) -> Tensor:
@@ -220,7 +220,7 @@ class CachedDecoding(Decoding):
         newest one only.
 
         held: (sentences,) number of positions before the ids. Only for `spans`. Positions that an earlier call wrote
-        past them are forgotten.
+            past these lengths are forgotten.
         """
         assert isinstance(self._cache, SpanCache)
         self._cache.hold(held, ids.shape[1])

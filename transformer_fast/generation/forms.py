@@ -1,7 +1,7 @@
 """Forms of models that generation supports, with one interface: encode, decode a prefix, and a decoder with a cache.
 
-A decoder of `transformer_fast` takes a cache as it is. For the decoder of The Annotated Transformer, once `accelerate`
-has proven what it computes, one is made on the same parameters. Any other model is called over the whole prefix.
+A decoder of `transformer_fast` takes a cache as it is. The decoder of The Annotated Transformer gets a `Decoder` on the
+same parameters, once `accelerate` has proven what it computes. Any other model is called over the whole prefix.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def form_of(model: nn.Module) -> Form:
 def cache_obstacle(decoder: nn.Module | None) -> str | None:
     """Reason why a decoder takes no cache; None for a `Decoder` whose layers have equal numbers of heads.
 
-    Its embedding must be plain, since a cached step reads its weights. Attention must be plain, since the cache does
+    The embedding must be plain, since a cached step reads its weights. Attention must be plain, since the cache does
     its work. Linear layers, norms, feed-forward layers and dropouts may be of any class: a step calls those that are
     not plain with the newest position.
     """

@@ -38,7 +38,7 @@ def generate(
     Args:
         model: as in `greedy`; or several models with one target vocabulary, whose mean probabilities decide.
         src: (B, S) source ids; src_lengths, src_mask, bos, eos, pad: as in `greedy`.
-        prefix: per sentence the target ids that its answers begin with, without BOS (an empty list for none). They
+        prefix: per sentence the target ids that its answers begin with, without BOS (an empty list for none). These ids
             count as chosen: in the length, in the probability, and in the answer.
         streams: with `config.sample`, per sentence the number of its stream of random numbers, 0 <= number < 2**63;
             default its index in the batch. With a seed, the answers of a sentence depend only on the seed and this
@@ -143,7 +143,7 @@ def length_obstacle(config: GenerationConfig, length: int) -> str | None:
 
 
 def _new_search(models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> SearchState:
-    """Return the search that the config requests. Call it within `evaluating`."""
+    """Return the search that the config requests. Call this function within `evaluating`."""
     if config.draft_tokens:
         return SpeculativeSearch(models, request, config, rules)
     if config.sample or config.beam == 1:

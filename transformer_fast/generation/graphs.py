@@ -1,10 +1,10 @@
 """CUDA graphs of the cached step.
 
-A decoding step has some hundred small kernels. On a GPU most of its time is the host launching them one by one. A
-graph launches them all at once, but it replays exactly what it recorded: the same kernels on the same addresses and
-shapes. So a step with a `StaticCache` has the number of positions in a tensor, and its number of rows is rounded up
-to a power of two (results of unused rows are not read). Index tensors of a fixed size hold the places of the rows. A
-graph is recorded for each such number of rows and each capacity of the cache.
+A decoding step has some hundred small kernels. On a GPU most of a step's time is the host launching these kernels one
+by one. A graph launches them all at once, but it replays exactly what it recorded: the same kernels on the same
+addresses and shapes. So a step with a `StaticCache` has the number of positions in a tensor, and its number of rows is
+rounded up to a power of two (results of unused rows are not read). Index tensors of a fixed size hold the places of the
+rows. A graph is recorded for each such number of rows and each capacity of the cache.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepGraphs:
         key = len(tokens), self._cache.capacity
         if key not in self._replays:
             self._replays[key] = self._capture(lambda: step(tokens))
-        # A copy, because the next replay writes over it.
+        # A copy, because the next replay writes over the result.
         return self._replays[key]()[: len(newest)].clone()
 
 
@@ -88,7 +88,7 @@ class StaticCache(DecoderCache):
     def prepare(self, newest: Tensor) -> Tensor:
         """Write the ids (rows,) of the next step and its position to the addresses that graphs read.
 
-        Returns the ids for the graph, padded to the rounded number of rows. Call it before each step.
+        Returns the ids for the graph, padded to the rounded number of rows. Call this method before each step.
         """
         rows = len(newest)
         self.own(rows)

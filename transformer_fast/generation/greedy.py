@@ -33,13 +33,13 @@ def greedy(
 
     model: `transformer_fast.Transformer`, or any module with `encoder(src, src_mask)`,
         `decoder(trg, memory, src_mask, trg_mask)` and `out`, or The Annotated Transformer's `EncoderDecoder` with its
-        `generator`. It runs in evaluation mode without gradients; its own mode is restored.
+        `generator`. The model runs in evaluation mode without gradients; its own mode is restored.
     src: (B, S) integer source ids on the model's device. B = 0 gives [].
     src_lengths: (B,) lengths, or src_mask: bool (B, 1, S), True = read; or pad: the id of padding, which is not read.
         Without these three every position is read.
     bos, eos: the target ids that begin and end an answer.
     max_length: largest number of tokens of an answer, EOS included: one int, or one per sentence. Default
-        2 * (source length) + 20. An answer that reaches it is returned without EOS.
+        2 * (source length) + 20. An answer of that length is returned without EOS.
     cache: keep keys and values between the steps, if the decoder is one of this package, or The Annotated
         Transformer's after `accelerate`. False runs the decoder over the whole prefix at every step. The answers are
         the same.
@@ -65,7 +65,7 @@ def greedy(
 
 
 class GreedySearch(SearchState):
-    """Search that chooses one token at a time, the most likely one or a drawn one. Use it within `evaluating`.
+    """Search that chooses one token at a time, the most likely one or a drawn one. Use the search within `evaluating`.
 
     Without `scored`, all scores are NaN.
     """

@@ -16,7 +16,8 @@ class Rules:
 
     Args:
         config, request: arguments of the call; least (B,): smallest number of tokens of an answer, EOS included.
-        prefix: per sentence the ids that its answers must begin with, or None. They override every other rule.
+        prefix: per sentence the ids that its answers must begin with, or None. The ids of a prefix override every other
+            rule.
 
     Attributes:
         suppressed: ids that are never chosen, ascending.

@@ -21,7 +21,7 @@ MOST_STEPS = 16
 
 
 class SearchState:
-    """Sentences of a search, their open hypotheses and their answers. Use it within `evaluating`.
+    """Sentences of a search, their open hypotheses and their answers. Use a search within `evaluating`.
 
     Args:
         models: as in `decoding.start`.

@@ -88,7 +88,8 @@ class Session:
         return self._native
 
     def _set_weights(self, rows: int) -> bool:
-        """Set the weights in the layout for this number of rows. Returns False if modules must multiply them."""
+        """Set the weights in the layout for this number of rows. Returns False if modules must multiply with these
+        weights."""
         tensors = []
         for layer in self._layers:
             tensors += layer.norms
@@ -119,7 +120,7 @@ def new_session(
     """Return the session of a prepacked decoder with a cache and of its output layer; None if modules must be
     called.
 
-    eos, config: tokens that it may choose, and where it stops.
+    eos, config: the tokens that may be chosen, and where the session stops.
     """
     device, dtype, embed = cache.cross.device, cache.cross.dtype, decoder.embed
     if (device.type, dtype, embed.lut.weight.dtype) != ("cpu", torch.float32, torch.float32) or cache.record:

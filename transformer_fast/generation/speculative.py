@@ -37,8 +37,8 @@ class Answer:
 
 
 class SpeculativeSearch(SearchState):
-    """Greedy decoding with `config.draft_tokens`. Use it within `evaluating`. Each open answer is a row; its tokens
-    are at the right of `tokens`, from the column `start` of its sentence on."""
+    """Greedy decoding with `config.draft_tokens`. Use the search within `evaluating`. Each open answer is a row; its
+    tokens are at the right of `tokens`, from the column `start` of its sentence on."""
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
         super().__init__(models, request, config, rules, rows=1)
@@ -72,8 +72,8 @@ class SpeculativeSearch(SearchState):
         self._set_tokens()
 
     def _extend(self, answer: Answer, limit: int, chosen: list[int], log_probs: list[float], drafts: list[int]) -> bool:
-        """Add the chosen tokens, up to the first one that was not drafted. Returns True if the answer ends with
-        them."""
+        """Add the chosen tokens, up to the first one that was not drafted. Returns True if the answer ends with these
+        tokens."""
         held = len(answer.tokens) - 1
         for position, (token, log_prob) in enumerate(zip(chosen, log_probs, strict=True)):
             if math.isnan(log_prob):

@@ -68,8 +68,8 @@ class StepLinear:
     oneDNN's blocked layout. PyTorch's product rearranges the weight in every call, which for few rows takes longer than
     the product. All other products are PyTorch's.
 
-    It is called like a module but is not one, because a call of `generate` makes a hundred of them, and an `nn.Module`
-    takes ten times as long to make.
+    A step linear is called like a module but is not one: a call of `generate` makes a hundred of them, and an
+    `nn.Module` takes ten times as long to make.
 
     Args:
         linears: plain linear layers with the same input, all with a bias or all without.

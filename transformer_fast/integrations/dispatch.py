@@ -4,12 +4,12 @@ transformers accepts a registered name for every model class. transformers does 
 up. Many older models compute attention themselves and take only their mask from the implementation. Such a model would
 add our bool mask to its scores and silently compute wrong results. So such a model is refused.
 
-The test reads the byte code of a layer, not a list of models, so it also covers remote code and future models. It asks
-three questions about the layer's methods and the functions of its package that the methods call.
+The test reads the byte code of a layer, not a list of models, so it also covers remote code and future models. The test
+asks three questions about the layer's methods and the functions of its package that the methods call.
 
-- Does it look an implementation up? Then it names transformers' ``ALL_ATTENTION_FUNCTIONS``.
-- Does it take a mask and a softmax, or call a fused attention? Then it uses masks by itself.
-- Does its class name contain "attention"? Then it should look an implementation up, unless another layer does.
+- Does the layer look an implementation up? Then its code names transformers' ``ALL_ATTENTION_FUNCTIONS``.
+- Does the layer take a mask and a softmax, or call a fused attention? Then the layer uses masks by itself.
+- Does its class name contain "attention"? Then the layer should look an implementation up, unless another layer does.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def refuse_class(cls: type[nn.Module], name: str) -> None:
 def refuse_caller(config: Any, names: set[str]) -> None:
     """Apply ``refuse`` to the model whose running ``forward`` requested a mask, once per config.
 
-    This covers models whose config got the name after construction.
+    The check covers models whose config got the name after construction.
 
     Raises:
         NotImplementedError: as ``refuse``.
@@ -156,7 +156,7 @@ def is_checked(config: Any) -> bool:
 def needs_masks(config: Any) -> bool:
     """Return True if the models of a config do not declare support of "sdpa".
 
-    Their layers may lack ``is_causal``, so they always need a mask.
+    The layers of such models may lack ``is_causal``, so they always need a mask.
     """
     return getattr(config, _NEEDS_MASKS, False)
 
@@ -195,8 +195,8 @@ def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) 
     """Raise if a layer of a part computes attention by itself.
 
     A part without any attention (a convolutional backbone, Mamba) passes: there is nothing to replace. A class with
-    ``_supports_sdpa`` may have layers that use masks by themselves, because our masks are those of "sdpa". It is
-    refused if all its attention layers do so and compare the implementation's name themselves.
+    ``_supports_sdpa`` may have layers that use masks by themselves, because our masks are those of "sdpa". Such a class
+    is refused if all its attention layers use masks and compare the implementation's name themselves.
     """
     if (wrong := _wrong_layer(part, layers)) is not None:
         raise NotImplementedError(_message(part, wrong, name))

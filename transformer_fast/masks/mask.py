@@ -74,8 +74,8 @@ class AttentionMask:
 
         Raises:
             TypeError: for a float mask, which could also be an additive bias or a blocked mask; for a sparse one.
-            ValueError: for more than four dimensions, or none. For three dimensions, unless the first is 1: it could be
-                the batch or the heads.
+            ValueError: for more than four dimensions, or none. For three dimensions, unless the first is 1: the first
+                could be the batch or the heads.
 
         Example:
             >>> ids = torch.tensor([[4, 7, 2], [3, 8, 0]])  # 0 = padding
@@ -254,7 +254,8 @@ class AttentionMask:
 
     @classmethod
     def bias(cls, bias: Tensor) -> AttentionMask:
-        """A float tensor added to the scaled scores, broadcastable to (B, H, Lq, Lk); -inf blocks. It may be learned.
+        """A float tensor added to the scaled scores, broadcastable to (B, H, Lq, Lk); -inf blocks. The tensor may be
+        learned.
 
         Raises:
             TypeError: for anything but a dense float tensor.

@@ -31,9 +31,9 @@ def implementation(op: str, backend: str) -> Callable[..., Any]:
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """The ops in PyTorch's own operators, for ``torch.export``: ``program.run_decompositions(decompositions())``.
 
-    The decomposed program consists of ATen operators. It runs, compiles and converts without this package. The table
-    covers every op that a forward pass without dropout can export. The table is empty without the extension, because
-    then no program can hold its ops.
+    The decomposed program consists of ATen operators. The program runs, compiles and converts without this package. The
+    table covers every op that a forward pass without dropout can export. The table is empty without the extension,
+    because then no program can hold its ops.
 
     Example:
         >>> inputs = (torch.randn(2, 8),)

@@ -1,4 +1,4 @@
-"""Masked scaled dot-product attention. Its ops - forward, backward, gradient of the bias, weights - are in
+"""Masked scaled dot-product attention. The C++ ops - forward, backward, gradient of the bias, weights - are in
 csrc/ops/attention.cpp and attention_weights.cpp."""
 
 from __future__ import annotations
@@ -134,11 +134,12 @@ def attention(
         sinks: float (H,): per head, the score of one additional key, whose value is 0 and whose weight is not returned
             (attention sinks, GPT-OSS). Sinks may require a gradient. With sinks, a query with no allowed key gets 0.
         dropout_p: probability of dropping an attention weight; kept ones are scaled by ``1 / (1 - p)``.
-            ``torch.manual_seed`` governs it. Every backend draws the same mask.
+            ``torch.manual_seed`` governs the draws. Every backend draws the same mask.
         empty_rows: result of a query with no allowed key: "uniform" weights over all Lk keys (as filling with -1e9
             gives) or "zero". Never NaN.
         return_weights: True also returns the weights before dropout, "dropped" those after dropout. The weights are
-            recomputed from the logsumexp, which costs one more matrix product. Their gradient is computed eagerly.
+            recomputed from the logsumexp, which costs one more matrix product. The gradient of the weights is computed
+            eagerly.
         return_logsumexp: also return the logsumexp of each query's masked scores.
 
     Returns:

@@ -95,7 +95,7 @@ def attention_decode(
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or lengths or a page table that are not integer.
         ValueError: for shapes and devices that do not fit. On a CPU the values of ``lengths`` and of the page table are
-            checked. On a GPU they are not, because reading would wait for the device.
+            checked. On a GPU these values are not checked, because reading would wait for the device.
         RuntimeError: if q or the cache requires a gradient.
 
     Example:

@@ -127,8 +127,8 @@ def attention_packed(
             to (H | 1, Lq * Lk). The bias may require a gradient. No tensor of size Tq x Tk is made.
         causal: query i of a sequence sees the sequence's keys up to i; combines with ``mask``.
         bottom_right: align the last query of a sequence with its last key, as flash-attention does and a cache needs.
-            It matters if the numbers of queries and keys differ, and applies to ``causal``, ``window``, ``alibi`` and
-            ``relative``.
+            The alignment matters if the numbers of queries and keys differ, and applies to ``causal``, ``window``,
+            ``alibi`` and ``relative``.
         seqused_k: int32 (B,), number of keys in use per sequence, counted from its first key; later keys are not read.
             All keys by default.
         scale, softcap, sinks, dropout_p: as for ``attention``. Dropout draws the same mask as for the padded batch: b
@@ -146,8 +146,8 @@ def attention_packed(
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or ``cu_seqlens`` that are not int32.
         ValueError: for shapes, devices or options that do not fit. On a CPU the values of ``cu_seqlens`` (rising from 0
-            to the number of tokens) and of ``seqused_k``, and the size of a bias, are checked. On a GPU they are not,
-            because reading would wait for the device.
+            to the number of tokens) and of ``seqused_k``, and the size of a bias, are checked. On a GPU these values
+            are not checked, because reading would wait for the device.
 
     Example:
         >>> q, k, v = torch.randn(3, 7, 4, 64)  # (T, H, D) each: sentences of 5 and of 2 tokens

@@ -49,16 +49,18 @@ def linear_cross_entropy(
         bias: (vocabulary,) or None.
         target: int64 (...), each in [0, vocabulary), or ``ignore_index``. Or the probabilities of all classes, float
             (..., vocabulary), of any float dtype; they may require a gradient.
-        class_weight: (vocabulary,) in x's dtype, a factor for the loss of each class; None for 1. It gets no gradient.
+        class_weight: (vocabulary,) in x's dtype, a factor for the loss of each class; None for 1. The weight of a class
+            gets no gradient.
         label_smoothing: mass spread evenly over the vocabulary, in [0, 1].
-        ignore_index: positions with this target are left out. With probabilities as targets it must be negative.
+        ignore_index: positions with this target are left out. With probabilities as targets ``ignore_index`` must be
+            negative.
         reduction: "none"; "sum"; or "mean", which divides the sum by the number of positions that count, or by the sum
-            of the class weights of their targets (NaN if that sum is 0). With probabilities it divides by the number of
-            positions.
+            of the class weights of their targets (NaN if that sum is 0). With probabilities "mean" divides by the
+            number of positions.
         dtype: of the result; None for that of ``F.cross_entropy``.
 
     Returns:
-        A scalar, or (...) for "none". Its dtype is that of x; under autocast at least float32; with probabilities the
+        A scalar, or (...) for "none". The dtype is that of x; under autocast at least float32; with probabilities the
         wider of the dtypes of x and target. The losses are always computed in float32 (float64 for float64);
         ``dtype=torch.float32`` returns them unrounded.
 

@@ -21,7 +21,7 @@ def dropout(
     Args:
         x: (..., d); float32, float16, bfloat16 (float64 on CPU).
         p: probability of dropping an element, in [0, 1]; kept ones are scaled by ``1 / (1 - p)``.
-            ``torch.manual_seed`` governs it. Every backend draws the same mask.
+            ``torch.manual_seed`` governs the draws. Every backend draws the same mask.
         bias: (d,), any float dtype, added first, such as the bias of the linear layer before. The backward pass sums
             the gradient of the bias in float32 and in a fixed order.
         residual: shape of ``x``, added last; the result then has the dtype of ``residual``.

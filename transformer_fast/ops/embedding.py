@@ -39,7 +39,7 @@ def embed(
             int32 with the shape of ``ids`` without its last dimension.
         padding_idx: row of ``weight`` that is read like any other row but gets no gradient, as in ``nn.Embedding``.
         dropout_p: probability of dropping an element of the sum, in [0, 1]; kept ones are scaled by ``1 / (1 - p)``.
-            ``torch.manual_seed`` governs it. Every backend draws the same mask. Pass 0 outside training.
+            ``torch.manual_seed`` governs the draws. Every backend draws the same mask. Pass 0 outside training.
 
     Returns:
         (..., L, d), or (d,) for one id, contiguous, in the dtype of ``weight``, autocast or not (as ``nn.Embedding``);

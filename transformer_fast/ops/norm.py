@@ -71,7 +71,7 @@ def layer_norm(
 
     In 16-bit types every kind computes in float32 and rounds once, at the end, as ``torch.nn.RMSNorm`` does. The
     RMSNorm code of Llama and T5 rounds ``x / sqrt(...)`` before the product with a 16-bit weight, and rounds the
-    product again. Its result differs by up to two units in the last place, and is less exact.
+    product again. The result of that code differs by up to two units in the last place, and is less exact.
 
     Args:
         x: (..., d); float32, float16, bfloat16 (float64 on CPU). The statistics are float32 (float64 for float64).
@@ -81,7 +81,7 @@ def layer_norm(
         residual: (..., d), the shape of ``x``. When given, ``residual + dropout(x)`` is normed, in the dtype of
             ``residual``.
         dropout_p: probability of dropping an element of ``x`` before it is added to ``residual``; kept ones are
-            scaled by ``1 / (1 - p)``. ``torch.manual_seed`` governs it. Every backend draws the same mask.
+            scaled by ``1 / (1 - p)``. ``torch.manual_seed`` governs the draws. Every backend draws the same mask.
 
     Returns:
         The norm (..., d) in the dtype of ``x``; with ``residual`` the pair (norm, ``residual + dropout(x)``) in the

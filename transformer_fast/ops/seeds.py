@@ -51,9 +51,9 @@ def _recorded_seed(device: torch.device) -> Tensor:
     """Run :func:`draw_seed` in a graph under construction, and mark the seed so that the partitioner does not draw it
     twice.
 
-    The partitioner of torch.compile cuts a graph into forward and backward. With a memory budget below 1 it may
-    recompute this op in the backward. A mark makes it save the result instead. A budget of 0 saves nothing; then the
-    mark makes it recompute the op from the same generator state. Marks of checkpointing stay.
+    The partitioner of torch.compile cuts a graph into forward and backward. With a memory budget below 1 the
+    partitioner may recompute this op in the backward. A mark makes the partitioner save the result instead. A budget of
+    0 saves nothing; then the mark makes it recompute the op from the same generator state. Marks of checkpointing stay.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

@@ -12,7 +12,7 @@ import torch
 def poisoned_memory() -> Iterator[None]:
     """Fill every tensor that PyTorch leaves uninitialised, in Python or in C++, with NaN.
 
-    This reveals kernels that read unwritten memory or leave part of their result unwritten.
+    The NaN reveals kernels that read unwritten memory or leave part of their result unwritten.
     ``torch.use_deterministic_algorithms`` does the same, but imports the compiler, which takes two seconds per process.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()

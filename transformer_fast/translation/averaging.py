@@ -1,7 +1,7 @@
 """The mean of a run's last checkpoints (Vaswani et al. 2017, section 6.1) as one file of the run,
 `average.safetensors`.
 
-The file is replaced atomically. Its metadata hold the averaged checkpoints, the validation scores ("scores"), and a
+The file is replaced atomically. The metadata hold the averaged checkpoints, the validation scores ("scores"), and a
 SHA-256 of the weights.
 """
 
@@ -39,7 +39,7 @@ def steps_to_average(folder: RunFolder, last: int) -> list[int]:
     """The newest `last` regular checkpoints, ascending; only checkpoints at the end of an epoch, if the run has any.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: one of the checkpoints is damaged.
     """
     steps = folder.regular_steps()
     return ([step for step in steps if folder.state(step).get("epoch_end")] or steps)[-last:]
@@ -50,7 +50,7 @@ def average_checkpoints(folder: RunFolder, last: int) -> Average:
 
     Raises:
         ConfigError: `last` is not positive.
-        CheckpointError: there is no checkpoint, one is damaged, or they differ in names or shapes.
+        CheckpointError: there is no checkpoint, one is damaged, or the tensors differ in names or shapes.
     """
     if last < 1:
         raise ConfigError(f"last is {last}; expected a number of checkpoints >= 1")

@@ -1,5 +1,5 @@
-"""Batches of about equally long sentences, bounded by tokens. Their order is a pure function of (seed, epoch), so two
-integers suffice to resume in the middle of an epoch.
+"""Batches of about equally long sentences, bounded by tokens. The order of the batches is a pure function of (seed,
+epoch), so two integers suffice to resume in the middle of an epoch.
 """
 
 from __future__ import annotations

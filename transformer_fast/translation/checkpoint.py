@@ -127,7 +127,7 @@ class RunFolder:
     """The folder of one training run.
 
     Args:
-        root: the folder; `writing` creates it.
+        root: the folder; `writing` creates the folder.
     """
 
     def __init__(self, root: PathLike):
@@ -220,7 +220,7 @@ class RunFolder:
         """The plain values of the checkpoint of `step`.
 
         Raises:
-            CheckpointError: they are missing, damaged or of another format; names the checkpoint to go on from.
+            CheckpointError: the values are missing, damaged or of another format; names the checkpoint to go on from.
         """
         try:
             return read_json(self.path(step) / "state.json")

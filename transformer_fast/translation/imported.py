@@ -5,7 +5,7 @@
     RUN/vocab.json             the ids of the pieces; target_vocab.json where the target language has its own
     RUN/step-00000000/         the weights, a checkpoint as that of a trained run
 
-It is written into a folder beside it, and one rename makes it visible: RUN is complete, or not there.
+The run is written into a folder beside RUN, and one rename makes the run visible: RUN is complete, or not there.
 """
 
 from __future__ import annotations

@@ -85,10 +85,10 @@ class Learner:
         return groups
 
     def load(self, groups: dict[str, Tensors]) -> None:
-        """The inverse of `tensors`, each process with all of them. Collective.
+        """Load what `tensors` returned; each process gets all tensors. Collective.
 
         Raises:
-            CheckpointError: they are of another model.
+            CheckpointError: the tensors are of another model.
         """
         load_model_tensors(self.model, groups["model"])
         load_optimizer_tensors(self.model, self.optimizer, groups["optimizer"])

@@ -124,7 +124,7 @@ def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
     """The settings in a run's config.json (`saved`).
 
     Raises:
-        CheckpointError: they are not settings of this version, or the run was not trained.
+        CheckpointError: this version does not have one of the settings, or the run was not trained.
     """
     if "imported" in saved:
         raise CheckpointError(f"{folder.root} is an imported model; training cannot be continued there")
@@ -138,7 +138,7 @@ def load_generation(folder: RunFolder, saved: dict) -> GenerationConfig:
     """Search options stored in a run's config.json (`saved`), from its recipe; a beam of 5 if none are stored.
 
     Raises:
-        CheckpointError: they are not options of this version.
+        CheckpointError: this version does not have one of the options.
     """
     try:
         return generation_config(saved.get("translation", {}), GenerationConfig(beam=5))

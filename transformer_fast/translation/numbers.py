@@ -4,8 +4,8 @@
     101     one hundred one                              einhunderteins
     121000  one hundred twenty-one thousand              einhunderteinundzwanzigtausend
 
-It is small, yet a real translation: units and tens change places ("forty-one" -> "einundvierzig"), the
-words of one language are one compound in the other, and nearly all of the million sentences are unseen.
+The task is small, yet a real translation: units and tens change places ("forty-one" -> "einundvierzig"), the words of
+one language are one compound in the other, and nearly all of the million sentences are unseen.
 
 Conventions. English: American style, no "and", a hyphen inside 21..99. German (Duden): one word, lower case,
 the long forms "einhundert" and "eintausend" (Duden also allows "hundert" and "tausend"); a final 1 is "eins"

@@ -44,8 +44,8 @@ class PairTokenizer:
     Args:
         files: the models and maps.
         start: the id that a translation begins with, before its first token.
-        special: the pieces "eos", "unk" and "pad". They are read as such where they stand in a text, and left out where
-            ids become text.
+        special: the pieces "eos", "unk" and "pad". A special piece is read as such where it stands in a text, and left
+            out where ids become text.
 
     Raises:
         CheckpointError: a file is not a sentencepiece model, or a map lacks a special piece or names an id twice.
@@ -65,7 +65,7 @@ class PairTokenizer:
         if self._vocab[end] != self._target_vocab[end]:
             ids = f"{self._vocab[end]} and {self._target_vocab[end]}"
             raise CheckpointError(f"vocab.json and target_vocab.json give {end} different ids: {ids}")
-        self.never = (self.pad,)  # whose logit nothing was trained to lower
+        self.never = (self.pad,)  # no training lowered the logit of such a piece
         self._pieces = {id_: piece for piece, id_ in self._target_vocab.items()}
         self._source_pieces = {id_: piece for piece, id_ in self._vocab.items()}
         marks, special = {self.eos, self.unk, self.pad}, set(self.special.values())

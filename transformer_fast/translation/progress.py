@@ -124,7 +124,7 @@ class TerminalProgress:
 
 class LineProgress:
     """Progress of translation by lines: a tqdm bar if `stream` is a terminal, else one line every `interval` seconds.
-    It is a context manager that closes the bar.
+    The object is a context manager that closes the bar.
 
     Args:
         count: function that returns the total number of lines, or None; called once, and only for a bar.

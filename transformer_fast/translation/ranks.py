@@ -46,7 +46,7 @@ class Ranks:
     def _all_reduce(self, number: float, operation: Any) -> float:
         if self.world_size == 1:
             return number
-        # On the CPU, over gloo: it waits for no GPU.
+        # On the CPU, over gloo, which waits for no GPU.
         value = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(value, operation)
         return value.item()

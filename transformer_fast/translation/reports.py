@@ -54,7 +54,7 @@ class Window:
         return {"window": list(self.sums()), "window_tokens": self.tokens, "window_steps": self.steps}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`, from one that may hold more."""
+        """The inverse of `state`; the given state may hold more."""
         self._sums.copy_(torch.tensor(state["window"], dtype=torch.float64))
         if self._ranks.rank:
             self._sums[0] = 0  # rank 0 keeps the sum of all

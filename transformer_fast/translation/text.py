@@ -78,7 +78,7 @@ def open_text(source: PathLike | IO[bytes], *, name: str = "") -> Iterator[Itera
 
 
 def _lines(stream: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """The lines of a stream; one that breaks off within a line has no whole one there."""
+    """The lines of a stream without their ends; an error where the stream breaks off."""
     number = 0
     try:
         for number, line in enumerate(stream, start=1):
@@ -115,7 +115,7 @@ def decode_line(line: bytes) -> str:
     """The text of a line.
 
     Raises:
-        ValueError: it is not UTF-8; says where.
+        ValueError: the line is not UTF-8; says where.
     """
     try:
         return line.decode("utf-8")

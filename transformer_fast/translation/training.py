@@ -52,7 +52,7 @@ def train(
             a resumed run; reading the text and learning the vocabulary are not counted.
         progress: receiver of reports; by default a bar on a terminal, else a line every 10 seconds, on standard error.
         translation: options of `GenerationConfig` by name, kept in the run as the defaults of `translate`; None leaves
-            those that it has.
+            the options of a run as they are.
         build: makes the model from the settings and the size of the vocabulary.
         clock: returns seconds; `time.process_time` makes `max_time` a budget of CPU time.
 
@@ -78,8 +78,8 @@ def train(
         finally:
             progress.close()
             if ranks.world_size > 1:
-                # DDP and FSDP modules are in reference cycles, and hold connections: if they are freed after these are
-                # closed, that may wait forever.
+                # DDP and FSDP modules are in reference cycles, and hold connections. Freeing such a module after its
+                # connection was closed may wait forever.
                 gc.collect()
 
 
@@ -100,7 +100,7 @@ class _Run:
         amp_dtype(config, self.device)  # raises before any text is read if the device does not support amp
         self.log = None if ranks.rank else RunLog(folder, tensorboard=config.tensorboard)
         if ranks.rank:
-            ranks.barrier()  # rank 0 makes the folder, the others then find it
+            ranks.barrier()  # rank 0 makes the folder, the other ranks then find it
         opened = replace(config, resume=True) if ranks.rank else config
         text, valid, self.tokenizer = open_run(opened, folder, translation)
         if not ranks.rank:
@@ -284,7 +284,8 @@ class _Run:
     # Checkpoints
 
     def _save(self, before: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint. before: of one that one run in one piece would not have, what it goes on with."""
+        """Write a checkpoint. before: for a checkpoint that a run in one piece would not have, the state to go on
+        with."""
         self._check_finite()
         window, groups = self.window.state(), self.learner.tensors()
         groups["optimizer"] |= gather_rng_states(self.ranks, self.device)

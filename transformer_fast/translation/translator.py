@@ -40,7 +40,7 @@ class Translation:
             pieces; NaN for a line that could not be translated.
         alignment: (source word, target word) pairs by rising target: for each token of the translation the source
             token that got most of its attention. Words are counted from 0, as ``line.split()`` and ``text.split()``
-            have them, whatever parts the line was cut into. None unless it was asked for.
+            have them, whatever parts the line was cut into. None unless alignments were asked for.
     """
 
     text: str

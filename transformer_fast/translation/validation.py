@@ -74,7 +74,7 @@ class Validation:
         return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`, from one that may hold more."""
+        """The inverse of `state`; the given state may hold more."""
         self.scores, self.best_step, self.best_scores = state["scores"], state["best_step"], state["best_scores"]
         self.best_sentences = state.get("best_sentences", self.config.bleu_sentences)
         self.without_better = state.get("without_better", 0)

@@ -68,8 +68,9 @@ def _in_characters(text: str, spans: Sequence[Span]) -> list[Span]:
 def _pieces(data: bytes) -> tuple[bytes, list[Span]]:
     """The text and the spans, in bytes, of a serialised ``SentencePieceText``.
 
-    Its fields are 1: the text, and 2: the pieces, each with 4: begin and 5: end. Read here, because Google's protobuf
-    is no dependency of sentencepiece, and the classes that sentencepiece has for it change with its versions.
+    The fields of the message are 1: the text, and 2: the pieces, each with 4: begin and 5: end. Read here, because
+    Google's protobuf is no dependency of sentencepiece, and the classes that sentencepiece has for it change with its
+    versions.
     """
     text, spans = b"", []
     for field, value in _fields(data):

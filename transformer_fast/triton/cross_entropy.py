@@ -1,7 +1,7 @@
 """Label-smoothed cross entropy of rows of logits; the gradient of its sum overwrites the logits.
 
-One program per row. It reads the row twice from memory (online softmax statistics, as in M. Milakov and N. Gimelshein,
-"Online normalizer calculation for softmax", 2018) and writes once.
+One program per row. The program reads the row twice from memory (online softmax statistics, as in M. Milakov and N.
+Gimelshein, "Online normalizer calculation for softmax", 2018) and writes once.
 """
 
 import torch

@@ -110,7 +110,7 @@ def _backward_wide_kernel(
 ):  # fmt: skip
     """Compute the gradients of rows wider than BLOCK_COLUMNS: a program owns a slice of BLOCKS column blocks.
 
-    It reads the whole row for the averages, then its slice again, from a cache, for the gradients.
+    The program reads the whole row for the averages, then its slice again, from a cache, for the gradients.
     """
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)

@@ -11,7 +11,7 @@ namespace transformer_fast {
 
 constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 128;
-constexpr int64_t kKeyStep = 32;  // tiles of keys start at multiples of it: the keys of four Philox calls
+constexpr int64_t kKeyStep = 32;  // tiles of keys start at multiples of this number: the keys of four Philox calls
 constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // index that is outside of every mask
 constexpr int64_t kMaxSavedScores = 1 << 26;       // limit of scores kept in memory
 constexpr int64_t kFewQueries = 2;                 // up to this many, row by row (few_queries.h), without tiles

@@ -1,8 +1,8 @@
-// Attention backward on the CPU (Dao et al., "FlashAttention", 2022, algorithm 4). It recomputes the weights from the
-// logsumexp, and draws dropout again from the seed.
-// A task owns a range of keys of one (batch, kv head). It sums their gradients over all query heads of the group and
-// all query blocks, in order. Only the gradient of q is shared between ranges; it is summed over the ranges, in order,
-// at the end. The ranges depend on shapes only, so the result does not depend on the number of threads.
+// Attention backward on the CPU (Dao et al., "FlashAttention", 2022, algorithm 4). The backward recomputes the weights
+// from the logsumexp, and draws dropout again from the seed. A task owns a range of keys of one (batch, kv head). The
+// task sums the gradients of its keys over all query heads of the group and all query blocks, in order. Only the
+// gradient of q is shared between ranges; it is summed over the ranges, in order, at the end. The ranges depend on
+// shapes only, so the result does not depend on the number of threads.
 #include "few_queries_backward.h"
 #include "gradients.h"
 

@@ -1,6 +1,6 @@
 // A linear layer with int8 weights: the weights per output, and the inputs per row, are integers of magnitude at most
-// 127 times a scale. Their products are summed exactly, so results are the same for any number of rows and threads, and
-// on any vector unit. transformer_fast/reference/quantized_linear.py has the definition.
+// 127 times a scale. The products of the integers are summed exactly, so results are the same for any number of rows
+// and threads, and on any vector unit. transformer_fast/reference/quantized_linear.py has the definition.
 //
 // Weights are in panels of two vectors of outputs, and within a panel in groups of four inputs, in reading order. A
 // task multiplies one panel with a block of rows, a few of which are summed in registers at a time.

@@ -49,7 +49,7 @@ Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
     return {std::isfinite(most) ? 0 : std::numeric_limits<float>::quiet_NaN(), 0};
   }
   I sums[4] = {};
-  constexpr float kInteger = 0x1.8p23f;  // adding a small number to it rounds that to an integer, ties to even
+  constexpr float kInteger = 0x1.8p23f;  // this plus a small number is an integer, ties to even
   for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
     const I integers = reinterpret_cast<I>(load(x + c, count) * factor + kInteger) - std::bit_cast<int32_t>(kInteger);
     sums[slot] += integers;

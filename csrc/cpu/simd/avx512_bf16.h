@@ -33,7 +33,7 @@ inline Vector<float> packed_halves(Vector<float> low, Vector<float> high) {
   return reinterpret_cast<Vector<float>>(_mm512_cvtne2ps_pbh(high, low));
 }
 
-// The first `count` of them, at most 16.
+// Stores the first `count` of the halves, at most 16.
 inline void store_half_bits(c10::BFloat16* p, Vector<float> halves, int64_t count) {
   const __m256i low = _mm512_castsi512_si256(reinterpret_cast<__m512i>(halves));
   if (count == 16) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), low);

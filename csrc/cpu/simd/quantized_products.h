@@ -1,8 +1,9 @@
 // Products of bytes, four per lane: an input row times the weights of an output.
 //
-// A struct is one way to multiply. Its inputs lie in planes, one 32-bit word in each for a group of four bytes of a row.
-// `stored` is how a vector of the weights' words is kept, and `weights` what it becomes for a plane before several rows
-// are multiplied with it. It takes `kRows` rows at once; a `Session` is alive while it multiplies.
+// A struct is one way to multiply. The inputs of a product lie in planes, one 32-bit word in each for a group of four
+// bytes of a row. `stored` is how a vector of the weights' words is kept, and `weights` what it becomes for a plane
+// before several rows are multiplied with it. A product takes `kRows` rows at once; a `Session` is alive during the
+// multiplication.
 #pragma once
 
 #include "vec.h"
@@ -46,8 +47,8 @@ struct ByteProducts : VectorProducts {
 
 // On any vector unit, by 16-bit products that are summed in pairs: one word holds the even inputs of four bytes,
 // another word the odd inputs. 16 bits hold two weights as w = even + 256 odd, which is cheap to split. The product
-// x_even * w has the excess 256 x_even * odd. The plane of the odd inputs, x_odd - 256 x_even, removes it. After each
-// group the sums equal those of the bytes' products.
+// x_even * w has the excess 256 x_even * odd. The plane of the odd inputs, x_odd - 256 x_even, removes the excess.
+// After each group the sums equal those of the bytes' products.
 struct WidenedBytes : ByteProducts<0> {
   static constexpr int kPlanes = 2;
 
@@ -76,7 +77,7 @@ struct WidenedBytes : ByteProducts<0> {
 
 #if defined(__AVX512F__)
 // AVX-512 VNNI takes unsigned inputs: 128 is added to each input, and 128 times the sum of the weights is subtracted
-// from the result. Written as assembly because not every processor with AVX-512 has it.
+// from the result. Written as assembly because not every processor with AVX-512 has VNNI.
 struct VnniBytes : ByteProducts<128> {
   static constexpr int kPlanes = 1;
 

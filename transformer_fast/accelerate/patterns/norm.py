@@ -49,7 +49,7 @@ class Norm(Pattern):
         return m(summed), summed
 
     def fits(self, m: Any) -> bool:
-        return True  # it has no parts, and only the fused forward takes a residual
+        return True  # a norm has no parts, and only the fused forward takes a residual
 
 
 def width_of(norm: nn.Module) -> int | None:

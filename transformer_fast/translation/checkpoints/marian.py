@@ -81,7 +81,7 @@ def read_model_config(config: dict[str, Any], where: str) -> ModelConfig:
     """The architecture that a config.json (`config`, with defaults filled in) describes.
 
     Raises:
-        CheckpointError: it is not one that a Marian model can have.
+        CheckpointError: a Marian model cannot have this architecture.
     """
 
     def number(name: str) -> int:

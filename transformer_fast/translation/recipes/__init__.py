@@ -1,7 +1,7 @@
 """Named recipes of training: the files of this folder, or your own of the same form.
 
 A recipe is a TOML file: `about`, a text; `[training]`, settings of `TrainConfig` by their names; `[translation]`,
-options of `GenerationConfig` with which its published figure was decoded. A run keeps them; they are the defaults of
+options of `GenerationConfig` with which its published figure was decoded. A run keeps these options as the defaults of
 `translate`.
 """
 
@@ -38,7 +38,7 @@ def load_recipe(name: str) -> Recipe:
     """The recipe of that name, or in the file `name` if it ends in .toml.
 
     Raises:
-        ConfigError: there is none, it is not TOML, or it has tables or settings that nothing knows.
+        ConfigError: there is no such recipe, the file is not TOML, or a table or setting in it is unknown.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if path.parent == FOLDER and path.stem not in recipe_names():

@@ -1,8 +1,8 @@
 """Masked attention, backward: recomputes the weights from the logsumexp, tile by tile.
 
-Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as two kernels. The first computes the gradient of q, and delta
-    (one number per row), which the second kernel reads (:mod:`.backward_q`). The second computes the gradients of k and
-    v (:mod:`.backward_kv`). One program computes each sum, in a fixed order, so two runs agree bit for bit.
+Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as two kernels. The first kernel (:mod:`.backward_q`) computes
+    the gradient of q, and delta (one number per row). The second kernel (:mod:`.backward_kv`) reads delta and computes
+    the gradients of k and v. One program computes each sum, in a fixed order, so two runs agree bit for bit.
 """
 
 from dataclasses import replace
@@ -82,7 +82,7 @@ def attention_backward(
         grad_out: the gradient of out; any strides.
         q, k, v, params: as given to the forward launcher.
         out, logsumexp: as it returned them.
-        grad_logsumexp: fp32, the gradient of logsumexp, or None. It is ignored for rows without keys.
+        grad_logsumexp: fp32, the gradient of logsumexp, or None. The gradient of a row without keys is ignored.
         kept_bits: result of the forward launcher; None makes the kernels draw the dropout again.
         call: see :func:`.launches.run_call`.
 

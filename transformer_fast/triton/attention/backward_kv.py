@@ -1,7 +1,7 @@
 """Masked attention, backward: the gradients of k and v, one program per tile of keys and key head.
 
 The program loops over the query heads of its group, and over the tiles of queries that see any of its keys. Rows
-without keys have weight 1/Lk on every key. They may lie outside these tiles, so they are summed first.
+without keys have weight 1/Lk on every key. Such rows may lie outside the tiles of a program, so they are summed first.
 """
 
 import triton.language as tl

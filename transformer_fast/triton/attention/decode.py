@@ -124,8 +124,8 @@ def division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> Division:
 
 
 def register_limit(bits: int, block_d: int, block_rows: int, masked: bool, whole_pages: bool) -> int | None:
-    """Register limit per thread with which one more program fits and nothing spills; None lets the compiler choose. It
-    depends on masking, on the number of parts, and on pages of whole tiles."""
+    """Register limit per thread with which one more program fits and nothing spills; None lets the compiler choose. The
+    best number depends on masking, on the number of parts, and on pages of whole tiles."""
     if (bits, block_d, block_rows) == (16, 64, 32):
         return 128
     return 96 if (bits, block_d, block_rows) == (16, 64, 16) and whole_pages and not masked else None

@@ -1,8 +1,8 @@
 """Masked attention, forward: one pass over the keys with an online softmax.
 
 Method: M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018; tiled as in T. Dao,
-"FlashAttention-2", 2023, section 3.1. A program computes one tile of queries of one head. It runs tiles of keys visible
-to all its queries without mask code, then partially visible tiles, and skips the rest.
+"FlashAttention-2", 2023, section 3.1. A program computes one tile of queries of one head. The program runs tiles of
+keys visible to all its queries without mask code, then partially visible tiles, and skips the rest.
 
 The loops do not handle two rare cases: rows with no key (their weight is 1/Lk on *every* key), and NaN or Inf in V at a
 key that some rows of a tile block (0 * NaN is NaN inside a matrix product). Both are visible in the result. Then the
@@ -123,9 +123,9 @@ def _forward_kernel(
             scores = tl.where(allowed, scores, float("-inf"))
         else:
             # If scores come only from a branch, Triton does not see that the next product uses them. On sm_80 it would
-            # then spread the keys of a row over several warps, which must exchange sums and draws along the row. This
-            # is worse in products with fewer rows than columns. The extra select shows Triton the use; it costs
-            # nothing, because compilers remove it.
+            # then spread the keys of a row over several warps, which must exchange sums and draws along the row. The
+            # exchange is worse in products with fewer rows than columns. The extra select shows Triton the use; it
+            # costs nothing, because compilers remove it.
             edge = at_edge(step, steps, window is not None and tile_list is None, True)
             masked = scores
             if edge:

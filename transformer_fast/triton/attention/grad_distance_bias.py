@@ -2,9 +2,9 @@
 
 Entry ``zero + d`` of such a bias is added to the score of every query i and key ``i + d``: the gradient of the entry is
 the sum of the score gradients along a diagonal. Tiles of scores form diagonals too: all tiles whose keys start the same
-number of tiles after their queries. A program owns one diagonal of tiles of one head. It adds up these tiles, and in
-the end sums the diagonals of the resulting tile. Neighbouring diagonals of tiles share distances; these sums are added
-afterwards, and so are batches and heads that share the bias. Without atomics, two runs agree bit for bit.
+number of tiles after their queries. A program owns one diagonal of tiles of one head. The program adds up these tiles,
+and in the end sums the diagonals of the resulting tile. Neighbouring diagonals of tiles share distances; these sums are
+added afterwards, and so are batches and heads that share the bias. Without atomics, two runs agree bit for bit.
 """
 
 from typing import Any

@@ -51,7 +51,7 @@ class Mask(NamedTuple):
         bias, bias_query, bias_key: additive bias, and its strides, that of queries in MASK_UNITs.
         distance_bias, distance_zero: bias by distance, whose entry ``distance_zero + j - i`` is added.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added.
-        sink: score of one additional key without a value. Only kernels that sum weights use it.
+        sink: score of one additional key without a value. Only kernels that sum weights use the sink.
     """
 
     bounds: Bounds

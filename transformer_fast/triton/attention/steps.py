@@ -1,6 +1,6 @@
 """Tile of a program of an attention kernel, rows of the tile, and the tiles that the program visits.
 
-Three kinds of call run the same kernels. A padded one bounds its keys by limits (lengths, causal, the end of the keys)
+Three kinds of call run the same kernels. A padded call bounds its keys by limits (lengths, causal, the end of the keys)
 and steps through the tiles within them by arithmetic. A call with a dense mask or with documents steps through lists
 (see :mod:`.tile_map`). A packed call finds its sequence in `cu_seqlens` and then works like a padded call; with
 documents it steps from the first to the last tile that shares a document.

@@ -96,8 +96,7 @@ def _classes_kernel(
         some = tl.max(tl.max((bits != 0).to(tl.int32), 2), 0)
         every = tl.min(tl.min((bits == -1).to(tl.int32), 2), 0)
         if query_ids is not None:
-            # Positions past the end repeat the last id. If the tile shares no id then, it is masked, so results stay
-            # right.
+            # Positions past the end repeat the last id. A tile that shares no id then is masked, so results stay right.
             key = tl.minimum(start + tl.arange(0, _CHUNK_KEYS), keys - 1)
             key_id = tl.reshape(tl.load(bounds.key_ids + key), (TILES, BLOCK_KEYS))
             low = tl.min(key_id, 1)

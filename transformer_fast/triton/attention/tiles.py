@@ -14,8 +14,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 # of at most 256 rows fit 32 bits.
 WIDEST_STRIDE = 2**22
 
-# Integers that change from call to call. Kernels are not specialised on their values (1, multiples of 16), so that a
-# new length does not recompile. The constants UNIT and MASK_UNIT give the alignment instead.
+# Integers that change from call to call. Kernels are not specialised on the values of these integers (1, multiples of
+# 16), so that a new length does not recompile. The constants UNIT and MASK_UNIT give the alignment instead.
 RUNTIME_INTEGERS = (
     [
         f"{name}_{dim}"
@@ -149,8 +149,8 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def bounded_offset(causal: int | None, Lq: int, Lk: int, reach: int = 0) -> int:
-    """Causal offset for a kernel. Without a causal mask it is past the last key, so that the same program serves both
-    cases. A kernel may add or subtract up to `reach`."""
+    """Causal offset for a kernel. Without a causal mask the offset is past the last key, so that the same program
+    serves both cases. A kernel may add or subtract up to `reach`."""
     most = Lk + reach
     return most if causal is None else max(-Lq - reach, min(causal, most))
 
@@ -246,7 +246,7 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     elif bias is not None:
         bias = with_32_bit_offsets(bias)
         strides = [s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True)]
-    # Only reads of a bias use MASK_UNIT. Without a bias it is constant, so that lengths do not recompile.
+    # Only reads of a bias use MASK_UNIT. Without a bias MASK_UNIT is constant, so that lengths do not recompile.
     aligned = bias is not None and packed is None and all(n % 16 == 0 for n in (Lk, *strides[:3]))
     unit = 16 if aligned else 1
     arguments |= {"MASK_UNIT": unit, "bias": bias, "bias_key": strides[3]}

@@ -45,8 +45,8 @@ def summed_rows(
 ):  # fmt: skip
     """Recomputed sum of `exp(score - shift)` per row, and the sum of weight times gradient; (1, 0) if not needed.
 
-    A large logsumexp has lost digits (with a bias of -1e9 on a whole row, even the number of keys). Weights from it do
-    not sum to 1, and gradients of scores do not sum to 0. Only a tile with such a row loops over the keys.
+    A large logsumexp has lost digits (with a bias of -1e9 on a whole row, even the number of keys). Weights from such a
+    logsumexp do not sum to 1, and gradients of scores do not sum to 0. Only a tile with such a row loops over the keys.
     """
     too_large = tl.abs(shift) > (4.0 if q_tile.dtype == tl.float32 else 1024.0)
     first_key = first_visible(start_query, mask.bounds) // KEYS * KEYS
