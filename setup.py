@@ -277,6 +277,7 @@ def sources(folder: str) -> list[str]:
     return sorted(files, key=lambda file: (place.get(file, len(place)), file))
 
 
+# With -O2 attention takes 2.0 to 2.6 times as long, norms and dropout 1.3 to 1.5 times (GCC 12).
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 LINK_FLAGS: list[str] = []
 OPENMP_OF_TORCH: list[str] = []
