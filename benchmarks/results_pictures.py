@@ -94,7 +94,7 @@ def models() -> list[Group]:
 
     def of_hugging_face(name: str) -> Row:
         case = f"hugging_face: {name.lower().replace('-', '')}-training step"
-        ratios = (ratio(folder, case, "before") for folder in ("cpu-packed", "cpu-huggingface"))
+        ratios = (ratio(folder, case, "before") for folder in ("cpu-avx2-packed", "cpu-packed"))
         return Row(f"{name} of Hugging Face", *ratios)
 
     def ours(label: str, case: str, packed: str = "") -> Row:
@@ -107,7 +107,7 @@ def models() -> list[Group]:
     step = "training_step: base-b16-l64"
     return [
         Group(
-            "Training step, 16 x 128 tokens, 44 % padding; with AVX2 packed, with AVX-512 padded",
+            "Training step, 16 x 128 tokens, 44 % padding, packed",
             [of_hugging_face(name) for name in ("BERT", "Marian", "BART", "GPT-2")],
         ),
         Group(

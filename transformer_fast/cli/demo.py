@@ -1,6 +1,6 @@
 """Demo, end to end: make a corpus, train on it, translate unseen sentences, check and time the ops, and draw pictures.
 
-The task is English number names to German ones ("two thousand forty-one" -> "zweitausendeinundvierzig"): The task needs
+The task is English number names to German ones ("two thousand forty-one" -> "zweitausendeinundvierzig"). The task needs
 no data, but words change places, and nearly all of the million sentences are unseen.
 """
 
