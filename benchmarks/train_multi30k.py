@@ -4,12 +4,11 @@
 
 Both sides are `transformer_fast.translation.train` with one recipe and one thread, in a process of its own, once per
 seed: the same initial weights, the same batches in the same order. The sides differ in the backend. "fast" is the
-    backend
-that is chosen by default, without padding in the layers; "eager" is backend "reference", plain PyTorch for every op,
-with padding. Eager draws its dropout masks with PyTorch's generator, so at equal updates its curve has other dropout
-masks. With --same-dropout the masks are equal; then both sides run with padding, and eager loses 40 % of its speed,
-because it computes the masks in integer arithmetic. A difference between the sides at equal updates means something
-only if it is larger than the difference between seeds of one side; the record has both.
+backend that is chosen by default, without padding in the layers; "eager" is backend "reference", plain PyTorch for
+every op, with padding. Eager draws its dropout masks with PyTorch's generator, so at equal updates its curve has other
+dropout masks. With --same-dropout the masks are equal; then both sides run with padding, and eager loses 40 % of its
+speed, because it computes the masks in integer arithmetic. A difference between the sides at equal updates means
+something only if it is larger than the difference between seeds of one side; the record has both.
 
 The budget is CPU time of the process (`time.process_time`), validation and checkpoints included. Then each side
 translates the validation text with the mean of its last checkpoints and the recipe's beam, on its own backend.

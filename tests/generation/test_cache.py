@@ -18,7 +18,8 @@ from transformer_fast.testing import assert_as_exact_as_eager
 def test_logits_are_as_exact_as_without(dtype):
     """Compare the logits of each step with fp64, for rows that continue, fork, end and change slots.
 
-    In fp64 the model without a cache is the exact one. Its rounding is then that of fp32, in units of fp64.
+    In fp64 the model without a cache is the exact one, and shows no rounding. The rounding of the fp32 model, scaled to
+    fp64, then stands for it.
     """
     exact_model, model = tiny(5, torch.float64), tiny(5).to(dtype)
     src, lengths = batch(5, seed=5)

@@ -60,11 +60,11 @@ class AttentionConfig:
 # AttentionConfig by kernel, architecture class and padded head size, one per entry of TILES. No entry spills in its
 # loop over tiles, with Triton 3.6 or 3.7, with dropout, a tile map or lengths, packed or not. Choice among those:
 # "short" has small tiles, because the part of the last tile past a sentence is waste. The other entries have large
-# tiles, which read keys and values less often. Of equally large tiles, the one of which more warps fit is taken. On
-# sm_80 a warp has its own 16 rows only if the tile has at least as many rows as head dimensions. On sm_90: the fastest
-# tile in a replay of the machine code, with two or more programs per multiprocessor, so that one computes while another
-# waits. "long" and "plain" keep 128 queries per tile if that is nearly as fast, because a replay does not model the
-# speed of the L2 cache.
+# tiles, which read keys and values less often. Of equally large tiles, the one is taken of which more
+# warps fit at once. On sm_80 a warp has its own 16 rows only if the tile has at least as many rows as head dimensions.
+# On sm_90: the fastest tile in a replay of the machine code, with two or more programs per multiprocessor, so that one
+# computes while another waits. "long" and "plain" keep 128 queries per tile if that is nearly as fast, because a replay
+# does not model the speed of the L2 cache.
 _TILES_16_BIT = {
     "forward": {
         "sm80": {
