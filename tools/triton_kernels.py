@@ -40,9 +40,9 @@ class Compiled:
     hot_spills: int | None = None
 
 
-def triton_compiled(launch, arch: int):
-    """Triton's compiled kernel of a :class:`transformer_fast.triton.launcher.Launch`, for compute capability `arch`."""
-    import triton
+def ast_source(launch, arch: int):
+    """Return (source, target, options) as a launch of :class:`transformer_fast.triton.launcher.Launch` gives them to
+    Triton's compiler, for compute capability `arch`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -55,8 +55,29 @@ def triton_compiled(launch, arch: int):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(**launch.arguments, **options)
     parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=parsed.__dict__)
+    return ASTSource(kernel, signature, constants, attributes), target, parsed
+
+
+def triton_compiled(launch, arch: int):
+    """Triton's compiled kernel of a launch, for compute capability `arch`."""
+    import triton
+
+    source, target, options = ast_source(launch, arch)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def triton_ir(launch, arch: int):
+    """Triton's first representation of a launch's kernel: what its front end makes, before any pass."""
+    from triton._C.libtriton import ir
+    from triton.compiler import make_backend
+
+    source, target, options = ast_source(launch, arch)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    return source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
 
 
 def compile_launch(launch, arch: int) -> Compiled:

@@ -11,13 +11,14 @@ from .kept_bits import bits_at_head, recall_keep_tile
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import (
     FLAG_ROWS,
+    aligned,
     at_edge,
     flag_row,
     key_steps,
-    positions,
     program_of,
     sequence,
     sequence_bias,
+    sequence_bias_row,
     statistics_row,
     tile_at,
     used_keys,
@@ -64,8 +65,11 @@ def grad_q_kernel(
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
     first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
     keys = used_keys(seqused_k, batch, stored_keys)
-    causal_offset, window, distance_zero = positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT)
-    bias, bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
+    causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
+    window = aligned(window, keys - queries, BOTTOM_RIGHT)
+    distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
+    bias = sequence_bias(bias, bias_starts, batch)
+    bias_query = sequence_bias_row(bias_query, bias_starts, stored_keys)
     first_tile_row = batch * map_batch + head * map_head
     tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot
     if tile_order is not None:

@@ -22,12 +22,13 @@ from .kept_bits import bits_at_head, draw_keep_tile, empty_kept_bits
 from .launches import kernel_views, run_call, tile_launch
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import (
+    aligned,
     at_edge,
     key_steps,
-    positions,
     program_of,
     sequence,
     sequence_bias,
+    sequence_bias_row,
     statistics_row,
     tile_at,
     used_keys,
@@ -62,8 +63,11 @@ def _forward_kernel(
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
     first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
     keys = used_keys(seqused_k, batch, stored_keys)
-    causal_offset, window, distance_zero = positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT)
-    bias, bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
+    causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
+    window = aligned(window, keys - queries, BOTTOM_RIGHT)
+    distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
+    bias = sequence_bias(bias, bias_starts, batch)
+    bias_query = sequence_bias_row(bias_query, bias_starts, stored_keys)
     first_tile_row = batch * map_batch + head * map_head
     # Last query tile first: under a causal mask it has the most keys, and long programs should start early.
     tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot

@@ -20,7 +20,7 @@ from ..philox import RandomBits, load_seed
 from .grad_scores import grad_score_tile, rows_launch
 from .launches import kernel_views, run_call, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
-from .steps import positions, sequence, sequence_bias, statistics_row, used_keys
+from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
 from .tile_map import bits_arguments
 from .tiles import (
     RUNTIME_INTEGERS,
@@ -88,10 +88,11 @@ def _grad_bias_kernel(
         first_query, own_queries = sequence(cu_seqlens_q, batch, queries)
         first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
         own_keys = used_keys(seqused_k, batch, stored_keys)
-        own_causal, own_window, own_zero = positions(
-            causal_offset, window, distance_zero, own_queries, own_keys, BOTTOM_RIGHT
-        )
-        own_bias, own_bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
+        own_causal = aligned(causal_offset, own_keys - own_queries, BOTTOM_RIGHT)
+        own_window = aligned(window, own_keys - own_queries, BOTTOM_RIGHT)
+        own_zero = aligned(distance_zero, own_queries - own_keys, BOTTOM_RIGHT)
+        own_bias = sequence_bias(bias, bias_starts, batch)
+        own_bias_query = sequence_bias_row(bias_query, bias_starts, stored_keys)
         bounds = Bounds(
             at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, own_causal, own_window,
             own_queries, own_keys,

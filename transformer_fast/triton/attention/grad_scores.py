@@ -14,7 +14,7 @@ from ..launcher import Launch, blocks_of
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import score_kinds
 from .mask import Bounds, Mask, ids_at, key_limits, masked_scores, query_rows, sink_of
-from .steps import positions, program_of, sequence, sequence_bias, statistics_row, used_keys
+from .steps import aligned, program_of, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
 from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim, sequence_arguments
 from .weights import TILES, summed_rows
 
@@ -46,8 +46,11 @@ def _rows_kernel(
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
     first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
     keys = used_keys(seqused_k, batch, stored_keys)
-    causal_offset, window, distance_zero = positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT)
-    bias, bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
+    causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
+    window = aligned(window, keys - queries, BOTTOM_RIGHT)
+    distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
+    bias = sequence_bias(bias, bias_starts, batch)
+    bias_query = sequence_bias_row(bias_query, bias_starts, stored_keys)
     start_query = tile * BLOCK_QUERIES
     if cu_seqlens_q is not None:  # noqa: SIM102 - decided when compiling, the other when running
         if start_query >= queries:

@@ -64,25 +64,34 @@ def used_keys(seqused_k, batch, stored_keys):
 
 
 @triton.jit
-def positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT: tl.constexpr):
-    """Offsets of a sequence, shifted for bottom-right alignment if that is on (last query at last key)."""
-    if BOTTOM_RIGHT:
-        shift = keys - queries
-        if window is None:
-            return causal_offset + shift, None, distance_zero - shift
-        else:
-            return causal_offset + shift, window + shift, distance_zero - shift
+def aligned(offset, shift, BOTTOM_RIGHT: tl.constexpr):
+    """Offset of a sequence, shifted if the last query is aligned with the last key; None for None."""
+    if offset is None:
+        return
+    elif BOTTOM_RIGHT:
+        return offset + shift
     else:
-        return causal_offset, window, distance_zero
+        return offset
 
 
 @triton.jit
-def sequence_bias(bias, row_stride, bias_starts, batch, stored_keys):
-    """Return (pointer, stride of queries) of the bias of a packed sequence, or of a padded batch entry."""
-    if bias_starts is None:
-        return bias, row_stride
+def sequence_bias(bias, bias_starts, batch):
+    """Pointer to the bias of a packed sequence, or of a padded batch; None for None."""
+    if bias is None:
+        return
+    elif bias_starts is None:
+        return bias
     else:
-        return bias + tl.load(bias_starts + batch), stored_keys.to(tl.int64)
+        return bias + tl.load(bias_starts + batch)
+
+
+@triton.jit
+def sequence_bias_row(row_stride, bias_starts, stored_keys):
+    """Stride of queries in the bias: that of a packed sequence is its number of stored keys."""
+    if bias_starts is None:
+        return row_stride
+    else:
+        return stored_keys.to(tl.int64)
 
 
 @triton.jit
