@@ -1,8 +1,10 @@
 """Masked attention against eager, every backend of ``scaled_dot_product_attention`` and FlexAttention.
 
-"ours packed" is :func:`transformer_fast.attention_packed` on the same batch without its padding. The others get their
-masks ready made: one dense keep tensor, or FlexAttention's block mask; ours is timed with all that it does with the
-mask. What a peer refuses (a mask, dropout, a dtype) is in the record under ``refused``, in its own words.
+"ours packed" is :func:`transformer_fast.attention_packed` on the same batch without its padding. Its peers are
+FlashAttention-2 for packed sequences, with dropout, as torch calls it ("FA2 varlen"), and torch's public ``varlen_attn``,
+which has no dropout. The others get their masks ready made: one dense keep tensor, or FlexAttention's block mask; ours
+is timed with all that it does with the mask. What a peer refuses (a mask, dropout, a dtype) is in the record under
+``refused``, in its own words.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ BACKENDS = {
         SDPBackend.MATH,
     ),
 }
+
+
+SHORT = 1024
+"""Keys up to which eager attention is also timed compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +118,21 @@ class Setting:
 
         return call
 
+    def fa2_varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # What flash_attn_varlen_func calls in its own package; differentiable in torch 2.11.
+        limits = self.queries.cu_seqlens, self.keys.cu_seqlens, self.queries.max_length, self.keys.max_length
+        case = self.case
+        return torch.ops.aten._flash_attention_forward(q, k, v, *limits, case.dropout_p, case.causal, False)[0]
+
+    def torch_varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if self.case.dropout_p > 0:
+            raise RuntimeError("varlen_attn has no dropout")
+        limits = self.queries.cu_seqlens, self.keys.cu_seqlens, self.queries.max_length, self.keys.max_length
+        window = (-1, 0) if self.case.causal else (-1, -1)
+        return varlen_attn(q, k, v, *limits, window_size=window)
+
     def flex(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.case.dropout_p > 0:
             raise RuntimeError("flex_attention has no dropout")
@@ -141,9 +162,14 @@ class Setting:
                 padded[f"sdpa {backend.name.lower()}"] = self.sdpa(backend)
         if self.device == "cuda":
             padded["flex"] = self.flex
+            if self.case.keys <= SHORT:
+                padded["eager compiled"] = torch.compile(self.eager, dynamic=False)
         timed = {name: self._timed(call, "padded") for name, call in padded.items()}
         if self.case.lengths != "full" and self.case.causal_offset in (None, 0):
             timed["ours packed"] = self._timed(self.ours_packed, "packed")
+            if self.device == "cuda":
+                timed["FA2 varlen"] = self._timed(self.fa2_varlen, "packed")
+                timed["varlen_attn"] = self._timed(self.torch_varlen, "packed")
         return timed
 
     def _timed(self, function: Callable[..., Tensor], which: str) -> Callable[[Inputs], object]:
@@ -192,9 +218,13 @@ class Setting:
 
 @functools.cache
 def compiled_flex_attention():
+    """FlexAttention, compiled; a shape over dynamo's limit is an error there instead of a slow call, which stores all
+    scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(flex_attention, dynamic=False)
 
 
 @pytest.mark.parametrize(("on", "case"), [(on, case) for on, cases in CASES.items() for case in cases], ids=str)

@@ -34,12 +34,15 @@ class Comparison:
         wall: eager wall time of each call on CUDA, host cost included; empty on CPU.
         refused: why a peer could not run the call, by its name.
         peak_memory: bytes allocated above the inputs, by name, on CUDA.
+        spoiled: a capture failed after it had begun; torch was put back, and a new process is still the safer place
+            for further cases.
     """
 
     device: dict[str, Timing] = dataclasses.field(default_factory=dict)
     wall: dict[str, Timing] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     peak_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    spoiled: bool = False
 
     def ratio(self, peer: str, ours: str = "ours") -> float:
         """Time of the peer divided by our time."""
@@ -129,10 +132,23 @@ def _captured(work: Callable[[], None], result: Comparison, name: str) -> Callab
         with torch.cuda.graph(graph):
             work()
     except RuntimeError as error:
-        torch.cuda.synchronize()
         result.refused[name] = f"CUDA graph: {str(error).strip().splitlines()[0][:200]}"
+        result.spoiled = True
+        leave_capture()
         return None
     return graph.replay
+
+
+def leave_capture() -> None:
+    """Put torch back after a capture that failed.
+
+    torch 2.11 leaves the capture's stream current, and its generators in capture mode, in which every later draw on the
+    device raises an error.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    for generator in torch.cuda.default_generators:
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def _device_times(replays: dict[str, Callable[[], None]], seconds: float) -> dict[str, list[float]]:

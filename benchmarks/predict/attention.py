@@ -137,8 +137,8 @@ def tiles(case: Case, packed: bool, overrides: Mapping[str, AttentionConfig]) ->
         for kernel, c in overrides.items()
         for kind in (call_kind(case.keys, parameters(case, packed)), "kept")
     }
-    before = {key: ATTENTION[key] for key in keys}
-    ATTENTION.update(keys)
+    before = {key: ATTENTION[key] for key in keys if key in ATTENTION}  # dropout bits are kept for one head size
+    ATTENTION.update({key: keys[key] for key in before})
     try:
         yield
     finally:

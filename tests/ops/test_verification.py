@@ -76,7 +76,7 @@ def test_a_wrong_kernel_fails(op, change, monkeypatch):
     device = torch.device("cpu")
     cases = [case for case in verification_cases.op_cases(device) if case.op == op]
     with backends.backend("auto"):
-        rows = [row for case in cases for row in verification._check_case(case, device, torch.float32)]
+        rows = [row for case in cases for row in verification.check_case(case, device, torch.float32)]
     failed = [row for row in rows if not row.passed]
     assert {row.case for row in failed} == {case.name for case in cases}
     assert expected in {"output" if row.tensor == "output" else "gradient" for row in failed}

@@ -248,7 +248,7 @@ def op_case(case: Case, dtype: str, name: str) -> EmulationCase:
 def check_op(case: Case, dtype: torch.dtype) -> None:
     """Raise AssertionError unless the output and every gradient of a case of ``transformer_fast verify`` hold."""
     with poisoned_memory():
-        lines = list(verification._check_case(case, CPU, dtype))
+        lines = list(verification.check_case(case, CPU, dtype))
     failed = [str(line) for line in lines if not line.passed]
     assert not failed, "\n".join(failed)
 

@@ -77,8 +77,8 @@ def parity(device: torch.device | str, dtypes: Iterable[torch.dtype] | None = No
         dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
     for dtype in dtypes:
         for case in op_cases(device):
-            yield from _check_case(case, device, dtype)
-        yield from _check_transformer(device, dtype)
+            yield from check_case(case, device, dtype)
+        yield from check_transformer(device, dtype)
 
 
 def describe(device: torch.device) -> str:
@@ -102,7 +102,8 @@ def print_parity(rows: Iterable[Parity], indent: str = "") -> bool:
     return not failed
 
 
-def _check_case(case: Case, device: torch.device, dtype: torch.dtype) -> Iterator[Parity]:
+def check_case(case: Case, device: torch.device, dtype: torch.dtype) -> Iterator[Parity]:
+    """Check one case: a line for the output, and one for the worst gradient."""
     inputs = {name: tensor.to(dtype) for name, tensor in case.inputs.items()}
 
     def measure(backend: str, dtype: torch.dtype) -> Measured:
@@ -124,7 +125,7 @@ def _check_case(case: Case, device: torch.device, dtype: torch.dtype) -> Iterato
     )
 
 
-def _check_transformer(device: torch.device, dtype: torch.dtype) -> Iterator[Parity]:
+def check_transformer(device: torch.device, dtype: torch.dtype) -> Iterator[Parity]:
     """A small model of each norm: the drop-in against the class it replaces, and a training step with dropout."""
     draw = Draw(device)
     src, trg = draw.integers(1, 60, 4, 19), draw.integers(1, 60, 4, 23)

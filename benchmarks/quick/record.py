@@ -1,0 +1,85 @@
+"""Record of a command: a line of JSON per result, written when the result is known; and the options of all commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+CUT = 75
+"""Exit status of a command that had no time for all its cases; the same command goes on."""
+
+
+class Record:
+    """Results in a file, one object of JSON per line.
+
+    Args:
+        path: of the file; results in it are kept.
+        key: names of the fields that tell results apart.
+    """
+
+    def __init__(self, path: Path, *key: str) -> None:
+        self.path, self.key = path, key
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Results so far. A last line that was cut short is left out."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def done(self) -> set[tuple[Any, ...]]:
+        """Keys of the results so far."""
+        return {tuple(row[name] for name in self.key) for row in self.rows()}
+
+    def add(self, row: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class Deadline:
+    """End of a command that may take so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+def parser(description: str | None, seconds: float) -> argparse.ArgumentParser:
+    """Parser with the options that every command has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path("results"), help="folder of the records (default: results)")
+    made.add_argument("--seconds", type=float, default=seconds, help="time for all of it (default: %(default)s)")
+    made.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal with small cases")
+    return made
+
+
+class Kernels:
+    """Triton kernels of this process that were in the cache, and kernels that were compiled."""
+
+    def __init__(self) -> None:
+        import triton
+
+        self.cached = self.compiled = 0
+        triton.knobs.compilation.listener = self._count
+
+    def _count(self, *, cache_hit: bool, **_: Any) -> None:
+        self.cached += cache_hit
+        self.compiled += not cache_hit
+
+    def __str__(self) -> str:
+        compiled = f"{self.compiled} kernels were compiled" if self.compiled else "none was compiled"
+        return f"Triton: {self.cached} kernels were in the cache, {compiled}"
+
+
+def versions(device: str) -> dict[str, str]:
+    """Device and versions, as every result has them."""
+    import torch
+    import triton
+
+    name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__, "triton": triton.__version__}
