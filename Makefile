@@ -3,8 +3,10 @@
 # make test-all   every case of every test, and the tests of the tools; more than an hour
 #                 WHEEL=all (or baseline): with either, also a wheel is built and run in an empty environment
 # make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
-# make gpu        on a machine with a GPU: build with CUDA, check parity, measure what was predicted, test, benchmark
-#                 (installs nothing); in parts: docs/results/gpu.md. Without a GPU it ends at once; REHEARSE=1: it goes on
+# make gpu        on a machine with a GPU: check parity, measure beside peers, whole steps, tiles, test, benchmark
+#                 (installs nothing); BUDGET=330: in so many seconds; in parts: docs/results/gpu.md. Without a GPU it ends
+#                 at once; REHEARSE=1: it goes on
+# make gpu-prepare  compile here, without a GPU, what a GPU machine of minutes takes along, and print its commands
 # make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
 # make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
 # make emulate    every Triton and CUDA kernel as compiled for two GPU architectures, executed here against the reference;
@@ -36,6 +38,7 @@ WORKERS ?= auto
 WHEEL ?=
 RESULTS ?= results
 REHEARSE ?=
+BUDGET ?=
 SEED ?= 0
 COUNT ?= 2000
 # make bench CPU=avx2: both sides without AVX-512, as on a machine that has none
@@ -50,7 +53,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu cuda-check pythons oldest release-check wheel-all hub arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu gpu-prepare cuda-check pythons oldest release-check wheel-all hub arm-check sanitize sanitize-threads clean
 
 # The tools are installed while the extension is compiled.
 setup:
@@ -144,7 +147,10 @@ predict: setup
 	$(BIN)/python benchmarks/predict
 
 gpu:
-	$(PYTHON) benchmarks/gpu.py --out $(RESULTS) $(if $(REHEARSE),--rehearse)
+	$(PYTHON) benchmarks/gpu.py --out $(RESULTS) $(if $(BUDGET),--budget $(BUDGET)) $(if $(REHEARSE),--rehearse)
+
+gpu-prepare:
+	$(PYTHON) tools/gpu_prepare.py
 
 cuda-check: setup
 	$(BIN)/python tools/cuda_check.py
@@ -165,4 +171,4 @@ sanitize-threads: $(VENV)/.tools
 	$(BIN)/python tools/sanitize.py --threads
 
 clean:
-	rm -rf $(VENV) .venv-cuda .venv-pythons build dist site *.egg-info transformer_fast/*.so $(RESULTS) demo
+	rm -rf $(VENV) .venv-cuda .venv-gpu .gpu .venv-pythons build dist site *.egg-info transformer_fast/*.so $(RESULTS) demo

@@ -1,8 +1,8 @@
 """Masked attention against eager, every backend of ``scaled_dot_product_attention`` and FlexAttention.
 
-"ours packed" is :func:`transformer_fast.attention_packed` on the same batch without its padding. Its peers are
-FlashAttention-2 for packed sequences, with dropout, as torch calls it ("FA2 varlen"), and torch's public ``varlen_attn``,
-which has no dropout. The others get their masks ready made: one dense keep tensor, or FlexAttention's block mask; ours
+"ours packed" is :func:`transformer_fast.attention_packed` on the same batch without its padding. Peers of a packed
+batch are FlashAttention-2 with dropout, as torch calls it ("FA2 varlen"), and torch's public ``varlen_attn``, which has
+no dropout. The others get their masks ready made: one dense keep tensor, or FlexAttention's block mask; ours
 is timed with all that it does with the mask. What a peer refuses (a mask, dropout, a dtype) is in the record under
 ``refused``, in its own words.
 """
@@ -119,7 +119,7 @@ class Setting:
         return call
 
     def fa2_varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # What flash_attn_varlen_func calls in its own package; differentiable in torch 2.11.
+        # flash_attn_varlen_func calls the same kernel in its own package. Differentiable in torch 2.11.
         limits = self.queries.cu_seqlens, self.keys.cu_seqlens, self.queries.max_length, self.keys.max_length
         case = self.case
         return torch.ops.aten._flash_attention_forward(q, k, v, *limits, case.dropout_p, case.causal, False)[0]

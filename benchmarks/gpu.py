@@ -76,7 +76,7 @@ class Step:
         return not outcome["stopped"] or (outcome["limit"] >= self.limit and not self.resumes)
 
     def missing(self) -> list[str]:
-        """What the step needs and this machine lacks, as pip or a user would install it."""
+        """Name what the step needs and this machine lacks, as pip or a user would install it."""
         programs = [name.removeprefix("bin/") for name in self.needs if name.startswith("bin/")]
         packages = [name for name in self.needs if not name.startswith("bin/")]
         lacking = [PACKAGES.get(name, name) for name in packages if importlib.util.find_spec(name) is None]
@@ -271,7 +271,7 @@ def main(given: list[str] | None = None) -> int:
         "--only", nargs="+", choices=names, metavar="STEP", help=f"run these steps only; of: {', '.join(names)}"
     )
     parser.add_argument("--resume", action="store_true", help="skip finished steps and measured cases")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for all; steps that do not fit are skipped")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for all; what does not fit is skipped")
     parser.add_argument("--cache", type=Path, metavar="FILE", help="Triton's cache, as `make gpu-prepare` made it")
     parser.add_argument("--archive", type=Path, metavar="FILE", help="keep an archive of the results, a .tgz")
     parser.add_argument("--rehearse", action="store_true", help="run the steps even without a GPU")

@@ -83,6 +83,7 @@ def parts(workers: str, wheel: str | None, everything: bool) -> list[Part]:
     few = [] if everything else ["--cover=values"]
     todo = [
         Part("lint", ["make", "--no-print-directory", "lint"]),
+        Part("Triton", [sys.executable, "tools/triton_front_end.py"]),
         Part("tests", [*pytest, "tests", "--ignore=tests/interpreter"], counted=True),
         *(
             Part(f"on {name}", [*pytest, *few, *kernel_tests], {"TRANSFORMER_FAST_CPU": name}, counted=True)

@@ -31,11 +31,12 @@ CACHE = Path("/tmp/transformer_fast-triton")
 STUB = Path("/tmp/transformer_fast-stub")
 CAPABILITY, MULTIPROCESSORS, SHARED_MEMORY = 90, 132, 232_448
 FUNCTIONS = (
-    "cuInit cuLaunchKernelEx cuLaunchKernel cuGetErrorString cuPointerGetAttribute cuCtxGetCurrent cuCtxSetCurrent "
-    "cuDeviceGet cuDevicePrimaryCtxRetain cuDeviceGetAttribute cuModuleLoadData cuModuleGetFunction cuFuncGetAttribute "
-    "cuFuncSetAttribute cuFuncSetCacheConfig cuCtxSetLimit cuCtxGetLimit cuTensorMapEncodeTiled "
-    "cuOccupancyMaxActiveClusters"
-).split()
+    "cuInit", "cuLaunchKernelEx", "cuLaunchKernel", "cuGetErrorString", "cuPointerGetAttribute",
+    "cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute",
+    "cuModuleLoadData", "cuModuleGetFunction", "cuFuncGetAttribute", "cuFuncSetAttribute",
+    "cuFuncSetCacheConfig", "cuCtxSetLimit", "cuCtxGetLimit", "cuTensorMapEncodeTiled",
+    "cuOccupancyMaxActiveClusters",
+)  # fmt: skip
 """Functions of the driver that Triton's launchers are linked with."""
 
 Piece = Callable[[], object]
@@ -95,11 +96,11 @@ def install(counts: dict[str, int]) -> None:
 
 def smoke() -> Iterator[Piece]:
     """Pieces of the parity table: the smoke is part of it."""
+    import torch
+
+    from benchmarks.quick.parity import DTYPES, dropout_rows
     from transformer_fast.cli import verification
     from transformer_fast.cli.verification_cases import op_cases
-
-    import torch
-    from benchmarks.quick.parity import DTYPES, dropout_rows
 
     device = torch.device("cpu")
     for dtype in DTYPES:
@@ -111,10 +112,10 @@ def smoke() -> Iterator[Piece]:
 
 def large() -> Iterator[Piece]:
     """Pieces of the parity's large cases."""
-    from transformer_fast.cli import verification
-
     import torch
+
     from benchmarks.quick.parity import DTYPES, large_cases
+    from transformer_fast.cli import verification
 
     device = torch.device("cpu")
     for dtype in DTYPES:
@@ -134,6 +135,7 @@ def headline() -> Iterator[Piece]:
     import bench_cross_entropy
     import bench_norm
     import torch
+
     from benchmarks.quick.headline import cases
 
     def versus(make_inputs: Callable, calls: dict[str, Callable], **_: object) -> None:
@@ -166,6 +168,7 @@ def headline() -> Iterator[Piece]:
 def step() -> Iterator[Piece]:
     """A step of our ways of the whole models, at their widths, with a small batch."""
     import torch
+
     from benchmarks.quick import step as quick
 
     def run(what: str, way: str) -> None:
@@ -185,19 +188,20 @@ def step() -> Iterator[Piece]:
 
 
 def tiles() -> Iterator[Piece]:
-    """Tiles of the comparison."""
-    from benchmarks.quick.tiles import CASES, candidates, on_meta
-    from triton_kernels import triton_compiled
+    """Tiles of the comparison, launched as there, with a small batch."""
+    import torch
 
+    from benchmarks.quick.tiles import CASES, attention, candidates, on_meta, run, with_tensors
     from transformer_fast.triton.configs import ATTENTION_KERNELS
 
-    def compile_one(case: object, packed: bool, kernel: str, config: object) -> None:
-        triton_compiled(on_meta(case, packed, kernel, config), CAPABILITY)
+    def launch(case: Any, packed: bool, kernel: str, config: object) -> None:
+        given = dict(attention.launches(case, packed, "cpu"))[kernel]
+        run([with_tensors(on_meta(case, packed, kernel, config), given)], torch.empty(0))
 
     for case, packed in CASES.values():
         for kernel in ATTENTION_KERNELS if case.backward else ("forward",):
             for config in (None, *candidates(kernel)):
-                yield partial(compile_one, case, packed, kernel, config)
+                yield partial(launch, replace(case, B=4), packed, kernel, config)
 
 
 def predicted() -> Iterator[Piece]:
@@ -227,7 +231,8 @@ def main(given: list[str] | None = None) -> int:
         command = [sys.executable, __file__, *options.parts]
         shares = [f"{number}/{options.processes}" for number in range(options.processes)]
         running = [subprocess.Popen([*command, "--shard", share]) for share in shares]
-        return int(any([process.wait() for process in running]))
+        codes = [process.wait() for process in running]
+        return int(any(codes))
     shard, shards = map(int, options.shard.split("/"))
     counts = {"cached": 0, "compiled": 0}
     install(counts)

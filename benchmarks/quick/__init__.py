@@ -1,4 +1,4 @@
-"""What a GPU machine that is there for a quarter of an hour measures first: parity, headline times, whole steps, tiles.
+"""Measurements of a GPU machine that is there for a quarter of an hour: parity, headline times, whole steps, tiles.
 
 Each module is a command, which goes through its cases in order of worth, ends within `--seconds`, writes each result
 when it is known, and skips the results that its record has already. ``benchmarks/gpu.py`` runs them.

@@ -1,6 +1,6 @@
 """Use the extension that is here if it loads, and compile it for this GPU otherwise.
 
-    python -m benchmarks.quick.build
+python -m benchmarks.quick.build
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main() -> int:
     variables = {**os.environ, "TRANSFORMER_FAST_CPU_SETS": "baseline"}
     if torch.cuda.is_available():
         variables["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability())
-    return subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=variables).returncode
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=variables
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ LEFT_OUT = ("sdpa math",)
 """Peers that nobody expects to be fast, and that take long."""
 
 Case = Callable[[Callable[..., None], str, bool], None]
-"""A case: a function of (versus, device, small), that calls a function of the benchmark suite; small for a rehearsal."""
+"""A function of (versus, device, small) that calls one of the benchmark suite; small for a rehearsal."""
 
 
 def attention(name: str) -> tuple[str, Case]:
@@ -141,7 +141,9 @@ class Measured:
         self.record.add(row)
         ratios = ", ".join(f"{name} {t.median / ours:.2f}x" for name, t in times.items() if name != "ours")
         shares = f"{row['share_of_copy']:.2f} of a copy, {row['share_of_matmul']:.2f} of a matmul"
-        print(f"{row['case']}: ours {ours * 1e6:.1f} us ({shares}); {ratios}; refused {sorted(found.refused)}", flush=True)
+        print(
+            f"{row['case']}: ours {ours * 1e6:.1f} us ({shares}); {ratios}; refused {sorted(found.refused)}", flush=True
+        )
         if self.device == "cuda" and not self.spoiled:
             torch.cuda.empty_cache()
 

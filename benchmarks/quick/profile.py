@@ -2,8 +2,8 @@
 
     python -m benchmarks.quick.profile --out results --seconds 60
 
-One call of each of a few cases runs under ncu, and profile-CASE.csv has a line per kernel and metric: time, the shares of
-the tensor pipe, of the issue slots and of the memory, registers, occupancy, and the most frequent reasons to wait.
+One call of each of a few cases runs under ncu, and profile-CASE.csv has a line per kernel and metric: time, the shares
+of the tensor pipe, of the issue slots and of the memory, registers, occupancy, and the most frequent reasons to wait.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
 
 CUT = 75
 """Exit status of a command that had no time for all its cases; the same command goes on."""
@@ -76,10 +78,17 @@ class Kernels:
         return f"Triton: {self.cached} kernels were in the cache, {compiled}"
 
 
+@functools.cache
 def versions(device: str) -> dict[str, str]:
-    """Device and versions, as every result has them."""
+    """Device, its driver and highest clock, and versions, as every result has them."""
     import torch
     import triton
 
-    name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+    found = {"device": "cpu", "torch": torch.__version__, "triton": triton.__version__}
+    if device == "cuda":
+        found["device"] = torch.cuda.get_device_name(0)
+        command = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader", "--id=0"]
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+            found["driver"], found["highest clock"] = told.strip().split(", ")
+    return found

@@ -69,7 +69,7 @@ def with_tensors(launch: Launch, given: Launch) -> Launch:
 
 
 def results(kernel: str, launch: Launch) -> dict[str, Tensor]:
-    """What a launch writes, without statistics."""
+    """Return the tensors that a launch writes, without statistics."""
     return {name: launch.arguments[name] for name in RESULTS[kernel]}
 
 
@@ -141,7 +141,9 @@ def main(given: list[str] | None = None) -> int:
                 continue
             record.add(row)
             (best, time), ours = next(iter(row["us"].items())), row["us"]["table"]
-            print(f"{name} {kernel}: table {ours:.1f} us, fastest {best} {time:.1f} us ({ours / time:.2f}x)", flush=True)
+            print(
+                f"{name} {kernel}: table {ours:.1f} us, fastest {best} {time:.1f} us ({ours / time:.2f}x)", flush=True
+            )
             torch.cuda.empty_cache()
     return CUT if late else 0
 

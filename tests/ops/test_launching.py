@@ -73,6 +73,19 @@ def test_a_new_length_compiles_no_norm_and_no_dropout(launched):
     assert functions[0] == functions[1]
 
 
+def test_another_set_of_wanted_outputs_is_another_call(launched):
+    """A gradient with a bias, after the same gradient without one: on a GPU the bias gradient was never computed."""
+    from transformer_fast.triton.dropout import dropout_backward
+
+    launch_cache.clear()
+    grad, y, counts = floats(77, 100), floats(77, 100), []
+    for has_bias in (False, True, False, True):
+        launched.clear()
+        dropout_backward(grad, y, True, 0.3, torch.tensor([3]), has_bias)
+        counts.append(len(launched))
+    assert counts == [1, 2, 1, 2]
+
+
 def call_twice(launched, first, second, scalars=(), prepare=None):
     """Call run_cached twice on inputs (x, y) and an output; return the second launch, and the number of preparations
     per call."""

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import signal
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def visit(tmp_path, monkeypatch, capsys):
     """Run make gpu on steps; return its summary by step, and its output."""
 
     def run(todo, *options, obstacle=None):
-        monkeypatch.setattr(gpu, "steps", lambda out, resume=False: todo)
+        monkeypatch.setattr(gpu, "steps", lambda out, resume=False, rehearse=False: todo)
+        monkeypatch.setattr(gpu, "SHORTEST", 1)
         monkeypatch.setattr(gpu, "gpu_obstacle", lambda: obstacle)
         gpu.main(["--out", str(tmp_path), *options])
         summary = tmp_path / "summary.json"
@@ -107,7 +109,7 @@ def test_a_gpu_is_asked_of_the_torch_that_runs_the_steps(tmp_path, monkeypatch):
 
 
 def test_resume_runs_what_is_left(visit, monkeypatch):
-    found, printed = visit(SMALL, "--minutes", "0.1")  # less than the grace of one step
+    found, printed = visit(SMALL, "--budget", "6")  # less than the grace of one step
     assert found == {} and "no time for: info, verify, measured, tests" in printed
     found, _ = visit(SMALL, "--only", "verify", "info")
     assert list(found) == ["info", "verify"]
@@ -128,6 +130,64 @@ def test_what_was_stopped_is_done_only_at_its_own_limit():
     assert not replace(step, resumes=True).is_done(stopped)
 
 
+def test_what_a_step_prints_is_seen_at_once_and_kept(visit, tmp_path):
+    _, printed = visit([small("info", "print('first', flush=True); print('second')")])
+    assert "info ...\n   first\n   second\n" in printed
+    assert (tmp_path / "info.log").read_text() == "first\nsecond\n"
+
+
+def test_a_smoke_in_which_nothing_works_ends_the_run(visit, capsys):
+    smoke = small("smoke", "raise SystemExit(3)", decides=True)
+    found, printed = visit([smoke, SMALL[0]])
+    assert list(found) == ["smoke"] and "nothing works here" in printed and "no time for: info" in printed
+
+
+def test_a_step_that_was_cut_goes_on_and_a_finished_one_does_not(visit):
+    cut = small("parity", f"raise SystemExit({gpu.CUT})", resumes=True)
+    found, _ = visit([cut, SMALL[0]])
+    assert found["parity"]["stopped"] and not found["info"]["stopped"]
+    _, printed = visit([cut, SMALL[0]], "--resume")
+    assert "parity ..." in printed and "info ..." not in printed
+
+
+def test_a_step_gets_its_time_and_the_budget_holds(visit):
+    told = small("parity", "import sys; print(sys.argv[1])")
+    told = replace(told, command=[*told.command, "{seconds}"])
+    found, _ = visit([told], "--budget", "40")
+    assert 15 <= int(found["parity"]["last_line"]) <= 40 - gpu.GRACE - 3
+    found, _ = visit([told])
+    assert found["parity"]["last_line"] == "57"  # its limit, less what it takes to end
+
+
+def test_kernels_are_compiled_only_if_the_smoke_found_some_missing(visit, tmp_path):
+    then = small("compile", "print('compiled')", after=gpu.COMPILED_SOME)
+    says = "Triton: 9 kernels were in the cache, {}"
+    cases = {"none was compiled": ["smoke"], "2 kernels were compiled": ["smoke", "compile"]}
+    for said, names in cases.items():
+        found, printed = visit([small("smoke", f"print({says.format(said)!r})"), then])
+        assert list(found) == names and "no time" not in printed
+
+
+def test_one_archive_holds_what_is_known(visit, tmp_path):
+    archive = tmp_path / "back" / "results.tgz"
+    visit(SMALL[:1], "--archive", str(archive))
+    with tarfile.open(archive) as tar:
+        assert {"results/info.log", "results/summary.json"} <= set(tar.getnames())
+
+
+def test_the_cache_is_unpacked_where_it_was_made(visit, tmp_path, monkeypatch):
+    made = tmp_path / "made" / "triton-cache"
+    made.mkdir(parents=True)
+    (made / "kernel.cubin").write_text("code")
+    with tarfile.open(tmp_path / "cache.tgz", "w:gz") as tar:
+        tar.add(made, made.name)
+    monkeypatch.setattr(gpu, "CACHE", tmp_path / "there" / made.name)
+    found, _ = visit(
+        [small("info", "import os; print(os.environ['TRITON_CACHE_DIR'])")], "--cache", str(tmp_path / "cache.tgz")
+    )
+    assert (gpu.CACHE / "kernel.cubin").read_text() == "code" and found["info"]["last_line"] == str(gpu.CACHE)
+
+
 def test_the_real_steps_are_programs_of_the_repository(tmp_path):
     names = []
     for step in gpu.steps(tmp_path):
@@ -139,9 +199,24 @@ def test_the_real_steps_are_programs_of_the_repository(tmp_path):
         else:
             script = f"{command[1].replace('.', '/')}.py" if command[0] == "-m" else command[0]
             assert (ROOT / script).is_file()
-        for ignored in (part.partition("=")[2] for part in command if part.startswith("--ignore-glob=")):
-            assert list(ROOT.glob(ignored)), f"{ignored} is no test"
-    assert names[:4] == ["build", "info", "verify", "measured"] and len(set(names)) == len(names)
+        for ignored in (part.partition("=")[2] for part in command if part.startswith("--ignore=")):
+            assert (ROOT / ignored).exists(), f"{ignored} is no test"
+    assert names[:5] == ["build", "smoke", "compile", "parity", "headline"] and len(set(names)) == len(names)
     assert names.index("benchmarks") < names.index("report")
-    assert "--resume" in gpu.steps(tmp_path, resume=True)[3].command
     assert "gpu.py --out $(RESULTS)" in (ROOT / "Makefile").read_text()
+    assert all("cpu" in step.command for step in gpu.steps(tmp_path, rehearse=True) if step.name == "headline")
+
+
+def test_commands_for_the_gpu_machine_are_short_and_understood(monkeypatch):
+    import gpu_prepare
+    import stand_in_gpu
+
+    assert gpu.CACHE == stand_in_gpu.CACHE
+    lines = gpu_prepare.COMMANDS.splitlines()
+    assert len(lines) == 2 and all(len(line) < 2000 for line in lines)
+    for line in lines:
+        program, script, *options = line.split()
+        assert (program, script) == ("python3", "benchmarks/gpu.py")
+        monkeypatch.setattr(gpu, "gpu_obstacle", lambda: "torch sees no GPU")
+        with pytest.raises(SystemExit, match="nothing was run"):  # options that are unknown end otherwise
+            gpu.main(options)

@@ -18,9 +18,9 @@ LOSS = (FOLDER + "test_cross_entropy.py",)
 ROWS = (
     Fault(
         name="a window of a packed batch counts from the start beside a look-ahead from the end",
-        path=STEPS,
-        old="return causal_offset + shift, window + shift, distance_zero - shift",
-        new="return causal_offset + shift, window, distance_zero - shift",
+        path=TRITON + "attention/forward.py",
+        old="window = aligned(window, keys - queries, BOTTOM_RIGHT)",
+        new="window = aligned(window, keys - queries, False)",
         tests=PACKED,
     ),
     Fault(
@@ -33,8 +33,8 @@ ROWS = (
     Fault(
         name="the bias of a sequence has rows of the keys that are used",
         path=TRITON + "attention/forward.py",
-        old="sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)",
-        new="sequence_bias(bias, bias_query, bias_starts, batch, keys)",
+        old="sequence_bias_row(bias_query, bias_starts, stored_keys)",
+        new="sequence_bias_row(bias_query, bias_starts, keys)",
         tests=PACKED,
     ),
     Fault(

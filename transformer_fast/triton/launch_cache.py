@@ -43,10 +43,12 @@ def run_cached(
 
     Args:
         scalars: with the inputs' dtypes, shapes and strides they must determine every launch: its kernel, its grid, and
-            each argument that is not a tensor. Tile tables are excepted: changing one forgets all calls.
+            each argument that is not a tensor. Tile tables are excepted: changing one forgets all calls. Which outputs
+            are None is added here.
         inputs, outputs, prepare: as for :func:`run_kept`.
     """
-    run_kept(extension.LaunchCall(scalars, inputs), inputs, outputs, prepare)
+    wanted = "".join("01"[t is not None] for t in outputs)
+    run_kept(extension.LaunchCall((*scalars, wanted), inputs), inputs, outputs, prepare)
 
 
 def run_kept(

@@ -1,0 +1,59 @@
+"""``make gpu-prepare``: compile here, without a GPU, what a GPU machine that is there for minutes takes along.
+
+An environment with that machine's versions builds the extension for sm_90 in place, and tools/stand_in_gpu.py fills
+Triton's cache for an H100. The results are ``.gpu/cache.tgz`` and the libraries in transformer_fast/, all ignored by
+git: copy them with the tree. nvcc is needed, and some 20 minutes of two cores. The commands to run there are printed
+last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+from cuda_check import cuda_home, environment
+from stand_in_gpu import CACHE, ROOT
+
+PACKAGES = ("torch==2.11.0", "triton==3.6.0", "numpy==2.5.*", "setuptools", "ninja", "pytest", "pytest-benchmark",
+            "pytest-xdist", "hypothesis", "transformers==5.17.0", "matplotlib", "safetensors", "sacrebleu",
+            "sentencepiece", "tqdm")  # fmt: skip
+"""Versions of the GPU machine; the Python of the environment must be that machine's too (3.12)."""
+ARCHIVE = ROOT / ".gpu" / "cache.tgz"
+COMMANDS = """\
+python3 benchmarks/gpu.py --out /tmp/results --cache .gpu/cache.tgz --archive $OUT/results.tgz --budget 330
+python3 benchmarks/gpu.py --out /tmp/results --cache .gpu/cache.tgz --archive $OUT/results.tgz --budget 420 --resume"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv-gpu", help="environment (default: .venv-gpu)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one per core)")
+    options = parser.parse_args()
+    start = time.monotonic()
+    python = environment(options.venv, PACKAGES, "the GPU machine's packages")
+    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": path, "CUDA_HOME": str(cuda_home()), "TRANSFORMER_FAST_CUDA": "1",
+                 "TORCH_CUDA_ARCH_LIST": "9.0", "TRANSFORMER_FAST_CPU_SETS": "baseline"}  # fmt: skip
+    subprocess.run([python, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=variables, check=True)
+    command = [python, "tools/stand_in_gpu.py", "--processes", str(options.processes)]
+    subprocess.run(
+        command, cwd=ROOT, env={**variables, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(CACHE)}, check=True
+    )
+    ARCHIVE.parent.mkdir(exist_ok=True)
+    with tarfile.open(
+        ARCHIVE, "w:gz"
+    ) as tar:  # sources of kernels are three quarters of it, and not needed to run them
+        tar.add(CACHE, CACHE.name, filter=lambda file: None if file.name.endswith(".source") else file)
+    libraries = sorted(path.name for path in (ROOT / "transformer_fast").glob("*.so"))
+    size = ARCHIVE.stat().st_size / 1e6
+    print(f"{ARCHIVE.relative_to(ROOT)} ({size:.0f} MB) and transformer_fast/: {', '.join(libraries)}")
+    print(f"made in {time.monotonic() - start:.0f} s. There, with $OUT for what comes back:\n{COMMANDS}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
