@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from unittest import mock
@@ -37,7 +38,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
 
 def rows() -> dict[str, list[str]]:
     """Return the rows of README's table: the case, and the figures of both columns."""
-    table = README.read_text().partition("## What is fast where")[2].partition("\n## ")[0]
+    table = README.read_text().partition("## What is fast where")[2].partition("\nOn a GPU")[0]
     cells = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
     return {case.strip(): re.findall(r"\d+(?:\.\d+)?", avx2 + avx512) for case, avx2, avx512 in cells}
 
@@ -53,3 +54,20 @@ def test_the_figures_are_those_of_the_records(beginning: str) -> None:
     measured = [results.ratio(*arguments) for arguments in FIGURES[beginning]]
     places = [len(figure.partition(".")[2]) for figure in figures]
     assert figures == [f"{value:.{n}f}" for value, n in zip(measured, places, strict=True)]
+
+
+GPU_ROWS = {"64 sentences": "sentences-b64h16k256-p0.1", "4 sequences": "long-b4h16k4096-p0.1"}
+"""Beginning of each row of the GPU's table: its case in the record."""
+
+
+def test_the_figures_of_the_gpu_are_those_of_its_record() -> None:
+    lines = (ROOT / "benchmarks/results/h200/headline.jsonl").read_text().splitlines()
+    times = {row["case"]: row["us"] for row in map(json.loads, lines)}
+    table = README.read_text().partition("\nOn a GPU")[2].partition("\n## ")[0]
+    found = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    assert [any(case.strip().startswith(name) for name in GPU_ROWS) for case, *_ in found] == [True] * len(GPU_ROWS)
+    for case, *figures in found:
+        us = times[next(of for name, of in GPU_ROWS.items() if case.strip().startswith(name)) + "-bfloat16-train"]
+        pairs = ("sdpa efficient_attention", "ours"), ("sdpa cudnn_attention", "ours"), ("FA2 varlen", "ours packed")
+        for figure, (peer, ours) in zip(map(str.strip, figures), pairs, strict=True):
+            assert figure == f"{us[peer] / us[ours]:.{len(figure.partition('.')[2])}f}", (case, peer)
