@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quick.record import CUT
+from quick.record import CUT, MOST_COMPILED
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 12
@@ -87,8 +87,6 @@ PACKAGES = {"pytest_benchmark": "pytest-benchmark", "xdist": "pytest-xdist"}
 """On the index, where they have another name than imported."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-COMPILED_SOME = "kernels were compiled"
-"""What benchmarks.quick.parity says in its smoke where Triton's cache lacked a kernel."""
 
 
 def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]:
@@ -112,7 +110,7 @@ def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]
     return [
         Step("build", 200, [python, "-m", "benchmarks.quick.build"], ("torch", "ninja")),
         Step("smoke", 40, quick("parity", "--smoke"), kernels, decides=True),
-        Step("compile", 60, [python, "tools/stand_in_gpu.py", "--processes", "16"], kernels, after=COMPILED_SOME),
+        Step("compile", 60, [python, "tools/stand_in_gpu.py", "--processes", "16"], kernels, after=MOST_COMPILED),
         Step("parity", 75, quick("parity"), kernels, resumes=True),
         Step("headline", 160, quick("headline"), kernels, resumes=True),
         Step("step", 190, quick("step"), (*kernels, "transformers"), resumes=True),
@@ -203,6 +201,7 @@ def run_all(todo: list[Step], out: Path, outcomes: dict[str, dict], budget: floa
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # or the steps would ignore their interrupt too
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TRITON_CACHE_DIR": str(CACHE)}
+    environment["PYTHONWARNINGS"] = "ignore"  # peers warn at each call that they refuse; the record has their reasons
     for name in ("TRITON_INTERPRET", "TRITON_PTXAS_PATH"):
         environment.pop(name, None)
     end = time.monotonic() + (float("inf") if budget is None else budget)

@@ -167,7 +167,7 @@ def main(given: list[str] | None = None) -> int:
     options_parser = parser(__doc__, 90)
     options_parser.add_argument("--smoke", action="store_true", help="the smoke alone")
     options = options_parser.parse_args(given)
-    device, kernels = torch.device(options.device), Kernels()
+    device, kernels = torch.device(options.device), Kernels().listen()
     checks = Checks(Record(Path(options.out) / "parity.jsonl", "op", "case", "dtype"), Deadline(options.seconds))
     if options.smoke:
         checks.take_cases((c for c in op_cases(device) if c.name in SMOKE), device, torch.bfloat16)

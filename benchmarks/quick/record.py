@@ -8,6 +8,7 @@ import json
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +61,31 @@ def parser(description: str | None, seconds: float) -> argparse.ArgumentParser:
     return made
 
 
-class Kernels:
-    """Triton kernels of this process that were in the cache, and kernels that were compiled."""
+MOST_COMPILED = "most kernels had to be compiled"
+"""Words of a command that found few of its kernels in Triton's cache."""
 
-    def __init__(self) -> None:
+
+@dataclass
+class Kernels:
+    """Counts of Triton kernels that were in the cache, and of those that were compiled."""
+
+    cached: int = 0
+    compiled: int = 0
+
+    def listen(self) -> Kernels:
+        """Count from now on what this process loads."""
         import triton
 
-        self.cached = self.compiled = 0
         triton.knobs.compilation.listener = self._count
+        return self
 
     def _count(self, *, cache_hit: bool, **_: Any) -> None:
         self.cached += cache_hit
         self.compiled += not cache_hit
 
     def __str__(self) -> str:
-        compiled = f"{self.compiled} kernels were compiled" if self.compiled else "none was compiled"
-        return f"Triton: {self.cached} kernels were in the cache, {compiled}"
+        most = f"; {MOST_COMPILED}" if self.compiled > self.cached else ""
+        return f"Triton: {self.cached} kernels from the cache, {self.compiled} compiled{most}"
 
 
 @functools.cache
