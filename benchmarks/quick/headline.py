@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .record import CUT, Deadline, Record, parser, versions
+from .record import CUT, Deadline, Record, parser, settle_keys, versions
 
 LIMIT = 45
 """Seconds of one case, its compilations included."""
@@ -150,6 +150,7 @@ class Measured:
 
 def work(names: list[str], record: Record, current: Path, seconds: float, device: str) -> None:
     """Measure cases in this process, until a failed capture or another failure."""
+    settle_keys()
     for name in names:
         current.write_text(name)
         versus = Measured(name, record, seconds, device)

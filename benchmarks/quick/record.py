@@ -77,6 +77,7 @@ class Kernels:
         import triton
 
         triton.knobs.compilation.listener = self._count
+        settle_keys()
         return self
 
     def _count(self, *, cache_hit: bool, **_: Any) -> None:
@@ -86,6 +87,26 @@ class Kernels:
     def __str__(self) -> str:
         most = f"; {MOST_COMPILED}" if self.compiled > self.cached else ""
         return f"Triton: {self.cached} kernels from the cache, {self.compiled} compiled{most}"
+
+
+@functools.cache
+def settle_keys() -> int:
+    """Compute the key of every kernel and helper in Triton's cache, in one order; return their number.
+
+    With Triton before 3.8 the key of a function that calls another depends on whether the key of the other was computed
+    before (findings/triton_cache_key_order.sh). A process finds what another one compiled only if both keep to one
+    order.
+    """
+    import importlib
+    import pkgutil
+
+    from triton.runtime.jit import JITFunction
+
+    import transformer_fast.triton as kernels
+
+    names = sorted(module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
+    found = [value for name in names for _, value in sorted(vars(importlib.import_module(name)).items())]
+    return len({function.cache_key for function in found if isinstance(function, JITFunction)})
 
 
 @functools.cache

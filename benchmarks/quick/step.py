@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .record import CUT, Deadline, Record, parser, versions
+from .record import CUT, Deadline, Record, parser, settle_keys, versions
 
 WAYS = {
     "base": ("ours", "ours packed", "eager", "nn.Transformer", "compiled by layer", "compiled whole"),
@@ -81,6 +81,7 @@ def measure(what: str, way: str, device: str) -> dict[str, Any]:
     """Run and time the steps of one way in this process."""
     import torch
 
+    settle_keys()
     on_gpu = device == "cuda"
     model, loss_of, tokens, places = {"base": base, "bert": bert}[what](way, device)
     model.train()

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformer_fast.triton.configs import ATTENTION_KERNELS, AttentionConfig
 from transformer_fast.triton.launcher import Launch, run
 
-from .record import CUT, Deadline, Record, parser, versions
+from .record import CUT, Deadline, Record, parser, settle_keys, versions
 
 CASES = {
     "padded": (Case("sentences", 64, 16, 256, dropout_p=0.1), False),
@@ -123,6 +123,7 @@ def main(given: list[str] | None = None) -> int:
     if options.device == "cpu":
         print("tiles are compared on a GPU; without one, tools/stand_in_gpu.py compiles them")
         return 0
+    settle_keys()
     record, deadline = Record(options.out / "tiles.jsonl", "case", "kernel"), Deadline(options.seconds)
     done, late = record.done(), False
     for name in options.only:

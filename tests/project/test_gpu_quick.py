@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -99,3 +101,28 @@ def test_the_committed_record_has_its_table(tmp_path):
         assert all(json.loads(line)["device"] == "NVIDIA H200" for line in text.splitlines() if "device" in line)
     report.main([str(tmp_path)])
     assert (tmp_path / "measured.md").read_text() == (folder / "measured.md").read_text()
+
+
+KEY = """
+import sys
+from benchmarks.quick import record
+from transformer_fast.triton import norm
+from transformer_fast.triton.attention import forward
+if sys.argv[1] == "settled":
+    record.settle_keys()
+if sys.argv[2] == "first":
+    forward._forward_kernel.cache_key
+print(norm._forward_kernel.cache_key)
+"""
+
+
+def test_a_kernel_has_one_key_in_the_cache_whatever_ran_before():
+    def key(*given):
+        command = [sys.executable, "-c", KEY, *given]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    import triton
+
+    assert key("settled", "first") == key("settled", "later")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+        assert key("as it comes", "first") != key("as it comes", "later"), "the order is settled for nothing"
