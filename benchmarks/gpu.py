@@ -116,7 +116,7 @@ def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]
         Step("step", 190, quick("step"), (*kernels, "transformers"), resumes=True),
         Step("tiles", 70, quick("tiles"), kernels, resumes=True),
         Step("measured", 120, measured, kernels, resumes=True),
-        Step("profile", 60, quick("profile"), (*kernels, "bin/ncu")),
+        Step("profile", 110, quick("profile"), (*kernels, "bin/ncu")),
         Step("tests", 150, [*tests, "-k", "cuda"], ("pytest", "xdist"), ONE_THREAD),
         Step(
             "benchmarks",
