@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quick.record import CUT, MOST_COMPILED
+from quick.record import CACHE, CUT, MOST_COMPILED
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 12
@@ -41,8 +41,6 @@ GRACE = 12
 SHORTEST = 15
 """Seconds for which a step is worth to be started, beside its grace."""
 ARCHIVED_EVERY = 10
-CACHE = Path("/tmp/transformer_fast-triton")
-"""Folder of Triton's cache. The cache holds absolute paths: it is the same here and where the cache was filled."""
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,11 @@ class DoesNothing:
         pass
 
 
-def pretend_to_have_a_gpu() -> None:
-    """Let the public functions take the Triton kernels on CPU tensors, compiled for sm_90 and never run."""
+def pretend_to_have_a_gpu(launcher_cls: type = DoesNothing) -> None:
+    """Let the public functions take the Triton kernels on CPU tensors, compiled for sm_90 and never run.
+
+    launcher_cls: Triton's class of launchers, which start a compiled kernel.
+    """
     from triton.backends.compiler import GPUTarget
 
     utils = SimpleNamespace(
@@ -58,7 +61,7 @@ def pretend_to_have_a_gpu() -> None:
     )
     driver._active = SimpleNamespace(
         utils=utils,
-        launcher_cls=DoesNothing,
+        launcher_cls=launcher_cls,
         get_current_device=lambda: 77,
         get_current_stream=lambda device: 1,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +10,7 @@ from unittest import mock
 
 from ptx_emulator import Report, triton_driver
 from triton.runtime import JITFunction
+from triton_kernels import jit_functions
 
 import transformer_fast as tfast
 from transformer_fast import backends
@@ -68,12 +67,7 @@ def launched_kernels() -> Iterator[set[str]]:
 @functools.cache
 def all_kernels() -> frozenset[str]:
     """Names of all kernels that the package launches."""
-    found: set[str] = set()
-    for info in pkgutil.walk_packages(triton_package.__path__, f"{PREFIX}."):
-        values = vars(importlib.import_module(info.name)).values()
-        kernels = [value for value in values if isinstance(value, JITFunction) and value.__module__ == info.name]
-        found |= {name_of(kernel) for kernel in kernels if kernel.__name__.endswith("kernel")}
-    return frozenset(found)
+    return frozenset(name_of(kernel) for kernel in jit_functions() if kernel.__name__.endswith("kernel"))
 
 
 def name_of(kernel: JITFunction) -> str:

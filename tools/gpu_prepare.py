@@ -25,8 +25,8 @@ PACKAGES = ("torch==2.11.0", "triton==3.6.0", "numpy==2.5.*", "setuptools", "nin
 """Versions of the GPU machine; the Python of the environment must be that machine's too (3.12)."""
 ARCHIVE = ROOT / ".gpu" / "cache.tgz"
 COMMANDS = """\
-python3 benchmarks/gpu.py --out /tmp/results --cache .gpu/cache.tgz --archive $OUT/results.tgz --budget 330
-python3 benchmarks/gpu.py --out /tmp/results --cache .gpu/cache.tgz --archive $OUT/results.tgz --budget 420 --resume"""
+python3 benchmarks/gpu.py --cache .gpu/cache.tgz --archive build/results.tgz --budget 330
+python3 benchmarks/gpu.py --cache .gpu/cache.tgz --archive build/results.tgz --budget 420 --resume"""
 
 
 def main() -> None:
@@ -41,18 +41,16 @@ def main() -> None:
                  "TORCH_CUDA_ARCH_LIST": "9.0", "TRANSFORMER_FAST_CPU_SETS": "baseline"}  # fmt: skip
     subprocess.run([python, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=variables, check=True)
     command = [python, "tools/stand_in_gpu.py", "--processes", str(options.processes)]
-    subprocess.run(
-        command, cwd=ROOT, env={**variables, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(CACHE)}, check=True
-    )
+    variables |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(CACHE)}
+    subprocess.run(command, cwd=ROOT, env=variables, check=True)
     ARCHIVE.parent.mkdir(exist_ok=True)
-    with tarfile.open(
-        ARCHIVE, "w:gz"
-    ) as tar:  # sources of kernels are three quarters of it, and not needed to run them
+    # Kernels run without their .source files, which are three quarters of the cache.
+    with tarfile.open(ARCHIVE, "w:gz") as tar:
         tar.add(CACHE, CACHE.name, filter=lambda file: None if file.name.endswith(".source") else file)
     libraries = sorted(path.name for path in (ROOT / "transformer_fast").glob("*.so"))
     size = ARCHIVE.stat().st_size / 1e6
     print(f"{ARCHIVE.relative_to(ROOT)} ({size:.0f} MB) and transformer_fast/: {', '.join(libraries)}")
-    print(f"made in {time.monotonic() - start:.0f} s. There, with $OUT for what comes back:\n{COMMANDS}")
+    print(f"made in {time.monotonic() - start:.0f} s. There, and build/results.tgz comes back:\n{COMMANDS}")
 
 
 if __name__ == "__main__":

@@ -16,20 +16,22 @@ import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-CACHE = Path("/tmp/transformer_fast-triton")
-"""Folder of the cache, here and on the GPU machine."""
-STUB = Path("/tmp/transformer_fast-stub")
-CAPABILITY, MULTIPROCESSORS, SHARED_MEMORY = 90, 132, 232_448
+sys.path.extend(str(Path(__file__).resolve().parent.parent / place) for place in (".", "benchmarks", "tools"))
+
+from benchmarks.quick import ROOT
+from benchmarks.quick.record import CACHE, Kernels
+
+STUB = Path(tempfile.gettempdir()) / "transformer_fast-stub"
+MULTIPROCESSORS = 132
 FUNCTIONS = (
     "cuInit", "cuLaunchKernelEx", "cuLaunchKernel", "cuGetErrorString", "cuPointerGetAttribute",
     "cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute",
@@ -57,44 +59,21 @@ def make_stub() -> None:
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def install(counts: dict[str, int]) -> None:
-    """Make Triton and the package take this machine for one with an H100."""
+def install() -> Kernels:
+    """Make Triton and the package take this machine for one with an H100; return the counts of kernels."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
     os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
     make_stub()
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tools")]
-    import triton
-    from triton.backends.compiler import GPUTarget
+    import host_cost
     from triton.backends.nvidia import driver as nvidia
-    from triton.runtime import driver
 
-    def listener(*, cache_hit: bool, **_: object) -> None:
-        counts["cached" if cache_hit else "compiled"] += 1
-
-    triton.knobs.compilation.listener = listener
     nvidia.CudaUtils()  # its module belongs into the cache
-    utils = SimpleNamespace(
-        load_binary=lambda *_: ("module", 1, 32, 0, 1024),
-        get_device_properties=lambda _: {"max_shared_mem": SHARED_MEMORY},
-        unload_module=lambda _: None,
-    )
-    driver._active = SimpleNamespace(
-        utils=utils,
-        launcher_cls=nvidia.CudaLauncher,
-        get_current_device=lambda: 0,
-        get_current_stream=lambda _: 1,
-        get_current_target=lambda: GPUTarget("cuda", CAPABILITY, 32),
-    )
+    host_cost.pretend_to_have_a_gpu(nvidia.CudaLauncher)
     import transformer_fast.triton.launcher as launcher  # before the kernels' modules import its names
 
     launcher.architecture_of = lambda _: "sm90"
     launcher.multiprocessors_of = lambda _: MULTIPROCESSORS
-    from transformer_fast import backends
-
-    backends._obstacle = lambda *_: None
-    from benchmarks.quick.record import settle_keys
-
-    settle_keys()
+    return Kernels().listen()
 
 
 def smoke() -> Iterator[Piece]:
@@ -237,8 +216,7 @@ def main(given: list[str] | None = None) -> int:
         codes = [process.wait() for process in running]
         return int(any(codes))
     shard, shards = map(int, options.shard.split("/"))
-    counts = {"cached": 0, "compiled": 0}
-    install(counts)
+    kernels = install()
     import transformer_fast as tfast
 
     failed = 0
@@ -252,7 +230,7 @@ def main(given: list[str] | None = None) -> int:
                     except Exception as error:
                         failed += 1
                         print(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}", flush=True)
-            print(f"{name}: {time.monotonic() - start:.0f} s, {counts}", flush=True)
+            print(f"{name}: {time.monotonic() - start:.0f} s, {kernels}", flush=True)
     return int(bool(failed))
 
 

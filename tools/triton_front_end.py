@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
+
+from pythons import oldest_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NEWEST = "3.9.0"
@@ -24,11 +24,9 @@ NEWEST = "3.9.0"
 CAPABILITY = 90
 
 
-def oldest() -> str:
-    """The oldest version of Triton that pyproject.toml allows: "3.6.0"."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (found,) = (m[1] for line in project["dependencies"] if (m := re.match(r"triton>=([\d.]+)", line)))
-    return found + ".0" * (2 - found.count("."))
+def tried() -> list[str]:
+    """Versions by default: the oldest that pyproject.toml allows, and the newest."""
+    return [f"{oldest_versions()['triton']}.0", NEWEST]
 
 
 def installed(version: str) -> Path:
@@ -44,22 +42,20 @@ def compile_all(version: str) -> int:
     """Compile the front end of every launch with the Triton that is imported; return 1 if one failed."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     import triton
-    from triton_cases import CASES
-    from triton_kernels import triton_ir
+    from triton_kernels import cases, triton_ir
 
     if triton.__version__ != version:
         sys.exit(f"triton_front_end: wanted Triton {version}, and Python imports {triton.__version__}")
-    start, count, failed = time.monotonic(), 0, []
-    for launches in CASES.values():
-        for launch in {launch.name: launch for launch in launches("sm90")}.values():
-            count += 1
-            try:
-                triton_ir(launch, CAPABILITY)
-            except Exception as error:
-                failed.append(launch.name)
-                reason = (str(error.__cause__ or error).strip().splitlines() or [""])[-1]
-                print(f"   {launch.name}: {type(error).__name__}: {reason[:200]}", flush=True)
-    passed = count - len(failed)
+    start, failed = time.monotonic(), []
+    launches = [launch for arch, launch in cases() if arch == CAPABILITY]
+    for launch in launches:
+        try:
+            triton_ir(launch, CAPABILITY)
+        except Exception as error:
+            failed.append(launch.name)
+            reason = (str(error.__cause__ or error).strip().splitlines() or [""])[-1]
+            print(f"   {launch.name}: {type(error).__name__}: {reason[:200]}", flush=True)
+    passed, count = len(launches) - len(failed), len(launches)
     print(f"Triton {version}: {passed} of {count} launches for sm_{CAPABILITY} ({time.monotonic() - start:.0f} s)")
     return int(bool(failed) or not count)
 
@@ -67,7 +63,11 @@ def compile_all(version: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "versions", nargs="*", default=[oldest(), NEWEST], metavar="VERSION", help="default: the oldest and the newest"
+        "versions",
+        nargs="*",
+        default=tried(),
+        metavar="VERSION",
+        help="default: the oldest and the newest",
     )
     parser.add_argument("--imported", help=argparse.SUPPRESS)  # in the process of one version
     options = parser.parse_args()

@@ -6,9 +6,11 @@ would compile it - the same specialisation, asked of Triton's own binder - and t
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hot_loops import NoHotLoopError, spills
@@ -16,6 +18,18 @@ from sass import cuobjdump, disassemble
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may use, in bytes, by compute capability (CUDA programming guide, table of limits)."""
+
+
+def jit_functions() -> Iterator[object]:
+    """Yield the kernels and helpers of transformer_fast.triton: by module, then by name."""
+    from triton.runtime.jit import JITFunction
+
+    import transformer_fast.triton as package
+
+    for name in sorted(module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")):
+        for _, value in sorted(vars(importlib.import_module(name)).items()):
+            if isinstance(value, JITFunction) and value.__module__ == name:
+                yield value
 
 
 @dataclass(frozen=True)

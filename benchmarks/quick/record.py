@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import subprocess
+import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CUT = 75
 """Exit status of a command that had no time for all its cases; the same command goes on."""
+
+
+CACHE = Path(tempfile.gettempdir()) / "transformer_fast-triton"
+"""Folder of Triton's cache. The cache holds absolute paths: the folder is the same here and where it was filled."""
 
 
 class Record:
@@ -97,16 +100,9 @@ def settle_keys() -> int:
     before (findings/triton_cache_key_order.sh). A process finds what another one compiled only if both keep to one
     order.
     """
-    import importlib
-    import pkgutil
+    from triton_kernels import jit_functions
 
-    from triton.runtime.jit import JITFunction
-
-    import transformer_fast.triton as kernels
-
-    names = sorted(module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
-    found = [value for name in names for _, value in sorted(vars(importlib.import_module(name)).items())]
-    return len({function.cache_key for function in found if isinstance(function, JITFunction)})
+    return len({function.cache_key for function in jit_functions()})
 
 
 @functools.cache
@@ -117,9 +113,8 @@ def versions(device: str) -> dict[str, str]:
 
     found = {"device": "cpu", "torch": torch.__version__, "triton": triton.__version__}
     if device == "cuda":
-        found["device"] = torch.cuda.get_device_name(0)
-        command = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader", "--id=0"]
-        with suppress(OSError, subprocess.SubprocessError, ValueError):
-            told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-            found["driver"], found["highest clock"] = told.strip().split(", ")
+        from predict.measured import smi
+
+        driver, clock = smi("driver_version"), smi("clocks.max.sm")
+        found |= {"device": torch.cuda.get_device_name(0), "driver": str(driver), "highest clock": str(clock)}
     return found

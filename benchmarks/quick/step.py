@@ -137,11 +137,8 @@ def main(given: list[str] | None = None) -> int:
     if options.one:
         row = measure(*options.one, options.device)
         record.add(row)
-        print(
-            "{what} {way}: {ms} ms, {tokens_per_second} tokens/s, peak {peak_bytes} bytes, losses {losses}".format(
-                **row
-            )
-        )
+        speed = f"{row['ms']} ms, {row['tokens_per_second']} tokens/s, peak {row['peak_bytes']} bytes"
+        print(f"{row['what']} {row['way']}: {speed}, losses {row['losses']}")
         return 0
     deadline, done, late = Deadline(options.seconds), record.done(), False
     ways = sorted((index, what, way) for what in options.only for index, way in enumerate(WAYS[what]))
