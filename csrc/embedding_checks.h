@@ -2,10 +2,10 @@
 // from reading out of bounds. transformer_fast/ops/embedding.py has the detailed messages for users.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
+#include "ops/checks.h"
 
-#include <algorithm>
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <optional>
 
@@ -24,68 +24,64 @@ struct Rows {
   bool empty() const { return count == 0 || d == 0; }
 };
 
-inline void check_ids(const at::Tensor& ids) {
-  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
-                   "ids: expected int64 or int32, got ", ids.scalar_type());
-  TORCH_CHECK_VALUE(ids.dim() >= 1, "ids: expected (..., length), got a scalar");
+inline void check_padding(const Checks& check, std::optional<int64_t> padding_idx, const c10::SymInt& vocabulary) {
+  check.require(!padding_idx || (*padding_idx >= 0 && holds(vocabulary.sym_gt(*padding_idx))),
+                "padding_idx must lie in [0, ", vocabulary, "), got ", padding_idx.value_or(0));
 }
 
-// First positions of sequences: `offset`, plus one number per sequence if `offsets` is given.
-inline void check_table(const at::Tensor& x, const OptionalTensor& table, const Rows& rows, int64_t offset,
-                        const OptionalTensor& offsets) {
-  TORCH_CHECK_VALUE(!offsets || ((offsets->scalar_type() == at::kLong || offsets->scalar_type() == at::kInt) &&
-                                 offsets->numel() * rows.length == rows.count && offsets->device() == x.device()),
-                    "offsets: expected an int64 or int32 for each of ", rows.length > 0 ? rows.count / rows.length : 0,
-                    " sequences, on ", x.device());
+inline void check_ids(const Checks& check, const at::Tensor& ids, const at::Tensor& beside) {
+  check("ids", ids).integer().on_device_of(beside).rank_at_least(1, "(..., length)");
+}
+
+// First positions of sequences: `offset`, plus one number per sequence if `offsets` is given. x is (..., length, d).
+inline void check_table(const Checks& check, const at::Tensor& x, c10::SymIntArrayRef leading, const c10::SymInt& d,
+                        const OptionalTensor& table, const c10::SymInt& offset, const OptionalTensor& offsets) {
+  check("offsets", offsets).integer().on_device_of(x).sizes(leading.slice(0, leading.size() - 1));
+  check.require(holds(offset.sym_ge(0)), "offset must be at least 0, got ", offset);
+  check.require(!offsets || holds(offset.sym_eq(0)), "offset must be 0 beside offsets, got ", offset);
   if (!table) return;
-  TORCH_CHECK_VALUE(table->dim() == 2 && table->size(1) == rows.d && offset >= 0 &&
-                        table->size(0) >= offset + rows.length,
-                    "table: expected at least (", offset + rows.length, ", ", rows.d, "), got ", table->sizes());
-  TORCH_CHECK_VALUE(table->device() == x.device(), "table: expected on ", x.device(), ", got ", table->device());
-  TORCH_CHECK_TYPE(table->scalar_type() == x.scalar_type() || table->scalar_type() == at::kFloat,
-                   "table: expected float32 or ", x.scalar_type(), ", got ", table->scalar_type());
+  check("table", table).type({x.scalar_type(), at::kFloat}).on_device_of(x).rank(2, "(positions, d)");
+  check("table", table).sizes({table->sym_size(0), d});
+  check("table", table)
+      .require(holds((table->sym_size(0) - leading.back()).sym_ge(offset)), "of at least ", offset, " + ",
+               leading.back(), " positions");
 }
 
-inline void check_dropout(const at::Tensor& x, double p, const OptionalTensor& seed) {
-  TORCH_CHECK_VALUE(p >= 0 && p <= 1, "dropout_p: expected in [0, 1], got ", p);
-  TORCH_CHECK_VALUE(
-      p == 0 || (seed && seed->scalar_type() == at::kLong && seed->numel() == 1 && seed->device() == x.device()),
-      "seed: expected one int64 on ", x.device(), " where dropout_p > 0");
+inline void check_embed(const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, double,
+                        const c10::SymInt& offset, const OptionalTensor& offsets, std::optional<int64_t> padding_idx,
+                        double p, const OptionalTensor& seed, bool) {
+  constexpr Checks check{"embed"};
+  check("weight", weight).floating().rank(2, "(vocabulary, d)");
+  check_ids(check, ids, weight);
+  check_padding(check, padding_idx, weight.sym_size(0));
+  check_table(check, weight, ids.sym_sizes(), weight.sym_size(1), table, offset, offsets);
+  check.dropout(weight, p, seed);
 }
 
-inline Rows check_embed(const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, int64_t offset,
-                        const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
-  check_ids(ids);
-  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: expected (vocabulary, d), got ", weight.sizes());
-  TORCH_CHECK_VALUE(ids.device() == weight.device(), "ids: expected on ", weight.device(), ", got ", ids.device());
-  const Rows rows(ids.sizes(), weight.size(1));
-  check_table(weight, table, rows, offset, offsets);
-  check_dropout(weight, p, seed);
-  return rows;
-}
-
-inline Rows check_add_positional(const at::Tensor& x, const OptionalTensor& table, int64_t offset,
+inline void check_add_positional(const at::Tensor& x, const OptionalTensor& table, const c10::SymInt& offset,
                                  const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
-  TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected (..., length, d), got ", x.sizes());
-  const Rows rows(x.sizes().slice(0, x.dim() - 1), x.size(-1));
-  check_table(x, table, rows, offset, offsets);
-  check_dropout(x, p, seed);
-  return rows;
+  constexpr Checks check{"add_positional"};
+  check("x", x).floating().rank_at_least(2, "(..., length, d)");
+  check_table(check, x, x.sym_sizes().slice(0, x.dim() - 1), x.sym_size(-1), table, offset, offsets);
+  check.dropout(x, p, seed);
 }
 
-inline void check_backward(const at::Tensor& grad, const at::Tensor& ids, int64_t vocabulary, double p,
-                           const OptionalTensor& seed) {
-  check_ids(ids);
-  TORCH_CHECK_VALUE(grad.dim() == ids.dim() + 1 && grad.sizes().slice(0, ids.dim()) == ids.sizes(),
-                    "grad_out: expected ", ids.sizes(), " and one more dimension, got ", grad.sizes());
-  TORCH_CHECK_VALUE(ids.device() == grad.device(), "ids: expected on ", grad.device(), ", got ", ids.device());
-  TORCH_CHECK_VALUE(vocabulary >= 0, "num_embeddings: expected >= 0, got ", vocabulary);
-  check_dropout(grad, p, seed);
+inline void check_embed_backward(const at::Tensor& grad_out, const at::Tensor& ids, const c10::SymInt& vocabulary,
+                                 double, std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed,
+                                 bool) {
+  constexpr Checks check{"embed_backward"};
+  check("grad_out", grad_out).floating().rank_at_least(2, "(..., length, d)");
+  check_ids(check, ids, grad_out);
+  check("ids", ids).sizes(grad_out.sym_sizes().slice(0, grad_out.dim() - 1));
+  check_padding(check, padding_idx, vocabulary);
+  check.require(holds(vocabulary.sym_ge(0)), "num_embeddings must be at least 0, got ", vocabulary);
+  check.dropout(grad_out, p, seed);
 }
 
 inline void check_positional_table(const at::Tensor& table) {
-  TORCH_CHECK_VALUE(table.dim() == 2 && table.scalar_type() == at::kFloat && table.is_contiguous(),
-                    "table: expected contiguous float32 (length, d_model)");
+  constexpr Checks check{"fill_positional_table"};
+  check("table", table).type({at::kFloat}).rank(2, "(length, d_model)");
+  check("table", table).require(table.is_contiguous(), "contiguous");
 }
 
 }  // namespace transformer_fast

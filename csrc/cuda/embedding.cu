@@ -103,7 +103,8 @@ void encode(const at::Tensor& out, const Rows& rows, const at::Tensor& source, c
 at::Tensor embed(const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, double scale,
                  int64_t offset, const OptionalTensor& offsets, std::optional<int64_t> /* padding_idx */, double p,
                  const OptionalTensor& seed, bool /* deterministic */) {
-  const Rows rows = check_embed(ids, weight, table, offset, offsets, p, seed);
+  check_embed(ids, weight, table, scale, offset, offsets, {}, p, seed, true);
+  const Rows rows(ids.sizes(), weight.size(1));
   const c10::cuda::CUDAGuard guard(weight.device());
   auto shape = ids.sizes().vec();
   shape.push_back(rows.d);
@@ -116,7 +117,8 @@ at::Tensor embed(const at::Tensor& ids, const at::Tensor& weight, const Optional
 
 at::Tensor add_positional(const at::Tensor& x, const OptionalTensor& table, int64_t offset,
                           const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
-  const Rows rows = check_add_positional(x, table, offset, offsets, p, seed);
+  check_add_positional(x, table, offset, offsets, p, seed);
+  const Rows rows(x.sizes().slice(0, x.dim() - 1), x.size(-1));
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor out = at::empty(x.sizes(), x.options());
   if (rows.empty()) return out;

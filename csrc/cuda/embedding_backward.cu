@@ -238,7 +238,7 @@ at::Tensor atomic_gradient(const Gradient<T>& g, const at::Tensor& ids, const at
 at::Tensor embed_backward(const at::Tensor& grad_out, const at::Tensor& ids, int64_t vocabulary, double scale,
                           std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed,
                           bool deterministic) {
-  check_backward(grad_out, ids, vocabulary, p, seed);
+  check_embed_backward(grad_out, ids, vocabulary, scale, padding_idx, p, seed, deterministic);
   const c10::cuda::CUDAGuard guard(grad_out.device());
   const at::Tensor grad = grad_out.contiguous(), dense = ids.contiguous();
   if (grad.numel() == 0) return at::zeros({vocabulary, grad.size(-1)}, grad.options());

@@ -5,6 +5,7 @@
 
 #include "../triton/launch_attention.h"
 #include "attention_arguments.h"
+#include "attention_op_checks.h"
 #include "node.h"
 
 #include <ATen/TensorOperators.h>
@@ -41,6 +42,38 @@ AttentionGradients compute_backward(const AttentionParams& params, const Tensor&
   if (needs.distance_bias)
     grads.distance_bias = launch_attention_grad_distance_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   return grads;
+}
+
+template <Name name>
+void check_forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
+  check_arguments({name.text}, params, q, k, v);
+}
+
+template <Name name>
+void check_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                    const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp) {
+  const Checks check{name.text};
+  check_arguments(check, params, q, k, v);
+  check("grad_out", grad_out).like(q).unit_stride();
+  check("out", out).like(q).unit_stride();
+  check_statistics(check, "logsumexp", logsumexp, q);
+  check_statistics(check, "grad_logsumexp", grad_logsumexp, q);
+}
+
+template <Name name>
+void check_grad_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                     const Tensor& v, const Tensor& out, const Tensor& logsumexp,
+                     const OptionalTensor& grad_logsumexp) {
+  check_backward<name>(params, grad_out, q, k, v, out, logsumexp, grad_logsumexp);
+  Checks{name.text}("bias", params.bias).given("whose gradient to compute");
+}
+
+template <Name name>
+void check_grad_distance_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                              const Tensor& v, const Tensor& out, const Tensor& logsumexp,
+                              const OptionalTensor& grad_logsumexp) {
+  check_backward<name>(params, grad_out, q, k, v, out, logsumexp, grad_logsumexp);
+  Checks{name.text}("distance_bias", params.distance_bias).given("whose gradient to compute");
 }
 
 TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -184,6 +217,9 @@ namespace {
 TwoTensors forward_autograd(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
   const auto tensors = params.tensors();
   const bool direct = is_direct(params, variable_list{q, k, v}) && is_direct(params, tensors);
+  if (direct)
+    params.is_packed() ? check_forward<"attention_packed">(params, q, k, v)
+                       : check_forward<"attention">(params, q, k, v);
   const AttentionResult result = recorded(direct, 2, params, q, k, v);
   return {result.out, result.logsumexp};
 }
@@ -195,33 +231,34 @@ TwoTensors forward_autocast(const AttentionParams& params, const Tensor& q, cons
                            autocast<device>(v));
 }
 
-// Defines an op of the backward: `arguments` is its schema without the name.
-template <Name name, auto implementation, auto meta>
+// Defines an op of the backward: `arguments` is its schema without the name. Keys: Padded or Packed.
+template <template <auto> typename Keys, Name name, auto check, auto implementation, auto meta>
 void define_backward(torch::Library& m, const std::string& arguments) {
-  define<implementation, meta, eager::Undifferentiable<name, implementation>::call>(m, name.text + arguments);
+  define<Keys<check>::call, Keys<implementation>::call, Keys<meta>::call,
+         eager::Undifferentiable<name, Keys<implementation>::call>::call>(m, name.text + arguments);
+}
+
+// Defines the ops of the backward of padded or of packed batches.
+template <template <auto> typename Keys, Name gradients, Name of_bias, Name of_distance_bias>
+void define_backwards(torch::Library& m, const std::string& arguments) {
+  define_backward<Keys, gradients, check_backward<gradients>, backward, backward_meta>(m, arguments + kBackwardResults);
+  define_backward<Keys, of_bias, check_grad_bias<of_bias>, grad_bias, grad_bias_meta>(m, arguments + " -> Tensor");
+  define_backward<Keys, of_distance_bias, check_grad_distance_bias<of_distance_bias>, grad_distance_bias,
+                  grad_distance_bias_meta>(m, arguments + " -> Tensor");
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   const std::string padded = kMask + kOptions, packed = kSequences + kOptions;
-  const std::string padded_backward = kBackwardInputs + padded, packed_backward = kBackwardInputs + packed;
-  define<Padded<forward>::call, Padded<forward_meta>::call, Padded<forward_autograd>::call>(
-      m, "attention" + kForwardInputs + padded + kForwardResults);
-  define<Packed<forward>::call, Packed<forward_meta>::call, Packed<forward_autograd>::call>(
-      m, "attention_packed" + kForwardInputs + packed + kForwardResults);
-  define_backward<"attention_backward", Padded<backward>::call, Padded<backward_meta>::call>(m, padded_backward +
-                                                                                                    kBackwardResults);
-  define_backward<"attention_packed_backward", Packed<backward>::call, Packed<backward_meta>::call>(
-      m, packed_backward + kBackwardResults);
-  define_backward<"attention_grad_bias", Padded<grad_bias>::call, Padded<grad_bias_meta>::call>(m, padded_backward +
-                                                                                                       " -> Tensor");
-  define_backward<"attention_packed_grad_bias", Packed<grad_bias>::call, Packed<grad_bias_meta>::call>(
-      m, packed_backward + " -> Tensor");
-  define_backward<"attention_grad_distance_bias", Padded<grad_distance_bias>::call,
-                  Padded<grad_distance_bias_meta>::call>(m, padded_backward + " -> Tensor");
-  define_backward<"attention_packed_grad_distance_bias", Packed<grad_distance_bias>::call,
-                  Packed<grad_distance_bias_meta>::call>(m, packed_backward + " -> Tensor");
+  define<Padded<check_forward<"attention">>::call, Padded<forward>::call, Padded<forward_meta>::call,
+         Padded<forward_autograd>::call>(m, "attention" + kForwardInputs + padded + kForwardResults);
+  define<Packed<check_forward<"attention_packed">>::call, Packed<forward>::call, Packed<forward_meta>::call,
+         Packed<forward_autograd>::call>(m, "attention_packed" + kForwardInputs + packed + kForwardResults);
+  define_backwards<Padded, "attention_backward", "attention_grad_bias", "attention_grad_distance_bias">(
+      m, kBackwardInputs + padded);
+  define_backwards<Packed, "attention_packed_backward", "attention_packed_grad_bias",
+                   "attention_packed_grad_distance_bias">(m, kBackwardInputs + packed);
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {

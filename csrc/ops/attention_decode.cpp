@@ -3,6 +3,7 @@
 #include "../triton/launch_cache.h"
 #include "../triton/python_function.h"
 #include "attention_checks.h"
+#include "attention_op_checks.h"
 #include "attention_tensors.h"
 #include "eager.h"
 #include "operator.h"
@@ -44,6 +45,53 @@ struct DecodeParams {
   // Dimensions (pages, heads, ...): caches with and without pages are indexed alike.
   Tensor heads_first(const Tensor& cache) const { return page_table ? cache.transpose(1, 2) : cache; }
 };
+
+constexpr Checks kChecks{"attention_decode"};
+
+// A sequence and one of its pages.
+struct Page {
+  int64_t sequence, number;
+};
+
+// The first page in use that does not exist, of a page table on the CPU.
+std::optional<Page> missing_page(const DecodeParams& call) {
+  const Tensor table = call.page_table->contiguous(), lengths = call.lengths.contiguous();
+  const int64_t pages = call.k.size(0), page_size = call.k.size(1), columns = table.size(1);
+  const int32_t *const numbers = table.const_data_ptr<int32_t>(), *const held = lengths.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < lengths.numel(); ++b)
+    for (int64_t page = 0; page * page_size < held[b]; ++page)
+      if (const int32_t number = numbers[b * columns + page]; number < 0 || number >= pages) return Page{b, number};
+  return std::nullopt;
+}
+
+void check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+           const OptionalTensor& page_table, const OptionalSymInt& causal, const OptionalSymInt& window, double scale,
+           std::string_view backend, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+           const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
+  const char* layout = page_table ? "(pages, page_size, Hkv, D) with a page table" : "(B, Hkv, S, D)";
+  kChecks("q", q).floating().rank(4, "(B, H, Lq, D)");
+  kChecks("k_cache", k_cache).rank(4, layout);
+  attention_op::check_heads(kChecks, q, "k_cache", k_cache, "v_cache", v_cache, page_table ? 2 : 1);
+  const c10::SymInt B = q.sym_size(0);
+  kChecks("page_table", page_table).type({at::kInt}).on_device_of(q).rank(2, "(B, pages)");
+  kChecks("lengths", lengths).type({at::kInt}).on_device_of(q).sizes({B});
+  c10::SymInt capacity = k_cache.sym_size(2);
+  if (page_table) {
+    kChecks("page_table", page_table).sizes({B, page_table->sym_size(1)});
+    capacity = page_table->sym_size(1) * k_cache.sym_size(1);
+  } else {
+    kChecks("k_cache", k_cache).sizes({B, k_cache.sym_size(1), k_cache.sym_size(2), k_cache.sym_size(3)});
+  }
+  attention_op::check_special(kChecks, q, {B, q.sym_size(1), q.sym_size(2), capacity}, {B, q.sym_size(2)},
+                              {B, capacity}, distance_bias, query_ids, key_ids, sinks, softcap);
+  kChecks.backend(backend, q);
+  if (!lengths.is_cpu()) return;
+  attention_op::check_within(kChecks, "lengths", lengths, capacity.expect_int());
+  if (!page_table) return;
+  const auto missing = missing_page({q, k_cache, v_cache, lengths, page_table, causal, window, scale});
+  kChecks.require(!missing, "page_table must name pages in [0, ", k_cache.size(0), ") of k_cache, got ",
+                  missing ? missing->number : 0, " for sequence ", missing ? missing->sequence : 0);
+}
 
 TwoTensors launch(const DecodeParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
@@ -138,8 +186,10 @@ using Decode = Layers<decltype(forward)>;
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def(kSchema); }
-TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) { m.impl("attention_decode", forward); }
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("attention_decode", Decode::meta); }
+TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
+  m.impl("attention_decode", Checked<check, forward>::call);
+}
+TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("attention_decode", Checked<check, Decode::meta>::call); }
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("attention_decode", Decode::autograd); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("attention_decode", Decode::autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("attention_decode", Decode::autocast<at::kCUDA>); }
@@ -163,18 +213,6 @@ bool shapes_fit(const DecodeParams& call) {
          pages.device() == q.device();
 }
 
-// True if all used pages exist. Only page tables on the CPU are checked.
-bool pages_exist(const DecodeParams& call) {
-  if (!call.page_table || !call.page_table->is_cpu()) return true;
-  const int64_t pages = call.k.size(0), page_size = call.k.size(1), stride = call.page_table->stride(0);
-  const int32_t* const lengths = call.lengths.const_data_ptr<int32_t>();
-  const int32_t* const table = call.page_table->const_data_ptr<int32_t>();
-  for (int64_t b = 0; b < call.lengths.numel(); ++b)
-    for (int64_t page = 0; page * page_size < lengths[b]; ++page)
-      if (table[b * stride + page] < 0 || table[b * stride + page] >= pages) return false;
-  return true;
-}
-
 }  // namespace
 
 py::object attention_decode(bool by_triton, py::handle q_, py::handle k_cache, py::handle v_cache, py::handle lengths,
@@ -194,7 +232,7 @@ py::object attention_decode(bool by_triton, py::handle q_, py::handle k_cache, p
   const OptionalTensor narrow = int_lengths(call.lengths, call.capacity());
   if (!narrow) return py::none();
   call.lengths = *narrow;
-  if (!pages_exist(call)) return py::none();
+  if (call.page_table && call.page_table->is_cpu() && decode_op::missing_page(call)) return py::none();
   if (scale.is_none()) call.scale = default_scale(q);
 
   Tensor out;

@@ -2,6 +2,7 @@
 #include "../triton/launch_attention.h"
 #include "../triton/python_function.h"
 #include "attention_arguments.h"
+#include "attention_op_checks.h"
 #include "node.h"
 
 #include <torch/library.h>
@@ -19,6 +20,13 @@ using torch::autograd::variable_list;
 Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp) {
   return is_native(params.backend) ? attention_weights(q, k, params)
                                    : launch_attention_weights(q, k, logsumexp, params);
+}
+
+void check_weights(const AttentionParams& params, const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp) {
+  constexpr Checks check{"attention_weights"};
+  check_arguments(check, params, q, k, std::nullopt);
+  check_statistics(check, "logsumexp", logsumexp, q);
+  if (!is_native(params.backend)) check("logsumexp", logsumexp).given("for the backend triton");
 }
 
 Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k, const OptionalTensor&) {
@@ -69,8 +77,9 @@ Tensor weights_autocast(const AttentionParams& params, const Tensor& q, const Te
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<Padded<weights>::call, Padded<weights_meta>::call, Padded<weights_autograd>::call>(
-      m, "attention_weights(Tensor q, Tensor k, Tensor? logsumexp, " + kMask + kOptions + " -> Tensor");
+  define<Padded<check_weights>::call, Padded<weights>::call, Padded<weights_meta>::call,
+         Padded<weights_autograd>::call>(m, "attention_weights(Tensor q, Tensor k, Tensor? logsumexp, " + kMask +
+                                                kOptions + " -> Tensor");
 }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
   m.impl("attention_weights", Padded<weights_autocast<at::kCPU>>::call);

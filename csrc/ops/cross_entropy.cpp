@@ -45,6 +45,19 @@ constexpr const char* kSchema =
 // gradient of bias, and the gradient of weight if it was summed over chunks, are in the type of the arithmetic.
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+void check_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                double smoothing, const c10::SymInt&, bool, const std::array<bool, 3>& gradients, const c10::SymInt&,
+                std::string_view backend) {
+  constexpr Checks check{"linear_cross_entropy"};
+  check("x", x).floating().rank(2, "(rows, d)");
+  check("weight", weight).type_of(x).on_device_of(x).rank(2, "(vocabulary, d)");
+  check("weight", weight).sizes({weight.sym_size(0), x.sym_size(1)});
+  check("bias", bias).type_of(x).on_device_of(x).sizes({weight.sym_size(0)});
+  check("target", target).type({at::kLong}).on_device_of(x).sizes({x.sym_size(0)});
+  check.probability("smoothing", smoothing);
+  check.backend(backend, x);
+}
+
 // Computes the losses from `start` on, of logits (rows, vocabulary), contiguous. If requested, the gradient of their
 // sum overwrites the logits.
 void cross_entropy_rows(const Tensor& logits, const Tensor& target, const Tensor& losses, int64_t start,
@@ -236,7 +249,9 @@ FiveTensors forward_autocast(const Tensor& x, const Tensor& weight, const Option
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { define<forward, forward_meta, Dispatched<recorded>::call>(m, kSchema); }
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  define<check_loss, forward, forward_meta, Dispatched<recorded>::call>(m, kSchema);
+}
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCUDA>); }
 

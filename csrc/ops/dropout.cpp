@@ -24,6 +24,26 @@ namespace {
 using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
 
+constexpr Checks kChecks{"dropout"}, kBackwardChecks{"dropout_backward"};
+
+void check_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool, double p,
+                   const OptionalTensor& seed, std::string_view backend) {
+  kChecks("x", x).floating().rank_at_least(1, "(..., d)");
+  kChecks("bias", bias).floating().on_device_of(x).sizes({x.sym_size(-1)});
+  kChecks("residual", residual).like(x);
+  kChecks.dropout(x, p, seed, "p");
+  kChecks.backend(backend, x);
+}
+
+void check_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p, const OptionalTensor& seed,
+                    bool, std::string_view backend) {
+  kBackwardChecks("grad_out", grad_out).floating().rank_at_least(1, "(..., d)");
+  kBackwardChecks("y", y).like(grad_out);
+  if (relu) kBackwardChecks("y", y).given("with relu");
+  kBackwardChecks.dropout(grad_out, p, seed, "p");
+  kBackwardChecks.backend(backend, grad_out);
+}
+
 Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
                const OptionalTensor& seed, std::string_view backend) {
   if (!is_native(backend)) {
@@ -113,10 +133,10 @@ Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<forward, forward_meta, Dispatched<recorded>::call>(
+  define<check_forward, forward, forward_meta, Dispatched<recorded>::call>(
       m, "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor");
   // The gradient of the bias is in the type of the arithmetic; (0,) without a bias.
-  define<backward, backward_meta, eager::Undifferentiable<"dropout_backward", backward>::call>(
+  define<check_backward, backward, backward_meta, eager::Undifferentiable<"dropout_backward", backward>::call>(
       m,
       "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias, str backend) "
       "-> (Tensor grad_x, Tensor grad_bias)");

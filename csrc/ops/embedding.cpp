@@ -3,6 +3,7 @@
 // GPU kernels are in csrc/cuda.
 #include "embedding.h"
 
+#include "../embedding_checks.h"
 #include "eager.h"
 #include "eager_call.h"
 #include "node.h"
@@ -157,17 +158,17 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("embed", embed);
-  m.impl("embed_backward", embed_backward);
-  m.impl("add_positional", add_positional);
-  m.impl("fill_positional_table", fill_positional_table);
+  m.impl("embed", Checked<check_embed, embed>::call);
+  m.impl("embed_backward", Checked<check_embed_backward, embed_backward>::call);
+  m.impl("add_positional", Checked<check_add_positional, add_positional>::call);
+  m.impl("fill_positional_table", Checked<check_positional_table, fill_positional_table>::call);
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
-  m.impl("embed", embed_meta);
-  m.impl("embed_backward", embed_backward_meta);
-  m.impl("add_positional", add_positional_meta);
-  m.impl("fill_positional_table", [](const Tensor&) {});
+  m.impl("embed", Checked<check_embed, embed_meta>::call);
+  m.impl("embed_backward", Checked<check_embed_backward, embed_backward_meta>::call);
+  m.impl("add_positional", Checked<check_add_positional, add_positional_meta>::call);
+  m.impl("fill_positional_table", check_positional_table);
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {

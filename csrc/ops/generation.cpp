@@ -2,6 +2,7 @@
 #include "generation.h"
 
 #include "../cpu/kernels.h"
+#include "operator.h"
 #include "tensors.h"
 
 #include <ATen/Parallel.h>
@@ -15,6 +16,89 @@
 
 namespace transformer_fast {
 namespace {
+
+// Raises unless all numbers lie in [0, count).
+void check_below(const Checks& check, const char* name, at::IntArrayRef numbers, int64_t count) {
+  for (const int64_t number : numbers)
+    check.require(number >= 0 && number < count, name, " must lie in [0, ", count, "), got ", number);
+}
+
+void check_copy(const Tensor& cache, at::IntArrayRef sources, at::IntArrayRef targets, int64_t length) {
+  constexpr Checks check{"copy_cache_rows"};
+  check("cache", cache).rank(6, "(layers, rows, 2, heads, capacity, d)").require(cache.is_contiguous(), "contiguous");
+  check.require(sources.size() == targets.size(), "sources and targets must have one length, got ", sources.size(),
+                " and ", targets.size());
+  check_below(check, "sources", sources, cache.size(1));
+  check_below(check, "targets", targets, cache.size(1));
+  std::vector<bool> written(cache.size(1));
+  for (const int64_t target : targets) {
+    check.require(!written[target], "targets must differ, got ", target, " twice");
+    written[target] = true;
+  }
+  for (const int64_t source : sources) check.require(!written[source], "sources must not be targets too, got ", source);
+  check.require(length >= 0 && length <= cache.size(4), "length must lie in [0, ", cache.size(4), "], got ", length);
+}
+
+void check_tokens(const Tensor& logits, int64_t k, at::IntArrayRef suppressed, bool) {
+  constexpr Checks check{"choose_tokens"};
+  check("logits", logits).type({at::kFloat}).rank(2, "(rows, vocabulary)");
+  check("logits", logits).require(logits.size(1) > 0, "of one column or more");
+  check.require(k >= 1 && k <= logits.size(1), "k must lie in [1, ", logits.size(1), "], got ", k);
+  check_below(check, "suppressed", suppressed, logits.size(1));
+  check.require(std::is_sorted(suppressed.begin(), suppressed.end()), "suppressed must rise, got ", suppressed);
+}
+
+void check_continuations(const Tensor& rank, const Tensor& total, const Tensor& token, const Tensor& unit,
+                         const Tensor& slot, int64_t units, int64_t width, int64_t candidates) {
+  constexpr Checks check{"choose_continuations"};
+  check("rank", rank).type({at::kFloat}).rank(2, "(rows, k)");
+  check("total", total).like(rank);
+  check("token", token).type({at::kLong}).sizes(rank.sym_sizes());
+  constexpr int64_t kMost = 1 << 20;
+  for (const auto& [name, number] :
+       {std::pair("units", units), std::pair("width", width), std::pair("candidates", candidates)})
+    check.require(number >= 0 && number <= kMost, name, " must lie in [0, ", kMost, "], got ", number);
+  for (const auto& [name, numbers, count] : {std::tuple("unit", unit, units), std::tuple("slot", slot, width)}) {
+    check(name, numbers).type({at::kLong}).sizes({rank.sym_size(0)});
+    const Tensor dense = numbers.contiguous();
+    check_below(check, name, {dense.const_data_ptr<int64_t>(), static_cast<size_t>(dense.numel())}, count);
+  }
+}
+
+template <Name name>
+void check_weights(at::TensorList weights) {
+  constexpr Checks check{name.text};
+  check.require(!weights.empty(), "weights must be one tensor or more");
+  for (const Tensor& weight : weights) {
+    check("weights", weight).type({at::kFloat}).rank(2, "(out, in) each").require(weight.is_cpu(), "on the CPU");
+    check("weights", weight).sizes({weight.sym_size(0), weights[0].sym_size(1)});
+  }
+}
+
+void check_product(const Checks& check, const Tensor& x, const OptionalTensor& bias, int64_t outputs) {
+  check("x", x).type({at::kFloat}).rank_at_least(1, "(..., in)");
+  check("x", x).require(x.size(-1) > 0, "of one column or more");
+  check.require(outputs >= 0, "outputs must be at least 0, got ", outputs);
+  check("bias", bias).type({at::kFloat}).sizes({outputs});
+}
+
+// The number of panels of this many outputs.
+int64_t panels_of(int64_t outputs) { return (outputs + kernels().generation.panel - 1) / kernels().generation.panel; }
+
+void check_step(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool) {
+  constexpr Checks check{"step_linear"};
+  check_product(check, x, bias, outputs);
+  check("packed", packed).type({at::kFloat}).sizes({panels_of(outputs), x.size(-1), kernels().generation.panel});
+  check("packed", packed).require(packed.is_contiguous(), "contiguous");
+}
+
+void check_quantized(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool) {
+  constexpr Checks check{"quantized_linear"};
+  check_product(check, x, bias, outputs);
+  const int64_t words = kPanelHeader + kernels().generation.int8.groups(x.size(-1));
+  check("packed", packed).type({at::kChar}).sizes({panels_of(outputs), words, kernels().generation.panel, 4});
+  check("packed", packed).require(packed.is_contiguous(), "contiguous");
+}
 
 // Copies the first `length` positions of row sources[i] to row targets[i] in every layer of a contiguous cache (layers,
 // rows, 2, heads, capacity, d). No row is both a source and a target, so the order does not matter.
@@ -81,7 +165,7 @@ struct StackedWeights {
   }
 
   int64_t outputs() const { return static_cast<int64_t>(rows.size()); }
-  int64_t panels() const { return (outputs() + kernels().generation.panel - 1) / kernels().generation.panel; }
+  int64_t panels() const { return panels_of(outputs()); }
 };
 
 Tensor pack_step_weight(at::TensorList weights) {
@@ -110,6 +194,7 @@ Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& 
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
   const Tensor out = at::cpu::empty(sizes, x.options());
+  if (out.numel() == 0) return out;
   kernels().generation.step_linear({input.const_data_ptr<float>(), packed.const_data_ptr<float>(),
                                     bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
                                     input.numel() / depth, depth, outputs, relu});
@@ -122,6 +207,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTen
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
   const Tensor out = at::cpu::empty(sizes, x.options());
+  if (out.numel() == 0) return out;
   kernels().generation.int8.linear({input.const_data_ptr<float>(), packed.const_data_ptr(),
                                     bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
                                     input.numel() / depth, depth, outputs, relu});
@@ -144,13 +230,16 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("copy_cache_rows", copy_cache_rows);
-  m.impl("choose_tokens", choose_tokens);
-  m.impl("choose_continuations", choose_continuations);
-  m.impl("pack_step_weight", pack_step_weight);
-  m.impl("step_linear", step_linear);
-  m.impl("pack_quantized_weight", pack_quantized_weight);
-  m.impl("quantized_linear", quantized_linear);
+  m.impl("copy_cache_rows", Checked<check_copy, copy_cache_rows>::call);
+  m.impl("choose_tokens", Checked<check_tokens, choose_tokens>::call);
+  m.impl("choose_continuations", Checked<check_continuations, choose_continuations>::call);
+  m.impl("step_linear", Checked<check_step, step_linear>::call);
+  m.impl("quantized_linear", Checked<check_quantized, quantized_linear>::call);
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {  // a list without tensors has no device
+  m.impl("pack_step_weight", Checked<check_weights<"pack_step_weight">, pack_step_weight>::call);
+  m.impl("pack_quantized_weight", Checked<check_weights<"pack_quantized_weight">, pack_quantized_weight>::call);
 }
 
 }  // namespace transformer_fast

@@ -120,6 +120,21 @@ struct Linear {
   }
 };
 
+void check_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  constexpr Checks check{"linear"};
+  check("x", x).floating().rank_at_least(1, "(..., in)");
+  check("weight", weight).type_of(x).on_device_of(x).rank(2, "(out, in)");
+  check("weight", weight).sizes({weight.sym_size(0), x.sym_size(-1)});
+  check("bias", bias).type_of(x).on_device_of(x).sizes({weight.sym_size(0)});
+}
+
+void check_grad_weight(const Tensor& grad, const Tensor& x) {
+  constexpr Checks check{"linear_grad_weight"};
+  check("grad", grad).floating().rank(2, "(rows, out)");
+  check("x", x).type_of(grad).on_device_of(grad).rank(2, "(rows, in)");
+  check("x", x).sizes({grad.sym_size(0), x.sym_size(1)});
+}
+
 Tensor forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor&) {
   c10::SymDimVector sizes(x.sym_sizes());
   sizes.back() = weight.sym_size(0);
@@ -143,9 +158,10 @@ Tensor recorded(bool direct, const Tensor& x, const Tensor& weight, const Option
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<linear_forward, forward_meta, Dispatched<recorded>::call>(
+  define<check_forward, linear_forward, forward_meta, Dispatched<recorded>::call>(
       m, "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  define<linear_grad_weight, grad_weight_meta, eager::Undifferentiable<"linear_grad_weight", linear_grad_weight>::call>(
+  define<check_grad_weight, linear_grad_weight, grad_weight_meta,
+         eager::Undifferentiable<"linear_grad_weight", linear_grad_weight>::call>(
       m, "linear_grad_weight(Tensor grad, Tensor x) -> Tensor");
 }
 

@@ -120,13 +120,57 @@ FourTensors gradients(const Tensor& grad_out, const OptionalTensor& grad_summed,
   return {grad_x, grad_residual, needs[1] ? in_type(grad_weight, weight->scalar_type()) : grad_weight, grad_bias};
 }
 
+constexpr Checks kChecks{"layer_norm"}, kBackwardChecks{"layer_norm_backward"};
+
+// The op's mean is an empty tensor for a kind without a mean.
+bool has_mean(std::string_view kind) { return kind != "rms"; }
+
+// The number of rows of x, whose last dimension has columns.
+c10::SymInt rows_in(const Tensor& x) {
+  c10::SymInt rows = 1;
+  for (const c10::SymInt& size : x.sym_sizes().slice(0, x.dim() - 1)) rows = rows * size;
+  return rows;
+}
+
+// Checks of both ops.
+void check_rows(const Checks& check, const Tensor& x, const OptionalTensor& weight, std::string_view kind,
+                double dropout_p, const OptionalTensor& seed, std::string_view backend) {
+  const int64_t least = norm_kind(kind) == NormKind::kStd ? 2 : 1;
+  check("x", x).floating().rank_at_least(1, "(..., d)");
+  check("x", x).require(holds(x.sym_size(-1).sym_ge(least)), "(..., d) with d of at least ", least);
+  check("weight", weight).floating().on_device_of(x).sizes({x.sym_size(-1)});
+  check.dropout(x, dropout_p, seed);
+  check.backend(backend, x);
+}
+
+void check_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                   const OptionalTensor& bias, double, std::string_view kind, double dropout_p,
+                   const OptionalTensor& seed, std::string_view backend) {
+  check_rows(kChecks, x, weight, kind, dropout_p, seed, backend);
+  kChecks("residual", residual).like(x);
+  kChecks("bias", bias).floating().on_device_of(x).sizes({x.sym_size(-1)});
+  kChecks.require(!bias || has_mean(kind), "bias must be None for kind \"", kind, "\"");
+  kChecks.require(dropout_p == 0 || residual, "residual must be a tensor where dropout_p is above 0");
+}
+
+void check_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
+                    const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, std::string_view kind,
+                    double dropout_p, const OptionalTensor& seed, bool has_bias, std::string_view backend) {
+  check_rows(kBackwardChecks, x, weight, kind, dropout_p, seed, backend);
+  const c10::SymInt rows = rows_in(x);
+  kBackwardChecks("grad_out", grad_out).like(x);
+  kBackwardChecks("grad_summed", grad_summed).like(x);
+  for (const auto& [name, statistics] : {std::pair("mean", mean), std::pair("rstd", rstd)})
+    kBackwardChecks(name, statistics).type({arithmetic_type(x)}).on_device_of(x);
+  kBackwardChecks("mean", mean).sizes({has_mean(kind) ? rows : c10::SymInt(0)});
+  kBackwardChecks("rstd", rstd).sizes({rows});
+  kBackwardChecks.require(!has_bias || has_mean(kind), "has_bias must be False for kind \"", kind, "\"");
+}
+
 // An op returns tensors; an empty tensor stands for a missing result.
 Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
   return tensor.defined() ? tensor : at::empty({0}, options);
 }
-
-// The op's mean is an empty tensor for a kind without a mean.
-bool has_mean(std::string_view kind) { return kind != "rms"; }
 
 FourTensors forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                     const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
@@ -145,8 +189,7 @@ FourTensors forward(const Tensor& x, const OptionalTensor& residual, const Optio
 
 FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const OptionalTensor&, const OptionalTensor&,
                          double, std::string_view kind, double, const OptionalTensor&, std::string_view) {
-  c10::SymInt rows = 1;
-  for (const c10::SymInt& size : x.sym_sizes().slice(0, x.dim() - 1)) rows = rows * size;
+  const c10::SymInt rows = rows_in(x);
   const auto statistics = [&](const c10::SymInt& count) { return meta_tensor(x, {count}, arithmetic_type(x)); };
   return {meta_tensor(x, x.sym_sizes()), residual ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}),
           statistics(has_mean(kind) ? rows : c10::SymInt(0)), statistics(rows)};
@@ -234,11 +277,11 @@ FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residua
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<forward, forward_meta, Dispatched<recorded>::call>(
+  define<check_forward, forward, forward_meta, Dispatched<recorded>::call>(
       m,
       "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, str kind, float dropout_p, "
       "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)");
-  define<backward, backward_meta, eager::Undifferentiable<"layer_norm_backward", backward>::call>(
+  define<check_backward, backward, backward_meta, eager::Undifferentiable<"layer_norm_backward", backward>::call>(
       m,
       "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
       "str kind, float dropout_p, Tensor? seed, bool has_bias, str backend) "

@@ -3,6 +3,8 @@
 // subclasses and modes, or by its eager fast path, which calls the same functions.
 #pragma once
 
+#include "checks.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -66,13 +68,26 @@ struct Dispatched<recorded> {
   static Result call(Args... args) { return recorded(/*direct=*/false, args...); }
 };
 
-// Declares an op: its schema, its implementation on every device, on the meta device, and for autograd.
-template <auto implementation, auto meta, auto autograd>
+// A function behind a check of its arguments.
+template <auto check, auto function>
+struct Checked;
+template <auto check, typename Result, typename... Args, Result (*function)(Args...)>
+struct Checked<check, function> {
+  static Result call(Args... args) {
+    check(args...);
+    return function(std::forward<Args>(args)...);
+  }
+};
+
+// Declares an op: its schema, the check of its arguments, its implementation on every device, on the meta device, and
+// for autograd.
+template <auto check, auto implementation, auto meta, auto autograd>
 void define(torch::Library& m, const std::string& schema) {
   m.def(schema.c_str());
   const std::string name = schema.substr(0, schema.find('('));
-  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(implementation)));
-  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Meta, TORCH_FN(meta)));
+  constexpr auto checked = Checked<check, implementation>::call, checked_meta = Checked<check, meta>::call;
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(checked)));
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Meta, TORCH_FN(checked_meta)));
   m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, TORCH_FN(autograd)));
 }
 

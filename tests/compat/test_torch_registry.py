@@ -88,6 +88,49 @@ def test_two_runs_of_a_compiled_call(activated):
     assert torch.equal(call(q), sdpa(q, k, v, is_causal=True))
 
 
+LAYOUTS = {
+    "heads first": lambda t: t.contiguous(),
+    "length first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "width first": lambda t: t.mT.contiguous().mT,
+    "part of a wider tensor": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", ["none", "causal", "float mask"])
+def test_strides_are_those_that_torch_promises(options, layout, activated):
+    tensors, given = [LAYOUTS[layout](t) for t in inputs()], {"dropout_p": 0.0, "is_causal": False} | OPTIONS[options]
+    forward, backward = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default
+        for end in ("", "_backward")
+    )
+    out, logsumexp = forward(*tensors, **given)
+    order = (
+        LAYOUTS[layout](torch.randn(out.shape)),
+        *tensors,
+        out,
+        logsumexp,
+        given.pop("dropout_p"),
+        given.pop("is_causal"),
+    )
+    for op, args in ((forward, tensors + list(order[6:])), (backward, order)):
+        on_meta = [
+            torch.empty_strided(t.shape, t.stride(), device="meta") if isinstance(t, torch.Tensor) else t for t in args
+        ]
+        promised = op(*on_meta, **{name: t.to("meta") for name, t in given.items()})
+        assert [t.stride() for t in op(*args, **given)] == [t.stride() for t in promised]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_training_step_compiled_by_inductor(layout, activated):
+    torch._dynamo.reset()
+    tensors = [LAYOUTS[layout](t) for t in inputs()]
+    expected = outcome(sdpa, tensors, is_causal=True)
+    found = outcome(torch.compile(sdpa, fullgraph=True), tensors, is_causal=True)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_what_there_is_not_is_said():
     with (
         mock.patch.object(torchs, "register_flash_attention_impl", None),

@@ -234,13 +234,19 @@ EMBEDDING = (
             "length >= 0": lambda: positional_table(-1, 4),
             "d_model >= 1": lambda: positional_table(4, 0),
             'layout must be "interleaved" or "halves", got \'sines\'': lambda: positional_table(3, 4, layout="sines"),
-            "table: expected at least": lambda: NATIVE.embed(WORDS, E, T[:2], 1.0, 0, None, None, 0.0, None, True),
+            r"embed: table must be of at least 0 \+ 3 positions, got shape \[2, 6\]": lambda: NATIVE.embed(
+                WORDS, E, T[:2], 1.0, 0, None, None, 0.0, None, True
+            ),
             # A kernel reads the offsets with or without a table.
-            "offsets: expected an int64 or int32 for each of 2 sequences": lambda: NATIVE.embed(
+            r"embed: offsets must be of shape \[2\], got shape \[1, 1\]": lambda: NATIVE.embed(
                 WORDS, E, None, 1.0, 0, WORDS[:1, :1], None, 0.0, None, True
             ),
-            "seed": lambda: NATIVE.add_positional(Y, None, 0, None, 0.5, None),
-            "grad_out": lambda: NATIVE.embed_backward(Y[:1], WORDS, 4, 1.0, None, 0.0, None, True),
+            "add_positional: seed must be a tensor with dropout, got None": lambda: NATIVE.add_positional(
+                Y, None, 0, None, 0.5, None
+            ),
+            r"embed_backward: ids must be of shape \[1, 3\]": lambda: NATIVE.embed_backward(
+                Y[:1], WORDS, 4, 1.0, None, 0.0, None, True
+            ),
         },
     )
     | rows(

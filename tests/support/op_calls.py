@@ -365,3 +365,8 @@ def masked_call(mask: str, seed: int = 0, **options: Any) -> Call:
         {**qkv, "part": drawn(draw)},
         constant,
     )
+
+
+def masked_calls() -> dict[str, Call]:
+    """Return a call of attention with each mask of :data:`MASKS`, by name."""
+    return {f"attention, {mask}": masked_call(mask) for mask in MASKS}

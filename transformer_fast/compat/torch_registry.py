@@ -72,10 +72,13 @@ def _forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Lq, D) and logsumexp (B, H, Lq); the logsumexp has the strides of torch's kernel."""
+    """Output (B, H, Lq, D) and logsumexp (B, H, Lq), in the strides of torch's kernel: compiled code relies on them."""
     options = _options(query, dropout_p, is_causal, attn_mask, scale)
     out, logsumexp = torch.ops.transformer_fast.attention(*map(_dense, (query, key, value)), **options)
-    return out, logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
+    promised = torch.empty_like(query, device="meta")
+    if out.stride() != promised.stride():
+        out = torch.empty_like(query).copy_(out)
+    return out, _length_first(logsumexp)
 
 
 def _backward(
@@ -91,10 +94,11 @@ def _backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+    """Gradients of query, key and value, in the strides of torch's kernel."""
     options = _options(query, dropout_p, is_causal, attn_mask, scale)
     tensors = map(_dense, (grad_out, query, key, value, out, logsumexp))
-    return torch.ops.transformer_fast.attention_backward(*tensors, None, **options)
+    grad_q, grad_k, grad_v = torch.ops.transformer_fast.attention_backward(*tensors, None, **options)
+    return _length_first(grad_q), _length_first(grad_k), _length_first(grad_v)
 
 
 def _options(q: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None, scale: float | None) -> dict[str, Any]:
@@ -114,6 +118,11 @@ def _options(q: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None, 
         zero_empty_rows=True,
     )
     return params.keywords() | {"backend": "native"}
+
+
+def _length_first(t: Tensor) -> Tensor:
+    """The tensor (B, H, L, ...), stored as (B, L, H, ...)."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _dense(t: Tensor) -> Tensor:

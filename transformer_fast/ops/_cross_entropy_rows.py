@@ -52,6 +52,7 @@ def _losses(
         ignore_index: a row with this target has loss 0.
         chunk_elements: number of logits in memory at a time; at least those of 64 rows.
     """
+    _check(_NAME, x, weight, bias, target, class_weight, smoothing)
     if x.device.type == "cpu" and not target.is_floating_point():
         check_targets(target, ignore_index, weight.shape[0])
     losses = x.new_empty(x.shape[0], dtype=_compute_dtype(x))
@@ -81,6 +82,10 @@ def _gradients(
         grad: (rows,), gradient of the losses, in the dtype of the losses.
         gradients: which gradients to compute.
     """
+    _check(_BACKWARD_NAME, x, weight, bias, target, class_weight, smoothing)
+    _check_grad(grad, x)
+    if gradients[3] and not target.is_floating_point():
+        raise ValueError(f"{_BACKWARD_NAME}: gradients must leave out an integer target, got {gradients}")
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients[0] else x.new_empty(0)
     grad_weight = grad.new_zeros(weight.shape if gradients[1] else 0)
     grad_bias = grad.new_zeros(weight.shape[0] if gradients[2] else 0)
@@ -108,6 +113,54 @@ def _gradients(
         grad_bias.mul_(scale).to(weight.dtype),
         grad_target,
     )
+
+
+def _check(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    smoothing: float,
+) -> None:
+    """Raise unless dtypes, devices and sizes are those that :func:`_losses` documents."""
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"{op}: x must be a float tensor (rows, d), got {x.dtype} {tuple(x.shape)}")
+    rows, d = x.shape
+    if weight.dim() != 2:
+        raise ValueError(f"{op}: weight must be (vocabulary, d), got shape {tuple(weight.shape)}")
+    vocabulary = weight.shape[0]
+    shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "weight": (weight, (vocabulary, d)),
+        "bias": (bias, (vocabulary,)),
+        "target": (target, (rows, vocabulary) if target.is_floating_point() else (rows,)),
+        "class_weight": (class_weight, (vocabulary,)),
+    }
+    for name, (t, shape) in shapes.items():
+        if t is None:
+            continue
+        if t.shape != shape:
+            raise ValueError(f"{op}: {name} must be of shape {shape}, got {tuple(t.shape)}")
+        if t.device != x.device:
+            raise ValueError(f"{op}: {name} must be on {x.device}, got {t.device}")
+        if name in ("weight", "bias") and t.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} must be of {x.dtype}, got {t.dtype}")
+        if not t.is_floating_point() and (name != "target" or t.dtype != torch.int64):
+            raise TypeError(f"{op}: {name} must be a tensor of {_EXPECTED[name]}, got {t.dtype}")
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"{op}: smoothing must lie in [0, 1], got {smoothing}")
+
+
+_EXPECTED = {"target": "int64 or floats", "class_weight": "floats"}
+
+
+def _check_grad(grad: Tensor, x: Tensor) -> None:
+    if grad.shape != x.shape[:1] or grad.dtype != _compute_dtype(x) or grad.device != x.device:
+        raise ValueError(
+            f"{_BACKWARD_NAME}: grad must be {_compute_dtype(x)} {tuple(x.shape[:1])} on {x.device}, got {grad.dtype} "
+            f"{tuple(grad.shape)} on {grad.device}"
+        )
 
 
 def autocast(t: Tensor) -> Tensor:
@@ -159,15 +212,35 @@ def _smoothed_targets(
 
 
 @torch.library.register_fake(f"transformer_fast::{_NAME}", lib=_LIBRARY)
-def _fake_losses(x: Tensor, *_: Any) -> Tensor:
+def _fake_losses(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    smoothing: float,
+    ignore_index: int,
+    chunk_elements: int,
+) -> Tensor:
+    _check(_NAME, x, weight, bias, target, class_weight, smoothing)
     return x.new_empty(x.shape[0], dtype=_compute_dtype(x))
 
 
 @torch.library.register_fake(f"transformer_fast::{_BACKWARD_NAME}", lib=_LIBRARY)
 def _fake_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    smoothing: float,
+    ignore_index: int,
+    chunk_elements: int,
+    asked: list[bool],
 ) -> tuple[Tensor, ...]:
-    *_, asked = options
+    _check(_BACKWARD_NAME, x, weight, bias, target, class_weight, smoothing)
+    _check_grad(grad, x)
     shapes = x.shape, weight.shape, weight.shape[:1], target.shape
     likes = x, weight, weight, target
     return tuple(t.new_empty(shape if one else (0,)) for t, shape, one in zip(likes, shapes, asked, strict=True))

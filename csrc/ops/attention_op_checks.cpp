@@ -1,0 +1,161 @@
+#include "attention_op_checks.h"
+
+#include <ATen/TensorOperators.h>
+
+#include <algorithm>
+#include <string>
+
+namespace transformer_fast::attention_op {
+namespace {
+
+using c10::SymInt;
+
+void check_padded(const Checks& check, const AttentionParams& params, const Tensor& q, const Sizes& sizes) {
+  const std::array<SymInt, 4> scores = {sizes.B, sizes.H, sizes.Lq, sizes.Lk};
+  check("keep", params.keep).type({at::kBool}).on_device_of(q).broadcasts_to(scores);
+  check("bias", params.bias).floating().on_device_of(q).broadcasts_to(scores);
+  check("key_keep", params.key_keep).type({at::kBool}).on_device_of(q).broadcasts_to({sizes.B, sizes.H, 1, sizes.Lk});
+  if (params.key_keep)
+    check("key_keep", params.key_keep)
+        .require(holds(params.key_keep->sym_size(3).sym_eq(sizes.Lk)), "(B, H, 1, Lk) with Lk = ", sizes.Lk);
+  if (const OptionalTensor& lengths = params.lengths) {
+    check("lengths", lengths).type({at::kInt}).on_device_of(q);
+    if (lengths->dim() == 2)
+      check("lengths", lengths).sizes({sizes.B, sizes.Lq});
+    else
+      check("lengths", lengths).sizes({sizes.B});
+    if (lengths->is_cpu()) check_within(check, "lengths", *lengths, sizes.Lk.expect_int());
+  }
+}
+
+// Raises unless the sequences cover the tokens: int32, from 0 on and rising to their number, at most `longest` each.
+void check_boundaries(const Checks& check, const char* name, const Tensor& boundaries, int64_t tokens,
+                      int64_t longest) {
+  const Tensor dense = boundaries.contiguous();
+  const at::ArrayRef<int32_t> starts(dense.const_data_ptr<int32_t>(), dense.numel());
+  const at::ArrayRef<int32_t> shown = starts.slice(0, std::min<size_t>(starts.size(), 16));
+  const char* more = starts.size() > shown.size() ? " ..." : "";
+  check.require(starts.front() == 0 && starts.back() == tokens && std::is_sorted(starts.begin(), starts.end()), name,
+                " must rise from 0 to the ", tokens, " tokens, got ", shown, more);
+  for (size_t b = 0; b + 1 < starts.size(); ++b)
+    check.require(starts[b + 1] - starts[b] <= longest, name, " must have sequences of at most ", longest,
+                  " tokens, as max_", name + std::string_view("cu_seqlens_").size(), " says, got ",
+                  starts[b + 1] - starts[b]);
+}
+
+void check_packed(const Checks& check, const AttentionParams& params, const Tensor& q, const Tensor& k,
+                  const Sizes& sizes) {
+  const PackedBatch& packed = params.packed;
+  const Tensor &starts_q = *packed.cu_seqlens_q, &starts_k = *packed.cu_seqlens_k;
+  for (const auto& [name, starts] : {std::pair("cu_seqlens_q", starts_q), std::pair("cu_seqlens_k", starts_k)})
+    check(name, starts).type({at::kInt}).on_device_of(q).sizes({sizes.B + 1});
+  check.require(holds(sizes.Lq.sym_ge(0)), "max_q must be at least 0, got ", sizes.Lq);
+  check.require(holds(sizes.Lk.sym_ge(0)), "max_k must be at least 0, got ", sizes.Lk);
+  check("seqused_k", packed.seqused_k).type({at::kInt}).on_device_of(q).sizes({sizes.B});
+  check.require(params.bias.has_value() == packed.bias_starts.has_value(),
+                "bias and bias_starts must both be tensors, or both None");
+  check("bias_starts", packed.bias_starts).type({at::kLong}).on_device_of(q).sizes({sizes.B + 1});
+  if (const OptionalTensor& bias = params.bias) {
+    check("bias", bias).floating().on_device_of(q).rank(2, "(heads, pairs)");
+    check("bias", bias).broadcasts_to({sizes.H, bias->sym_size(1)}).require(bias->is_contiguous(), "contiguous");
+  }
+  if (!starts_q.is_cpu()) return;
+
+  check_boundaries(check, "cu_seqlens_q", starts_q, q.size(0), sizes.Lq.expect_int());
+  check_boundaries(check, "cu_seqlens_k", starts_k, k.size(0), sizes.Lk.expect_int());
+  const auto numbers = [](const Tensor& tensor) { return tensor.to(at::kLong).contiguous(); };
+  const Tensor queries = numbers(starts_q.diff()), keys = numbers(starts_k.diff());
+  const int64_t *const Lq = queries.const_data_ptr<int64_t>(), *const Lk = keys.const_data_ptr<int64_t>();
+  const Tensor used = packed.seqused_k ? numbers(*packed.seqused_k) : Tensor();
+  const Tensor pairs = packed.bias_starts ? packed.bias_starts->contiguous() : Tensor();
+  for (int64_t b = 0; b < queries.numel(); ++b) {
+    if (used.defined()) {
+      const int64_t count = used.const_data_ptr<int64_t>()[b];
+      check.require(count >= 0 && count <= Lk[b], "seqused_k must lie in [0, ", Lk[b], "], the keys of sequence ", b,
+                    ", got ", count);
+    }
+    if (pairs.defined()) {
+      const int64_t start = pairs.const_data_ptr<int64_t>()[b], own = Lq[b] * Lk[b], all = params.bias->size(1);
+      check.require(start >= 0 && own <= all && start <= all - own, "bias_starts must keep the ", own,
+                    " pairs of sequence ", b, " in the ", all, " of bias, got ", start);
+    }
+  }
+}
+
+}  // namespace
+
+void check_heads(const Checks& check, const Tensor& q, const char* keys, const Tensor& k, const char* values,
+                 const OptionalTensor& v, int64_t key_heads) {
+  const SymInt D = q.sym_size(-1), H = q.sym_size(1), Hkv = k.sym_size(key_heads);
+  check("q", q).unit_stride().require(holds(D.sym_ge(1)), "of head_dim 1 or more");
+  check(keys, k).type_of(q).on_device_of(q).unit_stride();
+  check(keys, k).require(holds(k.sym_size(-1).sym_eq(D)), "of the head_dim of q, ", D);
+  check(keys, k).require(holds(Hkv.sym_ge(1)), "of one head or more");
+  check("q", q).require(holds((H % Hkv).sym_eq(0)), "of a multiple of the ", Hkv, " heads of ", keys);
+  check(values, v).type_of(q).on_device_of(q).sizes(k.sym_sizes()).unit_stride();
+}
+
+void check_special(const Checks& check, const Tensor& q, const Sizes& sizes, c10::SymIntArrayRef queries,
+                   c10::SymIntArrayRef keys, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+                   const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
+  const at::ScalarType wide = arithmetic_type(q);
+  if (distance_bias) {
+    const SymInt batches = q.dim() == 3 ? SymInt(1) : sizes.B, distances = sizes.Lq + sizes.Lk - 1;
+    check("distance_bias", distance_bias).type({wide}).on_device_of(q).rank(3, "(B, H, distances)").unit_stride();
+    check("distance_bias", distance_bias).broadcasts_to({batches, sizes.H, distance_bias->sym_size(2)});
+    check("distance_bias", distance_bias)
+        .require(holds(distance_bias->sym_size(2).sym_ge(distances)), "of ", distances, " distances");
+  }
+  check.require(query_ids.has_value() == key_ids.has_value(),
+                "query_ids and key_ids must both be tensors, or both None");
+  check("query_ids", query_ids).type({at::kInt}).on_device_of(q).broadcasts_to(queries).unit_stride();
+  check("key_ids", key_ids).type({at::kInt}).on_device_of(q).broadcasts_to(keys).unit_stride();
+  if (query_ids) {
+    check("query_ids", query_ids).require(holds(query_ids->sym_size(-1).sym_eq(queries.back())), "an id per query");
+    check("key_ids", key_ids).require(holds(key_ids->sym_size(-1).sym_eq(keys.back())), "an id per key");
+  }
+  check("sinks", sinks).type({wide}).on_device_of(q).sizes({sizes.H}).unit_stride();
+  check.require(!softcap || *softcap > 0, "softcap must be above 0 or None, got ", softcap.value_or(0));
+}
+
+void check_arguments(const Checks& check, const AttentionParams& params, const Tensor& q, const Tensor& k,
+                     const OptionalTensor& v) {
+  const bool packed = params.is_packed();
+  const int64_t rank = packed ? 3 : 4;
+  check("q", q).floating().rank(rank, packed ? "(Tq, H, D)" : "(B, H, Lq, D)");
+  check("k", k).rank(rank, packed ? "(Tk, Hkv, D)" : "(B, Hkv, Lk, D)");
+  check_heads(check, q, "k", k, "v", v, 1);
+  check.dropout(q, params.dropout_p, params.seed);
+  check.backend(params.backend, q);
+  if (packed) {
+    check("cu_seqlens_q", params.packed.cu_seqlens_q).rank(1, "(sequences + 1,)");
+    const SymInt boundaries = params.packed.cu_seqlens_q->sym_size(0);
+    check("cu_seqlens_q", params.packed.cu_seqlens_q).require(holds(boundaries.sym_ge(1)), "(sequences + 1,)");
+    const Sizes sizes{boundaries - 1, q.sym_size(1), params.packed.max_q, params.packed.max_k};
+    check_packed(check, params, q, k, sizes);
+    check_special(check, q, sizes, {q.sym_size(0)}, {k.sym_size(0)}, params.distance_bias, params.query_ids,
+                  params.key_ids, params.sinks, params.softcap);
+  } else {
+    const Sizes sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)};
+    check("k", k).require(holds(k.sym_size(0).sym_eq(sizes.B)), "of the batch size of q, ", sizes.B);
+    check_padded(check, params, q, sizes);
+    check_special(check, q, sizes, {sizes.B, sizes.Lq}, {sizes.B, sizes.Lk}, params.distance_bias, params.query_ids,
+                  params.key_ids, params.sinks, params.softcap);
+  }
+}
+
+void check_statistics(const Checks& check, const char* name, const OptionalTensor& statistics, const Tensor& q) {
+  check(name, statistics).type({arithmetic_type(q)}).on_device_of(q);
+  if (q.dim() == 3)
+    check(name, statistics).sizes({q.sym_size(1), q.sym_size(0)});
+  else
+    check(name, statistics).sizes(q.sym_sizes().slice(0, 3));
+}
+
+void check_within(const Checks& check, const char* name, const Tensor& values, int64_t most) {
+  const Tensor dense = values.contiguous();
+  for (const int32_t value : at::ArrayRef<int32_t>(dense.const_data_ptr<int32_t>(), dense.numel()))
+    check.require(value >= 0 && value <= most, name, " must lie in [0, ", most, "], got ", value);
+}
+
+}  // namespace transformer_fast::attention_op

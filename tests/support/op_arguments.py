@@ -1,0 +1,198 @@
+"""Recorded calls of every operator of ``torch.ops.transformer_fast``, and calls that differ from them in one argument.
+
+The operators and their arguments are read from the library. The calls are those that the public ops make.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from op_calls import Draw, Operators, attention_calls, by_dispatcher, calls, masked_calls, token_calls
+from torch import Tensor
+
+import transformer_fast as tfast
+from transformer_fast import AttentionMask
+
+NAMESPACE = "transformer_fast"
+BAND = 1 << 12  # elements on each side of a tensor, more than any row of a recorded call
+
+
+class Recorded(NamedTuple):
+    """A call of an operator: arguments by the names of its schema."""
+
+    op: Any
+    arguments: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.op._schema.name.partition("::")[2]
+
+    def run(self) -> Any:
+        return self.op(**self.arguments)
+
+    def with_argument(self, name: str, value: Any) -> Recorded:
+        return self._replace(arguments={**self.arguments, name: value})
+
+
+class Wrong(NamedTuple):
+    """A recorded call with one argument changed.
+
+    Attributes:
+        call: the changed call.
+        argument: name of the changed argument.
+        what: how it was changed.
+        by_value: True if sizes, dtypes and devices are unchanged: only the values of a tensor or a number differ.
+    """
+
+    call: Recorded
+    argument: str
+    what: str
+    by_value: bool
+
+
+def operators() -> dict[str, Any]:
+    """Every operator of the library with a tensor argument, by name."""
+    found = {}
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace == NAMESPACE and any("Tensor" in str(argument.type) for argument in schema.arguments):
+            found[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return found
+
+
+@functools.cache
+def recorded() -> dict[str, list[Recorded]]:
+    """Calls of each operator, by its name; each differs from the others in the kinds of its arguments."""
+    with Operators() as mode, by_dispatcher():
+        for call in (calls() | attention_calls() | masked_calls() | token_calls()).values():
+            call.trained() if call.leaves and "decode" not in call.op else call.outputs()
+        _other_calls()
+    found: dict[str, dict[Any, Recorded]] = {}
+    for op, args, kwargs in mode.ours:
+        names = [argument.name for argument in op._schema.arguments]
+        defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+        given = defaults | dict(zip(names, args)) | kwargs
+        call = Recorded(op, {name: _plain(given[name]) for name in names})
+        found.setdefault(call.name, {}).setdefault(tuple(map(_kind, call.arguments.values())), call)
+    return {name: list(of.values()) for name, of in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, value.dim()) if isinstance(value, Tensor) else type(value) if value is None else str(value)
+
+
+def _other_calls() -> None:
+    """Call the operators that a public op calls for large inputs or with an option, and those of decoding."""
+    ops, draw = torch.ops.transformer_fast, Draw(5)
+    x, weight, bias = draw.floats(3, 20), draw.floats(33, 20), draw.floats(33)
+    ops.linear_grad_weight(ops.linear(x, weight, bias), x)
+    q, k, added = draw.floats(2, 4, 6, 8), draw.floats(2, 2, 7, 8), draw.floats(1, 4, 6, 7)
+    tfast.attention(q, k, k, AttentionMask.lengths(torch.tensor([3, 7])), bias=added, return_weights=True)
+    ops.fill_positional_table(torch.empty(5, 8))
+    ops.step_linear(x, ops.pack_step_weight([weight]), bias, 33, True)
+    ops.quantized_linear(x, ops.pack_quantized_weight([weight]), bias, 33, False)
+    ops.copy_cache_rows(draw.floats(2, 4, 2, 3, 5, 8), [0, 1], [2, 3], 4)
+    best, token, _ = ops.choose_tokens(draw.floats(4, 11), 3, [2, 5], True)
+    unit, slot = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+    ops.choose_continuations(best, best + 1, token, unit, slot, 2, 2, 3)
+
+
+def wrong_calls(call: Recorded) -> Iterator[Wrong]:
+    """Every change of one argument of a call."""
+    for name, value in call.arguments.items():
+        for what, by_value, changed in _changes(value):
+            yield Wrong(call.with_argument(name, changed), name, what, by_value)
+
+
+def _changes(value: Any) -> Iterator[tuple[str, bool, Any]]:
+    if isinstance(value, Tensor):
+        yield from _tensor_changes(value)
+    elif isinstance(value, bool):
+        yield "the other", True, not value
+    elif isinstance(value, int):
+        for other in (-1, value - 1, value + 1, 1 << 40):
+            yield f"{other} for {value}", True, other
+    elif isinstance(value, float):
+        for other in (-0.5, 1.5):
+            yield f"{other} for {value}", True, other
+    elif isinstance(value, str):
+        yield "an unknown word", True, value + "?"
+    elif isinstance(value, list) and value and isinstance(value[0], int) and not isinstance(value[0], bool):
+        yield "one less", True, value[:-1]
+        yield "negative", True, [*value[:-1], -1]
+        yield "past the end", True, [*value[:-1], 1 << 20]
+    elif isinstance(value, list) and value and isinstance(value[0], Tensor):
+        yield "none", True, []
+        for what, by_value, changed in _tensor_changes(value[0]):
+            yield what, by_value, [value[0], changed]
+
+
+def _tensor_changes(t: Tensor) -> Iterator[tuple[str, bool, Tensor]]:
+    yield "one more dimension", False, t[None]
+    for dim in range(t.dim()):
+        size = t.shape[dim]
+        if t.dim() > 0 and size > 0:
+            yield f"without dimension {dim}", False, t.select(dim, 0)
+            yield f"one less in dimension {dim}", False, t.narrow(dim, 0, size - 1)
+            yield f"one more in dimension {dim}", False, torch.cat([t, t.narrow(dim, 0, 1)], dim)
+            yield f"nothing in dimension {dim}", False, t.narrow(dim, 0, 0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool):
+        if dtype != t.dtype:
+            yield f"{dtype} for {t.dtype}", False, t.to(dtype)
+    if t.numel() > 1 and t.dim() > 1:
+        yield "transposed in memory", False, t.mT.contiguous().mT
+    if not t.is_floating_point() and t.dtype != torch.bool and t.numel() > 0:
+        for what, number in (("negative", -1), ("past the end", min(1 << 20, torch.iinfo(t.dtype).max))):
+            for place in {0, t.numel() - 1}:
+                changed = t.clone(memory_format=torch.contiguous_format)
+                changed.view(-1)[place] = number
+                yield f"{what} at {place}", True, changed
+
+
+def banded(t: Tensor, fill: int) -> Tensor:
+    """Copy of a tensor with equal strides, inside memory that holds ``fill`` (0 or 1) elsewhere."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else 0
+    moved = torch.full((span + 2 * BAND,), fill, dtype=t.dtype).as_strided(t.shape, t.stride(), BAND)
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in t.stride())  # what is expanded is written once
+    moved[once].copy_(t[once])
+    return moved
+
+
+def in_bands(call: Recorded, fill: int) -> Recorded:
+    """A call whose tensors are all in bands of ``fill``."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return banded(value, fill)
+        if isinstance(value, list) and value and isinstance(value[0], Tensor):
+            return [banded(t, fill) for t in value]
+        return value
+
+    return call._replace(arguments={name: moved(value) for name, value in call.arguments.items()})
+
+
+def on_meta(call: Recorded) -> Recorded:
+    """A call with the same sizes and strides, and no values."""
+    return call._replace(arguments={name: _without_values(value) for name, value in call.arguments.items()})
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return [_without_values(each) for each in value] if isinstance(value, list) else value
+
+
+def outcome(run: Callable[..., Any], *args: Any) -> tuple[list[Tensor] | None, str]:
+    """Results of a call as a list, or None and the message of its error."""
+    try:
+        out = run(*args)
+    except (ValueError, TypeError, IndexError, RuntimeError, MemoryError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    return [] if out is None else [out] if isinstance(out, Tensor) else list(out), ""
