@@ -86,9 +86,30 @@ ROWS = (
     Fault(
         name="a look-ahead mask that is learned is taken for the constant one",
         path=PACKAGE + "layers/torch_masks.py",
-        old="or mask.shape[0] != mask.shape[1] or mask.requires_grad:",
-        new="or mask.shape[0] != mask.shape[1]:",
+        old="    if mask.requires_grad:\n",
+        new="    if False:\n",
         tests=("tests/layers/test_multihead.py", "tests/accelerate/test_torch.py"),
+    ),
+    Fault(
+        name="the hint is_causal wins over a mask that can be read",
+        path=PACKAGE + "layers/torch_masks.py",
+        old="    if not _is_readable(mask):\n",
+        new="    if is_causal or not _is_readable(mask):\n",
+        tests=("tests/accelerate/test_torch_modes.py",),
+    ),
+    Fault(
+        name="a module that was not swapped gets a hint that its mask contradicts",
+        path=PACKAGE + "layers/torch_masks.py",
+        old="key_padding_mask, bool(is_causal) and causal)",
+        new="key_padding_mask, bool(is_causal))",
+        tests=("tests/accelerate/test_torch_modes.py",),
+    ),
+    Fault(
+        name="an encoder of torch.nn that leaves the padding out looks ahead",
+        path=PACKAGE + "layers/torch_stacks.py",
+        old="PackedMask(packing, packing, bool(is_causal))",
+        new="PackedMask(packing, packing)",
+        tests=("tests/accelerate/test_torch_modes.py",),
     ),
     Fault(
         name="weights of torch.nn's attention are always one mean over the heads",

@@ -132,8 +132,8 @@ ROWS = (
     Fault(
         name="vmap is not refused where a look-ahead mask is recognised",
         path="transformer_fast/layers/torch_masks.py",
-        old="or type(mask) is not Tensor or in_transform():",
-        new="or type(mask) is not Tensor:",
+        old="or type(mask) is not Tensor or in_transform())",
+        new="or type(mask) is not Tensor)",
         tests=("tests/layers/test_multihead.py", "tests/ops/test_tensor_transforms.py"),
     ),
     Fault(

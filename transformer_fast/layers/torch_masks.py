@@ -19,7 +19,7 @@ class TorchMask:
     Attributes:
         keys: the blocked keys, as an AttentionMask.
         bias: float added to the scores: (N|1, heads|1, L|1, S) float, or None.
-        original: the three arguments as given, for modules that were not swapped.
+        original: the three arguments, for modules that were not swapped; a hint that the mask contradicts is False.
     """
 
     keys: AttentionMask
@@ -41,8 +41,8 @@ def torch_mask(
     Args:
         attn_mask: (L, S) or (N * heads, L, S); or a TorchMask, which is returned.
         key_padding_mask: (N, S), or (S,) for an unbatched input.
-        is_causal: hint that ``attn_mask`` is the look-ahead mask; its values are then not read. On the CPU the
-            look-ahead mask is recognised without the hint.
+        is_causal: hint that ``attn_mask`` is the look-ahead mask. On the CPU the values decide: the mask is recognised
+            without the hint, and wins over a hint that differs.
         shape: (N, heads, L, S).
 
     Raises:
@@ -53,12 +53,13 @@ def torch_mask(
         return attn_mask
     if attn_mask is None and key_padding_mask is None and not is_causal:
         return _NOTHING
-    original = (attn_mask, key_padding_mask, bool(is_causal))
     N, heads, L, S = shape
     keys, bias = AttentionMask(), None
     if attn_mask is not None:
         _check("attn_mask", attn_mask, ((L, S), (N * heads, L, S)))
-    if is_look_ahead(attn_mask, is_causal):
+    causal = is_look_ahead(attn_mask, is_causal)
+    original = (attn_mask, key_padding_mask, bool(is_causal) and causal)
+    if causal:
         keys = AttentionMask.causal()
     elif attn_mask is not None:
         attn_mask = attn_mask.view(1, 1, L, S) if attn_mask.dim() == 2 else attn_mask.view(N, heads, L, S)
@@ -107,17 +108,25 @@ def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None
 
 
 def is_look_ahead(mask: Tensor | None, is_causal: bool | None) -> bool:
-    """Return True if a mask is the square look-ahead mask, by the caller's hint or by the values.
+    """Return True if a mask is the look-ahead mask: by its values, or by the caller's hint if these are not read.
 
-    Values are read only on the CPU, where reading is immediate, and never while a graph is made.
+    So a mask wins over a hint that differs. The values are read only on the CPU, where reading is immediate, and never
+    while a graph is made. A mask that requires a gradient is no constant. With the hint, a mask by head is read too.
     """
-    if is_causal:
-        return True
-    if mask is None or is_traced() or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+    if mask is None:
+        return bool(is_causal)
+    if mask.requires_grad:
         return False
-    if mask.device.type != "cpu" or torch.compiler.is_compiling() or type(mask) is not Tensor or in_transform():
+    if not _is_readable(mask):
+        return bool(is_causal)
+    if mask.dim() not in ((2, 3) if is_causal else (2,)):
         return False
-    blocked = torch.ones_like(mask, dtype=torch.bool).triu_(1)
-    if mask.dtype != torch.bool:
-        blocked = torch.zeros_like(mask).masked_fill_(blocked, float("-inf"))
-    return torch.equal(mask, blocked)
+    fill = True if mask.dtype == torch.bool else float("-inf")
+    blocked = torch.full(mask.shape[-2:], fill, dtype=mask.dtype, device=mask.device).triu_(1)
+    return torch.equal(mask, blocked.expand_as(mask))
+
+
+def _is_readable(mask: Tensor) -> bool:
+    if is_traced() or mask.device.type != "cpu" or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return False
+    return not (torch.compiler.is_compiling() or type(mask) is not Tensor or in_transform())

@@ -3,7 +3,8 @@
 Each is a subclass of the module it stands for and adds no state, so that ``accelerate`` only changes the class of an
 existing module: parameters, hooks, mode, dtype and device stay as they are. Two things differ from ``torch.nn``: a
 query with every key blocked attends to nothing (attention output 0), never NaN; and ``is_causal`` needs no
-``attn_mask``. The stacks are in ``torch_stacks``.
+``attn_mask``. Where training and evaluation of ``torch.nn`` disagree, these modules compute the same in both:
+docs/models/torch_nn.md has the table. The stacks are in ``torch_stacks``.
 
 A submodule that is not plain (``hooks.is_plain``) is called as ``torch.nn`` calls it; the ops around it are then not
 fused.

@@ -36,15 +36,16 @@ class TransformerEncoder(nn.TransformerEncoder):
         if packed is not None:
             return packed
         if packing := self._packing(src, mask, src_key_padding_mask):
-            own, src = PackedMask(packing, packing), take(src, packing)
+            own, src = PackedMask(packing, packing, bool(is_causal)), take(src, packing)
         else:
             own = _stack_mask(self, "self_attn", src, src, mask, src_key_padding_mask, is_causal)
+        causal: bool | None = None  # read once, and only for layers that get the original masks
         for layer in self.layers:
             if own is not None and is_plain(layer, TransformerEncoderLayer):
                 src = layer(src, src_mask=own)
                 continue
-            causal = is_look_ahead(mask, is_causal)
-            given, padding, causal = encoder_masks(src, mask, src_key_padding_mask, causal)
+            causal = is_look_ahead(mask, is_causal) if causal is None else causal
+            given, padding, _ = encoder_masks(src, mask, src_key_padding_mask, causal)
             src = layer(src, src_mask=given, is_causal=causal, src_key_padding_mask=padding)
         src = unpack(src, packing) if packing else src
         return src if self.norm is None else self.norm(src)
@@ -101,10 +102,13 @@ class TransformerDecoder(nn.TransformerDecoder):
             return packed
         own = _stack_mask(self, "self_attn", tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross = _stack_mask(self, "multihead_attn", tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        causal: tuple[bool, bool] | None = None  # read once, and only for layers that get the original masks
         for layer in self.layers:
             if own is not None and cross is not None and is_plain(layer, TransformerDecoderLayer):
                 tgt = layer(tgt, memory, tgt_mask=own, memory_mask=cross)
                 continue
+            if causal is None:
+                causal = is_look_ahead(tgt_mask, tgt_is_causal), is_look_ahead(memory_mask, memory_is_causal)
             tgt = layer(
                 tgt,
                 memory,
@@ -112,8 +116,8 @@ class TransformerDecoder(nn.TransformerDecoder):
                 memory_mask=memory_mask,
                 tgt_key_padding_mask=tgt_key_padding_mask,
                 memory_key_padding_mask=memory_key_padding_mask,
-                tgt_is_causal=is_look_ahead(tgt_mask, tgt_is_causal),
-                memory_is_causal=memory_is_causal,
+                tgt_is_causal=causal[0],
+                memory_is_causal=causal[1],
             )
         return tgt if self.norm is None else self.norm(tgt)
 
