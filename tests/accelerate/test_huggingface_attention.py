@@ -107,17 +107,31 @@ def test_what_would_be_refused_is_named_with_the_reason(name: str, path: str, ki
         assert fast.encoder.config is fast.config.encoder and fast.decoder.config is fast.config.decoder
 
 
+def test_a_model_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention is ours on a GPU too, and the dropout stays torch's."""
+    model, fast = make(BERT), make(BERT)
+    seems_on_gpu(seems_on_gpu(fast, monkeypatch).bert, monkeypatch)
+    report = tfast.accelerate(fast)
+    assert {row.path: row.was for row in report.swapped if row.now == NOW} == {"bert": "BertModel (sdpa)"}
+    assert any(row.was == "nn.Dropout" and "not measured on a GPU" in row.why for row in report.left)
+    assert calls_of(fast, BERT) == ["ours"] * 2 and calls_of(model, BERT) == ["torch"] * 2
+
+
 def test_models_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models on the meta device, on a GPU, and with an attention that the user chose stay as they are."""
+    """Models on the meta device, with an attention that the user chose, and on a GPU those that the kernels do not
+    take."""
     with torch.device("meta"):
         meta = transformers.BertForMaskedLM(models.config_of(case(BERT)))
-    chosen, gpu = make(BERT), make(BERT)
+    chosen, double = make(BERT), make(BERT)
     chosen.config._attn_implementation_internal = "flex_attention"
-    seems_on_gpu(gpu.bert, monkeypatch)
+    seems_on_gpu(double.bert, monkeypatch, torch.float64)
+    wide = models.make(case(BERT), hidden_size=640, num_attention_heads=2)
+    seems_on_gpu(wide.bert, monkeypatch)
     for model, was, why in (
         (meta, "sdpa", "meta device"),
-        (gpu, "sdpa", "the fused op was not measured on a GPU"),
         (chosen, "flex_attention", 'attn_implementation="flex_attention" was chosen'),
+        (double, "sdpa", "the GPU kernels take float32, float16 and bfloat16"),
+        (wide, "sdpa", "its head_dim is 320, and the kernels take up to 256 on a GPU"),
     ):
         (row,) = [row for row in tfast.accelerate(model).left if row.path == "bert"]
         assert row.was == f"BertModel ({was})" and why in row.why and set(implementations(model)) == {was}

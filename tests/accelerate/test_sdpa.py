@@ -8,15 +8,18 @@ from collections.abc import Callable
 import pytest
 import sdpa_models as models
 import torch
-from accelerated import Seen, copies, from_one_seed, pair, step, whose
+from accelerated import Seen, copies, from_one_seed, pair, seems_on_gpu, step, whose
 from sdpa_forms import Attribute, Closure, Held, HeldFunction
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as torchs
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
+from transformer_fast import backends
 from transformer_fast.accelerate.sdpa import NAME
 from transformer_fast.accelerate.sdpa import scaled_dot_product_attention as theirs_or_ours
+from transformer_fast.layers.devices import ON_GPU, left_to_torch
 
 IDS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(1))
 KEEP = torch.arange(12) < torch.tensor([[12], [7]])
@@ -175,6 +178,33 @@ def test_a_compiled_module_calls_what_its_attribute_holds_now(form: type[nn.Modu
     expected = 2 * fast.qkv(x).chunk(3, -1)[2]
     for call in (fast, compiled):
         torch.testing.assert_close(call(x), fast.out(expected))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "ours"),
+    [(torch.bfloat16, 64, True), (torch.float32, 256, True), (torch.float32, 264, False), (torch.float64, 64, False)],
+)
+def test_on_a_gpu_it_is_ours_where_there_are_kernels(dtype: torch.dtype, head_dim: int, ours: bool) -> None:
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 5, head_dim, device="cuda", dtype=dtype)
+        keep = torch.ones(2, 1, 5, 5, device="cuda", dtype=torch.bool)
+        assert ("ours" in whose(lambda: theirs_or_ours(q, q, q, keep))) is ours
+        assert ("ours" in whose(lambda: theirs_or_ours(q, q, q, is_causal=True))) is ours
+
+
+def test_every_op_says_if_it_stays_with_torch_on_a_gpu() -> None:
+    assert ON_GPU.keys() == backends._ON_CUDA.keys()
+    assert [op for op, reason in ON_GPU.items() if reason] == ["dropout"]
+    assert left_to_torch("norm", torch.device("mps")) == "no kernel here: there are no kernels for mps devices"
+
+
+def test_an_attention_of_torch_with_large_heads_stays_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for heads, swapped in ((2, True), (1, False)):
+        model = seems_on_gpu(nn.MultiheadAttention(512, heads), monkeypatch)
+        report = tfast.accelerate(model)
+        assert bool(report.swapped) is swapped
+        assert swapped or report.left[0].why == "its head_dim is 512, and the kernels take up to 256 on a GPU"
 
 
 def test_other_devices_stay_with_torch() -> None:

@@ -71,3 +71,16 @@ def test_the_figures_of_the_gpu_are_those_of_its_record() -> None:
         pairs = ("sdpa efficient_attention", "ours"), ("sdpa cudnn_attention", "ours"), ("FA2 varlen", "ours packed")
         for figure, (peer, ours) in zip(map(str.strip, figures), pairs, strict=True):
             assert figure == f"{us[peer] / us[ours]:.{len(figure.partition('.')[2])}f}", (case, peer)
+
+
+def test_the_figures_of_what_is_swapped_on_a_gpu_are_those_of_its_record() -> None:
+    """With padding the peer is mem-efficient, without padding flash: torch chooses these."""
+    lines = (ROOT / "benchmarks/results/h200/headline.jsonl").read_text().splitlines()
+    times = {row["case"]: row["us"] for row in map(json.loads, lines)}
+    page = (ROOT / "docs/explained/accelerate.md").read_text()
+    for kinds, peer, words in (
+        (("sentences", "long"), "sdpa efficient_attention", "with padding {:.1f} to {:.1f} times"),
+        (("full",), "sdpa flash_attention", "without padding {:.1f} to {:.1f} times"),
+    ):
+        ratios = [us[peer] / us["ours"] for case, us in times.items() if case.startswith(kinds)]
+        assert words.format(min(ratios), max(ratios)) in page

@@ -86,9 +86,10 @@ def surroundings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), torch.get_default_device(), backends.current(), modes, states
 
 
-def seems_on_gpu(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """Make a module report that its parameters are on a GPU."""
-    parameter = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+def seems_on_gpu(model: nn.Module, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Make a module report that its parameters are on a GPU; skip the test where no GPU kernels are installed."""
+    pytest.importorskip("triton")
+    parameter = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     monkeypatch.setattr(model, "parameters", lambda recurse=True: iter((parameter,)), raising=False)
     return model
 

@@ -56,6 +56,27 @@ ROWS = (
         tests=("tests/accelerate/test_accelerate.py",),
     ),
     Fault(
+        name="attention stays torch's on a GPU",
+        path="transformer_fast/layers/devices.py",
+        old='    "attention": "",\n',
+        new='    "attention": "not measured",\n',
+        tests=("tests/accelerate/test_sdpa.py", "tests/accelerate/test_huggingface_attention.py"),
+    ),
+    Fault(
+        name="dropout alone is swapped on a GPU",
+        path="transformer_fast/layers/devices.py",
+        old="    return ON_GPU[op]\n",
+        new='    return ""\n',
+        tests=("tests/accelerate/test_dropout.py",),
+    ),
+    Fault(
+        name="attention with heads over 256 is swapped on a GPU",
+        path="transformer_fast/layers/devices.py",
+        old='if op == "attention" and within is not None and',
+        new="if False and",
+        tests=("tests/accelerate/test_sdpa.py", "tests/accelerate/test_huggingface_attention.py"),
+    ),
+    Fault(
         name="a dropout in place is swapped",
         path=PACKAGE + "torch_swaps.py",
         old='which the kernel does not" if module.inplace else ""',

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from .. import backends
 from ..dialects.common import LastWeights
+from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
 from ..ops.linear import is_faster
 from .calls import Redirected, calls_of, redirected_class
@@ -37,8 +38,9 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
     with the fused op's on random input. Any other module whose code calls ``F.scaled_dot_product_attention`` or
     ``F.dropout`` keeps its code; the calls are redirected to the fused functions. Models of Hugging Face transformers
     get ``attn_implementation="transformer_fast"``, in copies of their configs. Linear layers use the faster of
-    PyTorch's matrix libraries. Call ``accelerate`` before the model is compiled or sharded, and after it was quantised.
-    A second call lists the modules that are swapped already, and swaps modules added since.
+    PyTorch's matrix libraries. On a GPU, dropout alone stays torch's. Call ``accelerate`` before the model is compiled
+    or sharded, and after it was quantised. A second call lists the modules that are swapped already, and swaps modules
+    added since.
 
     Nothing outside the model changes: no default dtype, random state or backend, in any thread. Calls in several
     threads take turns. A call that ends with an exception (also KeyboardInterrupt) undoes its changes.
@@ -160,7 +162,7 @@ class _Walk:
 
     def _visit_torch(self, path: str, module: nn.Module) -> None:
         swap = SWAPS[type(module)]
-        if reason := swap.obstacle(module) or self._obstacle(module, swap.op, on_gpu=swap.on_gpu):
+        if reason := swap.obstacle(module) or self._obstacle(module, swap.op):
             self._add_unchanged(path, module, reason)
         else:
             self._swap(path, module, swap.made, f"layers.{swap.made.__name__}")
@@ -202,22 +204,17 @@ class _Walk:
             self.probed[key] = probe(module, pattern)
         return self.probed[key]
 
-    def _obstacle(self, module: nn.Module, op: str, *, on_gpu: bool = True) -> str:
+    def _obstacle(self, module: nn.Module, op: str) -> str:
         if _is_replaced(module) or type(module).__call__ is not nn.Module.__call__:
             return "its forward was replaced"
-        return self._no_kernel(module, op) if on_gpu else self._device_obstacle(module, op)
+        return self._device_obstacle(module, op)
 
     def _device_obstacle(self, module: nn.Module, op: str) -> str:
         """Reason to keep torch's op on a module's device, or ""."""
         parameter = next(module.parameters(), None)
-        device = self.device if parameter is None else parameter.device
-        return "the fused op was not measured on a GPU" if device.type == "cuda" else self._no_kernel(module, op)
-
-    def _no_kernel(self, module: nn.Module, op: str) -> str:
-        parameter = next(module.parameters(), None)
         device, dtype = (self.device, torch.float32) if parameter is None else (parameter.device, parameter.dtype)
-        if device.type == "meta":
-            return "it is on the meta device; move it to its device before accelerate"
+        if reason := left_to_torch(op, device, module):
+            return reason
         backend, why = backends.choose(op, device, dtype)
         return f"no kernel here: {why}" if backend == "reference" and backends.current() == "auto" else ""
 

@@ -55,20 +55,18 @@ class Swap:
         made: class after the swap.
         op: op whose kernels compute the module.
         obstacle: function that returns the reason to leave a module, or "".
-        on_gpu: True to swap on a GPU too.
     """
 
     made: type[nn.Module]
     op: str
     obstacle: Callable[[Any], str]
-    on_gpu: bool = True
 
 
 SWAPS: dict[type[nn.Module], Swap] = {
     nn.LayerNorm: Swap(fast.LayerNorm, "norm", _norm_obstacle),
     nn.RMSNorm: Swap(fast.RMSNorm, "norm", _norm_obstacle),
     nn.Embedding: Swap(fast.Embedding, "embedding", _embedding_obstacle),
-    nn.Dropout: Swap(Dropout, "dropout", _dropout_obstacle, on_gpu=False),
+    nn.Dropout: Swap(Dropout, "dropout", _dropout_obstacle),
     nn.MultiheadAttention: Swap(fast.MultiheadAttention, "attention", _attention_obstacle),
     nn.TransformerEncoderLayer: Swap(fast.TransformerEncoderLayer, "attention", _no_obstacle),
     nn.TransformerDecoderLayer: Swap(fast.TransformerDecoderLayer, "attention", _no_obstacle),

@@ -14,6 +14,7 @@ from ..ops.dropout import dropout as fused_dropout
 from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from .by_torch import by_torch
+from .devices import left_to_torch
 from .hooks import is_plain
 
 # Bound at import, so that torch's function stays reachable if a program patches torch.nn.functional.
@@ -25,10 +26,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Drop-in replacement of ``torch.nn.functional.dropout`` on the fused op.
 
-    A call that the op does not serve goes to torch: devices other than the CPU (not measured), compiled and traced
-    calls, ``inplace``, ``p`` of 0 or 1, no elements, integer, complex, sparse and nested tensors, subclasses, views
-    with gaps, transforms of ``torch.func``, forward-mode differentiation, a machine without kernels, and every invalid
-    call, so that torch raises its own error. The mask differs from torch's; ``torch.manual_seed`` governs both.
+    A call that the op does not serve goes to torch: devices other than the CPU (``devices.left_to_torch``), compiled
+    and traced calls, ``inplace``, ``p`` of 0 or 1, no elements, integer, complex, sparse and nested tensors,
+    subclasses, views with gaps, transforms of ``torch.func``, forward-mode differentiation, a machine without kernels,
+    and every invalid call, so that torch raises its own error. The mask differs from torch's; ``torch.manual_seed``
+    governs both.
     The backward pass draws the mask again, and cannot be differentiated itself.
 
     Args:
@@ -113,7 +115,9 @@ def _fused_result(x: Any, p: Any, training: Any) -> Tensor | None:
         return None
     if training is not True:
         return x if training is False else None
-    if x.device.type != "cpu" or x.dtype not in _DTYPES or not takes_fused_ops(x) or x.dim() == 0 or x.numel() == 0:
+    if x.dtype not in _DTYPES or not takes_fused_ops(x) or x.dim() == 0 or x.numel() == 0:
+        return None
+    if left_to_torch("dropout", x.device):
         return None
     if backends.current() == "auto" and extension.module() is None:  # torch's is better than our reference
         return None
