@@ -8,7 +8,8 @@
 #                 at once; REHEARSE=1: it goes on
 # make gpu-prepare  compile here, without a GPU, what a GPU machine of minutes takes along, and print its commands
 # make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
-# make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
+# make fuzz       random calls of attention, and of generation, against the reference, and wrong calls of every operator:
+#                 make fuzz SEED=0 COUNT=2000
 # make emulate    every Triton and CUDA kernel as compiled for two GPU architectures, executed here against the reference;
 #                 then faulty kernels, of which most must be seen. 40 minutes of one core; it goes on where it was stopped
 # make mutants    plant faults in the sources, one at a time, and see which tests fail: hours; it goes on where it was
@@ -111,6 +112,7 @@ fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python tests/fuzz/fuzz.py --backend triton --seed $(SEED) --count $(COUNT)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_generation.py --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_arguments.py --seed $(SEED) --count $(COUNT)
 
 emulate: setup
 	$(BIN)/python tools/emulate.py --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --continue build/emulate.jsonl

@@ -3,8 +3,9 @@ ThreadSanitizer.
 
 The module and two sets of kernels (AVX2, and the best that this machine runs) are built with the sanitizers in a copy
 of the sources below build/, so the extension in use stays as it is. A second run builds only what changed. The tests of
-the ops and random calls (tests/fuzz/fuzz.py) run with each set of kernels. Any report fails. Before that, planted
-faults (tools/planted_faults.cpp) must be reported, in the memory of a tensor as torch gives it to kernels.
+the ops, random calls (tests/fuzz/fuzz.py) and wrong ones (tests/fuzz/fuzz_arguments.py) run with each set of kernels.
+Any report fails. Before that, planted faults (tools/planted_faults.cpp) must be reported, in the memory of a tensor as
+torch gives it to kernels.
 
 Not detected: reads past a part of a buffer that stay inside the same allocation, and accesses by masked AVX-512
 instructions, which GCC does not instrument (with AVX2 the same code copies the last few elements of a row).
@@ -35,6 +36,7 @@ TESTS = (
     "ops/test_embedding.py",
     "ops/test_cross_entropy.py",
     "ops/test_every_op.py",
+    "ops/test_op_arguments.py",
     "ops/test_attention*.py",
     "ops/test_packing.py",
     "ops/test_pages.py",
@@ -42,6 +44,7 @@ TESTS = (
     "generation/test_quantized_linear.py",
     "generation/test_fused.py",
 )
+WRONG_CALLS = 2000
 COMPILER = os.environ.get("CXX", "c++").split()
 SUMMARY = re.compile(r"(\d+ (?:passed|failed).* in [\d.]+s.*)$", re.MULTILINE)
 # A report of UndefinedBehaviorSanitizer: its line, and the stack below it.
@@ -176,7 +179,12 @@ def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int)
     # -s: what UndefinedBehaviorSanitizer prints must not stay with pytest.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *tests]
     fuzz = [sys.executable, "tests/fuzz/fuzz.py", "--backend", "native", "--count", str(count)]
-    for what, command in (("tests", pytest), (f"{count} random calls", fuzz)):
+    wrong = [sys.executable, "tests/fuzz/fuzz_arguments.py", "--count", str(WRONG_CALLS)]
+    for what, command in (
+        ("tests", pytest),
+        (f"{count} random calls", fuzz),
+        (f"{WRONG_CALLS} wrong calls", wrong),
+    ):
         start = time.monotonic()
         code, output, report = run_and_look(sanitizer, command, environment, show=True)
         if report:

@@ -6,6 +6,8 @@ The operators and their arguments are read from the library. The calls are those
 from __future__ import annotations
 
 import functools
+import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,8 +17,12 @@ from torch import Tensor
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
+from transformer_fast.ops import _plain
 
 NAMESPACE = "transformer_fast"
+_VALUES = re.compile(r"must (rise|lie|name|keep|have sequences)|vocabulary has|are not all in the table")
+"""Words of the errors about values of tensors, which are read where the operator runs."""
+_NO_MEMORY = re.compile("allocate memory|bad_alloc")
 BAND = 1 << 12  # elements on each side of a tensor, more than any row of a recorded call
 
 
@@ -75,12 +81,12 @@ def recorded() -> dict[str, list[Recorded]]:
         names = [argument.name for argument in op._schema.arguments]
         defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
         given = defaults | dict(zip(names, args)) | kwargs
-        call = Recorded(op, {name: _plain(given[name]) for name in names})
+        call = Recorded(op, {name: _detached(given[name]) for name in names})
         found.setdefault(call.name, {}).setdefault(tuple(map(_kind, call.arguments.values())), call)
     return {name: list(of.values()) for name, of in found.items()}
 
 
-def _plain(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -102,6 +108,19 @@ def _other_calls() -> None:
     best, token, _ = ops.choose_tokens(draw.floats(4, 11), 3, [2, 5], True)
     unit, slot = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
     ops.choose_continuations(best, best + 1, token, unit, slot, 2, 2, 3)
+
+
+def changed_at_random(call: Recorded, chance: random.Random, times: int) -> tuple[Recorded, list[str]]:
+    """A call after some random changes, one on top of the other, and what they are."""
+    said = []
+    for _ in range(times):
+        name = chance.choice(list(call.arguments))
+        changes = list(_changes(call.arguments[name]))
+        if changes:
+            what, _, value = chance.choice(changes)
+            call = call.with_argument(name, value)
+            said.append(f"{name}: {what}")
+    return call, said
 
 
 def wrong_calls(call: Recorded) -> Iterator[Wrong]:
@@ -156,23 +175,23 @@ def _tensor_changes(t: Tensor) -> Iterator[tuple[str, bool, Tensor]]:
                 yield f"{what} at {place}", True, changed
 
 
-def banded(t: Tensor, fill: int) -> Tensor:
+def banded(t: Tensor, fill: int, band: int = BAND) -> Tensor:
     """Copy of a tensor with equal strides, inside memory that holds ``fill`` (0 or 1) elsewhere."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else 0
-    moved = torch.full((span + 2 * BAND,), fill, dtype=t.dtype).as_strided(t.shape, t.stride(), BAND)
+    moved = torch.full((span + 2 * band,), fill, dtype=t.dtype).as_strided(t.shape, t.stride(), band)
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in t.stride())  # what is expanded is written once
     moved[once].copy_(t[once])
     return moved
 
 
-def in_bands(call: Recorded, fill: int) -> Recorded:
+def in_bands(call: Recorded, fill: int, band: int = BAND) -> Recorded:
     """A call whose tensors are all in bands of ``fill``."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return banded(value, fill)
+            return banded(value, fill, band)
         if isinstance(value, list) and value and isinstance(value[0], Tensor):
-            return [banded(t, fill) for t in value]
+            return [banded(t, fill, band) for t in value]
         return value
 
     return call._replace(arguments={name: moved(value) for name, value in call.arguments.items()})
@@ -196,3 +215,73 @@ def outcome(run: Callable[..., Any], *args: Any) -> tuple[list[Tensor] | None, s
     except (ValueError, TypeError, IndexError, RuntimeError, MemoryError) as error:
         return None, f"{type(error).__name__}: {error}"
     return [] if out is None else [out] if isinstance(out, Tensor) else list(out), ""
+
+
+def _has_meta(call: Recorded) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"transformer_fast::{call.name}", "Meta")
+
+
+def _poison(results: list[Tensor], fill: int) -> None:
+    """Leave memory of the results' sizes behind, freed, that holds ``fill``."""
+    sizes = [t.untyped_storage().nbytes() for t in results]
+    [torch.full((size,), fill, dtype=torch.uint8) for size in sizes if 0 < size < 1 << 20]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    """Size, strides that say where an element is, and dtype of a tensor."""
+    steps = [stride if size > 1 else None for size, stride in zip(t.shape, t.stride())] if t.numel() else []
+    return t.shape, steps, t.dtype
+
+
+def _assert_plain(call: Recorded, results: list[Tensor]) -> None:
+    """Compare the first result with PyTorch's own operators, where they compute the call."""
+    arguments = call.arguments
+    function = _plain._PLAIN.get(call.name)
+    if function is None or any(arguments.get(name) for name in ("dropout_p", "p")):
+        return
+    if call.name == "linear_cross_entropy":
+        arguments = arguments | {"gradients": [False] * 3}
+    expected = function(**arguments)
+    expected = expected if isinstance(expected, Tensor) else expected[0]
+    torch.testing.assert_close(results[0].double(), expected.double(), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+def problem_of(call: Recorded) -> str:
+    """What is wrong with the outcome of a call, or "".
+
+    The outcome is an error that names an argument, or the right result: one that does not depend on memory outside of
+    the arguments, has the layout that the meta function promises, and is that of PyTorch's own operators where they
+    compute the call.
+    """
+    meta, meta_error = outcome(on_meta(call).run) if _has_meta(call) else (None, "no meta")
+    results, error = outcome(in_bands(call, 0, band=0).run)  # AddressSanitizer sees what is outside
+    _poison(meta or [], 0)
+    ones, one_error = outcome(in_bands(call, 0).run)
+    _poison(meta or [], 255)
+    others, other_error = outcome(in_bands(call, 1).run)
+    if not error == one_error == other_error:
+        return f"depends on memory outside of its arguments: {[error, one_error, other_error]}, where '' is a result"
+    if results is None or ones is None or others is None:
+        if _NO_MEMORY.search(error):
+            return ""
+        if not any(re.search(rf"\b{name}\b", error) for name in call.arguments):
+            return f"an error that names no argument: {error}"
+        return "" if meta_error or _VALUES.search(error) else f"no error while a graph is made: {error}"
+    if not all(map(_same, results, ones)) or not all(map(_same, ones, others)):
+        return "results depend on memory outside of the arguments"
+    if _has_meta(call):
+        if meta is None:
+            return f"an error only without values: {meta_error}"
+        promised, kept = ([_layout(t) for t in found] for found in (meta, results))
+        if promised != kept:
+            return f"promised {promised}, kept {kept}"
+    try:
+        _assert_plain(call, results)
+    except Exception as unequal:  # any reason why the plain operators disagree
+        if not _NO_MEMORY.search(str(unequal)):
+            return f"not the result of plain operators: {type(unequal).__name__}: {unequal}"
+    return ""
