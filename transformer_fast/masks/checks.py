@@ -26,6 +26,20 @@ def kind_of(given: object) -> object:
 
 def is_plain_on_cpu(t: Tensor) -> bool:
     """Return True if values can be read at once: a plain CPU tensor outside transforms of torch.func.
+def broadcasts(size: int, limit: int) -> bool:
+    """Return True if an axis of this size broadcasts to the limit.
+
+    Not ``size in (1, limit)``: torch.compile compares a constant only with the constants of a tuple, so it would miss
+    a symbolic limit. ``tests/test_architecture.py`` refuses that form.
+    """
+    return size == 1 or size == limit
+
+
+def clamped(t: Tensor, low: int, high: int) -> Tensor:
+    """Integers between two sizes or indices; those of 8 or 16 bits, which may not hold the bounds, become int64."""
+    return (t if t.dtype == torch.int64 or t.dtype == torch.int32 else t.to(torch.int64)).clamp(low, high)
+
+
 
     The caller checks by itself if a graph is being made (see tracing.py).
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..backends import in_transform
 from ..masks import AttentionMask, and_causal
-from ..masks.checks import check_dense, is_plain_on_cpu, kind_of, may_be_keep
+from ..masks.checks import broadcasts, check_dense, clamped, is_plain_on_cpu, kind_of, may_be_keep
 from ..masks.distance import distance_table
 from ..masks.mask import parts_beside
 from ..masks.parts import ranked
@@ -283,7 +283,7 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
         lengths = lengths.expand(B, *lengths.shape[1:])
     if not torch.compiler.is_compiling() and is_plain_on_cpu(lengths):
         return _checked_lengths(lengths, Lk)
-    cut = lambda: lengths.clamp(0, Lk).to(torch.int32)  # noqa: E731
+    cut = lambda: clamped(lengths, 0, Lk).to(torch.int32)  # noqa: E731
     if torch.compiler.is_compiling() or type(lengths) is not Tensor or in_transform():
         return cut()
     return get_or_compute(lengths, ("normal lengths", Lk), (), cut)
@@ -307,5 +307,6 @@ def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:
         # Reading a few numbers in Python is cheaper than two reductions.
         low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)
         if low < 0 or high > Lk:
-            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {int(low)} to {int(high)}")
+        low, high = int(low), int(high)  # a tensor of 8 bits would be compared with the last 8 bits of Lk
+            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}")
     return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
