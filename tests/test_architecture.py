@@ -161,6 +161,61 @@ def is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
 
 
+def test_no_size_is_looked_up_in_a_written_list() -> None:
+    """No ``size in (1, limit)`` with a local value in the list.
+
+    torch.compile compares a constant only with the constants of a list, and misses a symbolic size: it takes
+    ``4 in (1, H)`` for false where H is a symbol that is 4. ``broadcasts`` and ``==`` stand for that form. No sizes are
+    a dtype, a type, a member of an enumeration, the values beside a string, and what a package reads from files.
+    """
+    found = []
+    for module, path in MODULES.items():
+        for function in ast.walk(parsed(path)) if room(module) not in ("translation", "cli") else ():
+            if isinstance(function, ast.FunctionDef | ast.Lambda):
+                found += [f"{module}: {ast.unparse(node)}" for node in looked_up(function)]
+    assert not sorted(set(found))
+
+
+def looked_up(function: ast.FunctionDef | ast.Lambda) -> Iterator[ast.Compare]:
+    """Yield the comparisons ``x in (...)`` of a function in whose written list a local name stands."""
+    named = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    local = {node.id for node in named if isinstance(node.ctx, ast.Store)}
+    local |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.In | ast.NotIn):
+            continue
+        listed, sought = node.comparators[0], ast.unparse(node.left)
+        members = {
+            id(part.value) for part in ast.walk(listed) if isinstance(part, ast.Attribute) and part.attr.isupper()
+        }
+        names = {part.id for part in ast.walk(listed) if isinstance(part, ast.Name) and id(part) not in members}
+        strings = any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in ast.walk(listed))
+        if strings or sought.endswith(".dtype") or sought.startswith("type("):
+            continue
+        if isinstance(listed, ast.Tuple | ast.List | ast.Set) and names & local:
+            yield node
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [
+        ("def f(n, H): return n in (1, H)", True),
+        ("def f(n, H): return n not in [1, H]", True),
+        ("def f(t, B): return t.shape in ((), (B,))", True),
+        ("def f(t):\n    B = t.shape[0]\n    return 0 in {B, 2}", True),
+        ("f = lambda t, q: t.shape[0] not in (1, q.shape[0])", True),
+        ("def f(n): return n in (None, 0, ALL)", False),
+        ("def f(q, k): return k.dtype in (torch.float32, q.dtype)", False),
+        ("def f(t, known): return t in known", False),
+        ("def f(p): return p.kind in (p.ONE, p.OTHER)", False),
+        ("def f(name, names): return name in ('mask', *names)", False),
+    ],
+)
+def test_what_counts_as_looked_up(code: str, refused: bool) -> None:
+    functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    assert [bool(list(looked_up(function))) for function in functions] == [refused]
+
+
 def test_the_sources_that_are_compiled_first_exist() -> None:
     """`setup.py` names them; a renamed one would be compiled last."""
     tracked("setup.py")

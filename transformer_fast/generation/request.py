@@ -102,7 +102,8 @@ def _limits(src: Tensor, mask: Tensor | None, max_length: Lengths) -> Tensor:
         return 2 * _source_lengths(src, mask) + 20
     batch = src.shape[0]
     limits = torch.as_tensor(max_length, device=src.device)
-    if limits.dtype not in _INTEGERS or limits.shape not in ((), (batch,)) or bool((limits < 1).any()):
+    fits = limits.shape == () or limits.shape == (batch,)
+    if limits.dtype not in _INTEGERS or not fits or bool((limits < 1).any()):
         raise ValueError(f"max_length must be an int >= 1, or {batch} of them, got {max_length!r}")
     return limits.long().expand(batch)
 

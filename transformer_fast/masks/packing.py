@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..backends import in_transform, refuse_transform
 from ..tracing import is_traced, number, unrecorded
+from .checks import broadcasts
 from .mask import AttentionMask, parts_beside
 
 
@@ -228,9 +229,9 @@ def _check_padding(mask: AttentionMask, batch: int, length: int) -> None:
         raise ValueError(
             f"pack: the mask must be padding alone, lengths (B,) or a keep mask (B, 1, 1, L); this one is {mask}"
         )
-    if lengths is not None and lengths.shape[0] not in (1, batch):
+    if lengths is not None and not broadcasts(lengths.shape[0], batch):
         raise ValueError(f"pack: lengths of shape {tuple(lengths.shape)} do not fit a batch of {batch}")
-    if keep is not None and any(n not in (1, limit) for n, limit in zip(keep.shape, (batch, 1, 1, length))):
+    if keep is not None and not all(broadcasts(n, limit) for n, limit in zip(keep.shape, (batch, 1, 1, length))):
         raise ValueError(
             f"pack: a keep mask of shape {tuple(keep.shape)} does not fit (B, 1, 1, L) = {(batch, 1, 1, length)}"
         )

@@ -93,7 +93,7 @@ def tile_classes(
 
 def work_share(B: int, Lq: int, Lk: int, tile: tuple[int, int], **mask: Any) -> WorkShare:
     """Count the tiles of a call; arguments as for :func:`tile_classes`."""
-    if 0 in (B, Lq, Lk):
+    if B == 0 or Lq == 0 or Lk == 0:
         return WorkShare(0, 0, 0)
     classes = tile_classes(B, Lq, Lk, tile, **mask)
     return WorkShare(classes.numel(), int((classes == FULL).sum()), int((classes == PARTIAL).sum()))

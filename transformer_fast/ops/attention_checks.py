@@ -189,13 +189,13 @@ def _check_special(
     for bias in mask.distance_biases:
         name = type(bias).__name__.lower()
         batches, heads = bias.heads()
-        if batches not in (1, B) or heads not in (1, H):
+        if not (broadcasts(batches, B) and broadcasts(heads, H)):
             of_slopes = "(H,) with" if packed is not None else f"(H,) or (B, H) with B = {B} and"
             of = "(buckets, H) with" if name == "relative" else of_slopes
             raise ValueError(f"{op}: {name} must be {of} H = {H}, got shape {tuple(bias.tensor.shape)}")
     if mask.document_ids is not None:
         for name, ids, length in zip(("query_ids", "key_ids"), mask.document_ids, packed or lengths, strict=True):
-            if ids.shape[0] not in (1, B) or ids.shape[1] != length:
+            if not broadcasts(ids.shape[0], B) or ids.shape[1] != length:
                 raise ValueError(
                     f"{op}: documents: {name} must be (B, L) = ({B}, {int(length)}), or (1, {int(length)}) for all "
                     f"sequences, got shape {tuple(ids.shape)}"
@@ -241,14 +241,14 @@ _PADDING_HINT = ". A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
     B, _, Lq, _ = full
     for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
-        if t is not None and any(size not in (1, limit) for size, limit in zip(t.shape, full)):
+        if t is not None and not all(broadcasts(size, limit) for size, limit in zip(t.shape, full)):
             raise ValueError(
                 f"attention: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}"
                 + (_PADDING_HINT if name == "mask" and tuple(t.shape) == (1, 1, B, full[3]) else "")
             )
     lengths = mask.key_lengths
     if lengths is not None and (
-        lengths.shape[0] not in (1, B) or (lengths.dim() == 2 and lengths.shape[1] not in (1, Lq))
+        not broadcasts(lengths.shape[0], B) or (lengths.dim() == 2 and not broadcasts(lengths.shape[1], Lq))
     ):
         raise ValueError(
             f"attention: lengths of shape {tuple(lengths.shape)} fit neither (B,) = ({B},) nor (B, Lq) = ({B}, {Lq})"
@@ -299,14 +299,15 @@ def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
         return lengths if known is None else known
     B, _, Lq, _ = q.shape
     refuse_keep_as_lengths(lengths, Lk)
-    return normal_lengths(lengths, B, Lq, Lk) if lengths.shape in ((B,), (B, Lq)) else lengths
+    fits = lengths.shape == (B,) or lengths.shape == (B, Lq)
+    return normal_lengths(lengths, B, Lq, Lk) if fits else lengths
 
 
 def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:
     if lengths.numel() > 0:
         # Reading a few numbers in Python is cheaper than two reductions.
         low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)
-        if low < 0 or high > Lk:
         low, high = int(low), int(high)  # a tensor of 8 bits would be compared with the last 8 bits of Lk
+        if low < 0 or high > Lk:
             raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}")
     return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)

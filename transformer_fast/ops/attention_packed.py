@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import backends, reference
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
-from ..masks.checks import kind_of
-from ..tracing import is_traced, sizes, unrecorded
+from ..masks.checks import broadcasts, kind_of
+from ..tracing import is_traced, number, sizes, unrecorded
 from . import eager, seeds
 from ._names import unknown_names
 from ._plain import implementation
@@ -290,7 +290,7 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
         for b, part in enumerate(parts):
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 raise TypeError(f"attention_packed: bias[{b}] must be a float tensor (H, Lq, Lk), got {kind_of(part)}")
-            fits = part.dim() == 3 and part.shape[0] in (1, H) and part.shape[0] == parts[0].shape[0]
+            fits = part.dim() == 3 and broadcasts(sizes(part)[0], H) and sizes(part)[0] == sizes(parts[0])[0]
             if not fits or (look and part.shape[1:] != (int(queries[b]), int(keys[b]))):
                 lengths = f", Lq = {int(queries[b])} and Lk = {int(keys[b])}" if look else ""
                 raise ValueError(
@@ -304,7 +304,7 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
         raise ValueError(f"attention_packed: q is on {q.device} but the bias on {bias.device}")
     starts = F.pad((queries * keys).cumsum(0), (1, 0))
     pairs = int(starts[-1]) if can_read_values(starts) else sizes(bias)[-1]
-    if bias.dim() != 2 or sizes(bias)[0] not in (1, H) or sizes(bias)[1] != pairs:
+    if bias.dim() != 2 or not broadcasts(sizes(bias)[0], H) or sizes(bias)[1] != pairs:
         raise ValueError(
             f"attention_packed: bias must be (H, pairs) or (1, pairs) with H = {H} and pairs = {int(pairs)}, the sum "
             f"of Lq * Lk over the sequences, got shape {tuple(bias.shape)}"

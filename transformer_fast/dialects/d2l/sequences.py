@@ -61,7 +61,8 @@ def lengths_mask(where: str, valid_lens: ValidLens, B: int, Lq: int, Lk: int) ->
             f"{where}: valid_lens must be an integer tensor of lengths, got {what}; a bool keep mask goes in as "
             "AttentionMask.keep(mask), a float mask of 1.0 = blocked as AttentionMask.blocked(mask)"
         )
-    if not is_traced() and tuple(valid_lens.shape) not in ((B,), (B, Lq)):
+    shape = tuple(valid_lens.shape)
+    if not (is_traced() or shape == (B,) or shape == (B, Lq)):
         raise ValueError(
             f"{where}: valid_lens must be (B,) = ({B},) or (B, Lq) = ({B}, {Lq}), got shape {tuple(valid_lens.shape)}"
         )
