@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,10 +69,29 @@ def _fixed_shape(t: Tensor) -> torch.Size:
     return t.shape
 
 
-@unrecorded
-def number(n: int) -> int:
+def is_recorded_size(n: object) -> TypeGuard[int]:
+    """Return True for a size, or an int computed from sizes, that torch.jit.trace has recorded as a tensor."""
+    return isinstance(n, Tensor) and n.dim() == 0 and n.dtype == torch.int64 and is_traced()
+
+
+def least(a: int, b: int) -> int:
+    """Smaller of two ints, which torch.jit.trace may have recorded as tensors; it then records the choice too."""
+    return torch.where(a < b, a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
+
+
+def greatest(a: int, b: int) -> int:
+    """Greater of two ints; see :func:`least`."""
+    return torch.where(a > b, a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
+
+
+def number(n: int | Tensor) -> int:
     """Convert a size that torch.jit.trace may have recorded to an int, for checks."""
-    return int(n) if isinstance(n, Tensor) else n
+    return _fixed_number(n) if isinstance(n, Tensor) else n
+
+
+@unrecorded
+def _fixed_number(n: Tensor) -> int:
+    return int(n)
 
 
 def refuse_dropout(op: str, p: float) -> None:

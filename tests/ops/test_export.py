@@ -5,6 +5,7 @@ The graph is made with one batch and length, and computes the same for another: 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from compiled_models import VOCABULARY, D, Padded
-from export_cases import CASES, MODELS, OPS, Call, Case, Inputs, heads, ids, keep, transformer_inputs
+from export_cases import MODELS, OPS, Call, Case, Inputs, heads, ids, keep, transformer_inputs
+from export_compat import COMPAT, OFFSETS
 from op_calls import Operators
+from pages import DOCS
 from subprocesses import program
+from test_compile_held import BY_NAME, Form, held_by, inputs_of, result, sizes_of
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 
@@ -23,6 +27,23 @@ import transformer_fast as tfast
 from transformer_fast import AttentionMask
 from transformer_fast.ops._plain import implementation
 
+
+def every_tensor(form: Form) -> Case:
+    """A call in which a tensor of one shape fills one argument or part of a mask, with all sizes open."""
+
+    def inputs(batch: int, length: int) -> Inputs:
+        sizes = sizes_of(form, BATCHES.index((batch, length)), held=False)
+        return *inputs_of(form, sizes).values(), *held_by(form, sizes)
+
+    def call(*tensors: Tensor) -> Tensor:
+        names = list(inputs_of(form, sizes_of(form, 0, held=False)))
+        return result(form, dict(zip(names, tensors, strict=False)), list(tensors[len(names) :]))
+
+    return lambda: Call(call), inputs
+
+
+TENSORS = {name: every_tensor(form) for name, form in BY_NAME.items() if form.op != "scaled_dot_product_attention"}
+CASES = OPS | COMPAT | OFFSETS | MODELS | TENSORS
 BATCHES = (3, 7), (2, 11)
 """Batch size and length of the graph, and others."""
 
@@ -56,6 +77,13 @@ def exported(model: nn.Module, args: list[Inputs]) -> torch.export.ExportedProgr
         return torch.export.export(model, args[0], dynamic_shapes=by_name)
 
 
+def test_every_function_of_compat_has_a_case() -> None:
+    functions = [getattr(tfast.compat, name) for name in tfast.compat.__all__]
+    taking = {f.__name__ for f in functions if any("Tensor" in str(kind) for kind in f.__annotations__.values())}
+    assert "varlen_attn" in taking
+    assert taking <= {name.split(",")[0] for name in COMPAT}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_traced(name: str) -> None:
     model, args, expected = made(CASES[name])
@@ -69,19 +97,29 @@ def test_traced(name: str) -> None:
         assert_same(traced(*given), results)
 
 
+READ_BEFORE = "flex_attention, a block mask"
+"""A call that torch.export refuses: a block mask has to be read before."""
+CALLS = [name for name in COMPAT | OFFSETS if name != READ_BEFORE]
+DECOMPOSED = [name for name in OPS if name != "packed attention"] + ["packed", *CALLS]
+"""Every op, and a model of packed attention."""
+BY_DYNAMO = ["attention", "parts of a mask", "norms and dropout", "embeddings", "nn.TransformerEncoder", *CALLS]
+
+
 def to_decompose() -> Iterator[Any]:
-    """Every op, and a model of packed attention; slow ones run with --all."""
+    """Cases of DECOMPOSED; slow ones run with --all."""
     long = "parts of a mask", "parts of a mask, packed and decoding", "packed attention, lengths given", "packed"
-    for name in [name for name in OPS if name != "packed attention"] + ["packed"]:
+    for name in DECOMPOSED:
         yield pytest.param(name, marks=pytest.mark.slow("torch.export needs seconds") if name in long else ())
 
 
-@pytest.mark.cover(3)
+@pytest.mark.cover(6)
 @pytest.mark.parametrize("name", list(to_decompose()))
 def test_decomposed(name: str) -> None:
     model, args, expected = made(CASES[name])
     graph = exported(model, args)
     assert "transformer_fast" in str(graph.graph), "without decompositions the program has the fused ops"
+    for given, results in zip(args, expected, strict=True):
+        assert_same(graph.module()(*given), results)
     graph = graph.run_decompositions(tfast.decompositions())
     assert "transformer_fast" not in str(graph.graph)
     for given, results in zip(args, expected, strict=True):
@@ -113,10 +151,8 @@ def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
     check_onnx(path, args, expected)
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize(
-    "name", ["attention", "parts of a mask", "norms and dropout", "embeddings", "nn.TransformerEncoder"]
-)
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("name", BY_DYNAMO)
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
@@ -125,6 +161,31 @@ def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
     by_name = (sizes,) if isinstance(model, Call) else sizes
     torch.onnx.export(model, args[0], path, dynamo=True, dynamic_shapes=by_name, verbose=False)
     check_onnx(path, args, expected)
+
+
+def test_a_block_mask_has_to_be_read_before_an_export() -> None:
+    model, args, _ = made(CASES[READ_BEFORE])
+    with pytest.raises(ValueError, match="cannot read a BlockMask; convert it before, and pass the AttentionMask"):
+        exported(model, args)
+
+
+def test_the_page_says_what_is_tested() -> None:
+    """docs/export.md has this table; the lines of it that differ are in the message."""
+    rows = {"each op": list(OPS), "each tensor of an attention call, in each shape": list(TENSORS)}
+    rows["an offset that is computed from sizes"] = list(OFFSETS)
+    for name in COMPAT:
+        rows.setdefault(f"`compat.{name.split(',')[0]}`", []).append(name)
+    rows["models"] = list(MODELS)
+    ways = {"TorchScript": CASES, "ONNX, older": CASES, "ONNX, newer": BY_DYNAMO, "exported program": DECOMPOSED}
+    table = [f"| calls | {' | '.join(ways)} |"]
+    for what, names in rows.items():
+        counts = [sum(name in tested for name in names) for tested in ways.values()]
+        cells = ["all" if n == len(names) else f"{n} of {len(names)}" for n in counts]
+        table.append(f"| {what}: {len(names)} | {' | '.join(cells)} |")
+    page = (DOCS / "export.md").read_text().splitlines()
+    start = next(n for n, line in enumerate(page) if line.startswith("| calls |"))
+    found = [page[start], *itertools.takewhile(lambda line: line.startswith("|"), page[start + 2 :])]
+    assert found == table, "\n".join(table)
 
 
 @pytest.mark.slow("the exporter works for ten seconds")

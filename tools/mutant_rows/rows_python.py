@@ -7,8 +7,8 @@ ROWS = (
     Fault(
         name="two windows combine to the wider one",
         path=PACKAGE + "masks/mask.py",
-        old="combine(self.window_offset, other.window_offset, max),",
-        new="combine(self.window_offset, other.window_offset, min),",
+        old="combine(self.window_offset, other.window_offset, greatest),",
+        new="combine(self.window_offset, other.window_offset, least),",
         tests=MASKS,
     ),
     Fault(

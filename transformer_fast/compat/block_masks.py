@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 from ..masks.checks import may_be_keep
+from ..tracing import unrecorded
 
 MAX_DENSE = 2**28
 """Maximum size of a dense mask, in entries (bytes): B * H * Lq * Lk. Up to this size the function is evaluated once."""
 _AT_A_TIME = 2**18
 
 
+@unrecorded
 def attention_mask_of(block_mask: Any) -> AttentionMask:
     """The ``AttentionMask`` that allows the keys of a ``torch.nn.attention.flex_attention.BlockMask``.
 
@@ -39,13 +41,18 @@ def attention_mask_of(block_mask: Any) -> AttentionMask:
     Raises:
         TypeError: for anything but a BlockMask.
         ValueError: for a block mask without a batch or head dimension; for a dense form with more than ``MAX_DENSE``
-            entries.
+            entries; in a graph of torch.compile or torch.export, which cannot read the mask.
         RuntimeError: torch's own error, for a sliced block mask, which has no function.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"attention_mask_of: expected a BlockMask, got {type(block_mask).__name__}")
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "attention_mask_of: torch.compile and torch.export cannot read a BlockMask; convert it before, and pass "
+            "the AttentionMask"
+        )
     if len(block_mask.shape) != 4:
         raise ValueError(f"attention_mask_of: expected a BlockMask (B, H, Lq, Lk), got shape {block_mask.shape}")
     B, H, Lq, Lk = block_mask.shape

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..masks import AttentionMask
-from ..masks.checks import kind_of
+from ..masks.checks import is_int, kind_of
 from ..ops.attention_checks import can_read_values
+from ..tracing import number
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -28,11 +29,11 @@ def bounds_of(op: str, causal: bool, window_size: Any) -> tuple[int | None, int 
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"{op}: window_size must be (left, right), got {window_size!r}")
     for bound in window_size:
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
+        if bound is not None and not is_int(bound):
             raise TypeError(f"{op}: window_size must be two ints, got {window_size!r}")
-        if bound is not None and bound < -1:
+        if bound is not None and number(bound) < -1:
             raise ValueError(f"{op}: a bound of window_size must be at least 0, or -1 for none, got {window_size!r}")
-    left, right = (None if bound == -1 else bound for bound in window_size)
+    left, right = (None if bound is None or number(bound) == -1 else bound for bound in window_size)
     return left, 0 if causal else right
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..masks import AttentionMask
-from ..masks.checks import kind_of
+from ..masks.checks import is_int, kind_of
 from ..masks.packing import Packing, take, unpack
 from ..ops.attention import attention
 from ..ops.attention_checks import can_read_values
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_packed import attention_packed
+from ..tracing import greatest, is_recorded_size, is_traced, number, sizes
 from .bounds import check_dimensions, mask_of
 from .flash_attention import with_weights
 
@@ -68,7 +69,7 @@ class Call:
     def by_position(self, longest_query: int) -> bool:
         """Return True if the result depends on the alignment of queries and keys."""
         left, right = self.bounds
-        if left is None and self.alibi_slopes is None and right is not None and longest_query <= 1:
+        if left is None and self.alibi_slopes is None and right is not None and number(longest_query) <= 1:
             return False  # the only query is at the last key
         return self.bounds != (None, None) or self.alibi_slopes is not None
 
@@ -89,12 +90,12 @@ def sequences(op: str, names: tuple[str, str], starts: Any, longest: Any, total:
     of_starts, of_longest = names
     if not isinstance(starts, Tensor) or starts.dtype != torch.int32:
         raise TypeError(f"{op}: {of_starts} must be an int32 tensor (B + 1,), got {kind_of(starts)}")
-    if starts.dim() != 1 or starts.shape[0] == 0:
+    if starts.dim() != 1 or sizes(starts)[0] == 0:
         raise ValueError(f"{op}: {of_starts} must be (B + 1,), got shape {tuple(starts.shape)}")
-    if isinstance(longest, Tensor):
+    if isinstance(longest, Tensor) and not is_recorded_size(longest):
         longest = int(longest)
     found = Sequences(starts, longest)
-    if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
+    if not is_int(longest):
         raise TypeError(f"{op}: {of_longest} must be an int, got {type(longest).__name__}")
     if can_read_values(starts):
         host = starts.tolist()
@@ -169,7 +170,10 @@ def _ending_together(given: Sequences, tokens: Tensor) -> Packing:
     """Packing of a left-padded batch (B, longest, ...), in which each sequence ends at the last position."""
     token = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
     ends = given.starts[1:].contiguous()
-    sequence = torch.searchsorted(ends, token, right=True)
+    if torch.compiler.is_compiling() or is_traced():  # ONNX has no searchsorted
+        sequence = (token.unsqueeze(1) >= ends).sum(1)
+    else:
+        sequence = torch.searchsorted(ends, token, right=True)
     indices = (sequence + 1) * given.longest - ends.index_select(0, sequence) + token
     return Packing(given.starts, indices, ends.shape[0], given.longest, given.longest, tokens.shape[0])
 
@@ -183,7 +187,7 @@ def _starting_together(x: Tensor, given: Sequences, dim: int) -> Tensor:
     """Move the padding of x (B, ...) along ``dim`` behind the sequences, as zeros."""
     position = torch.arange(given.longest, device=x.device)
     lengths = given.lengths[:, None].long()
-    source = (position + given.longest - lengths).clamp(max=max(given.longest - 1, 0))
+    source = (position + given.longest - lengths).clamp(max=greatest(given.longest - 1, 0))
     shape = [x.shape[0], *(1 for _ in x.shape[1:])]
     shape[dim] = given.longest
     moved = x.gather(dim, source.view(shape).expand_as(x))
@@ -221,8 +225,8 @@ def _check_batch(op: str, q: Tensor, *starts: Tensor) -> None:
     for given in starts:
         if given.device != q.device:
             raise ValueError(f"{op}: the starts of sequences must be on q's device {q.device}, got {given.device}")
-        if given.shape != starts[0].shape:
-            got = f"{starts[0].shape[0] - 1} and {given.shape[0] - 1}"
+        if sizes(given) != sizes(starts[0]):
+            got = f"{sizes(starts[0])[0] - 1} and {sizes(given)[0] - 1}"
             raise ValueError(f"{op}: there must be as many sequences of keys as of queries, got {got}")
 
 
@@ -230,7 +234,7 @@ def check_token_layout(op: str, names: tuple[str, str, str], q: Any, k: Any, v: 
     """Raise unless the queries are (Tq, H, D), and keys and values are (Tk, Hkv, D) or paged."""
     layout = "(pages, page_size, Hkv, D)" if in_pages else "(Tk, Hkv, D)"
     check_dimensions(op, dict(zip(names, ("(Tq, H, D)", layout, layout), strict=True)), q, k, v)
-    if k.shape[:-1] != v.shape[:-1]:
+    if sizes(k)[:-1] != sizes(v)[:-1]:
         _, key, value = names
         raise ValueError(
             f"{op}: {key} and {value} must have the same {layout} except D, got {tuple(k.shape)} and {tuple(v.shape)}"

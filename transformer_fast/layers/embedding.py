@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.embedding import add_positional, embed, positional_table
-from ..tracing import number, sizes
+from ..tracing import is_recorded_size, number, sizes
 from .dropout import fused_p
 from .hooks import LOOKS_UP, has_role, is_plain
 
@@ -57,7 +57,7 @@ def embed_with_positions(
             return embed(
                 x,
                 embedder.lut.weight,
-                positions.table(int(offset) + sizes(x)[-1] if length is None else length),
+                positions.table(number(offset) + sizes(x)[-1] if length is None else length),
                 scale=embedder.scale,
                 offset=offset,
                 padding_idx=embedder.lut.padding_idx,
@@ -142,7 +142,10 @@ class PositionalEncoder(SinusoidalTable):
 
         An integer tensor (B,) gives one offset per sequence.
         """
-        last = int(offset.max()) if isinstance(offset, Tensor) else offset
+        if isinstance(offset, Tensor):
+            last = number(offset) if is_recorded_size(offset) else int(offset.max())
+        else:
+            last = offset
         table, p = self.table(last + sizes(x)[-2]), fused_p(self.dropout)
         if p is None:
             return self.dropout(add_positional(x, table, offset))

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..backends import in_transform
-from ..tracing import is_traced, sizes
+from ..tracing import is_recorded_size, is_traced, sizes
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+def is_int(n: object) -> TypeGuard[int]:
+    """Return True for an int, for a symbolic int, and for one that torch.jit.trace computes from sizes."""
+    return (isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool)) or is_recorded_size(n)
+
+
 def checked_offset(name: str, offset: int) -> int:
-    """Return the offset, an int or a symbolic int of a graph; raise a TypeError for other types."""
-    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+    """Return the offset, an int as :func:`is_int` takes it; raise a TypeError for other types."""
+    if type(offset) is not int and not is_int(offset):
         raise TypeError(f"{name}: expected an int, got {type(offset).__name__}")
     return offset
 
 
-def kind_of(given: object) -> object:
-    """Text for a message: the dtype of a tensor, or the type's name."""
-    return given.dtype if isinstance(given, Tensor) else type(given).__name__
-
-
-def is_plain_on_cpu(t: Tensor) -> bool:
-    """Return True if values can be read at once: a plain CPU tensor outside transforms of torch.func.
 def broadcasts(size: int, limit: int) -> bool:
     """Return True if an axis of this size broadcasts to the limit.
 
@@ -40,6 +40,13 @@ def clamped(t: Tensor, low: int, high: int) -> Tensor:
     return (t if t.dtype == torch.int64 or t.dtype == torch.int32 else t.to(torch.int64)).clamp(low, high)
 
 
+def kind_of(given: object) -> object:
+    """Text for a message: the dtype of a tensor, or the type's name."""
+    return given.dtype if isinstance(given, Tensor) else type(given).__name__
+
+
+def is_plain_on_cpu(t: Tensor) -> bool:
+    """Return True if values can be read at once: a plain CPU tensor outside transforms of torch.func.
 
     The caller checks by itself if a graph is being made (see tracing.py).
     """

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tracing import sizes
+from ..tracing import greatest, least, number, sizes
 from .checks import (
     INTEGERS,
     boolean,
@@ -163,7 +163,7 @@ class AttentionMask:
         offset = checked_offset("window offset", offset)
         first = None if left is None else offset - checked_offset("window left", left)
         last = None if right is None else offset + checked_offset("window right", right)
-        if left is not None and right is not None and left + right < 0:
+        if left is not None and right is not None and number(left + right) < 0:
             raise ValueError(f"window: expected left + right of at least 0, got {left} and {right}, which keep no key")
         return cls(causal_offset=last, window_offset=first)
 
@@ -243,7 +243,7 @@ class AttentionMask:
                     [1., 0.]])
         """
         check_float("relative: weight", weight, "(buckets, H)", (2,))
-        checked_offset("relative max_distance", max_distance)
+        max_distance = number(checked_offset("relative max_distance", max_distance))
         exact = sizes(weight)[0] // (4 if bidirectional else 2)
         if exact < 1 or max_distance <= exact:
             raise ValueError(
@@ -286,9 +286,9 @@ class AttentionMask:
             combine(self.keep_mask, other.keep_mask, torch.logical_and),
             combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
             combine(*same_rank(self.key_lengths, other.key_lengths), torch.minimum),
-            combine(self.causal_offset, other.causal_offset, min),
+            combine(self.causal_offset, other.causal_offset, least),
             combine(self.additive_bias, other.additive_bias, torch.add),
-            combine(self.window_offset, other.window_offset, max),
+            combine(self.window_offset, other.window_offset, greatest),
             combine(self.document_ids, other.document_ids, both_documents),
             self.distance_biases + other.distance_biases,
         )
@@ -375,4 +375,4 @@ def and_causal(offset: int | None, causal: bool | int) -> int | None:
     ``tfast.attention``."""
     if causal is False:
         return offset
-    return combine(offset, 0 if causal is True else checked_offset("causal offset", causal), min)
+    return combine(offset, 0 if causal is True else checked_offset("causal offset", causal), least)

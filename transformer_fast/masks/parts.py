@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..tracing import unrecorded
 from .distance import DistanceBias
 
 _Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
@@ -105,6 +106,7 @@ def _kind(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
 
 
+@unrecorded
 def _bounds(causal: int | None, window: int | None) -> list[str]:
     """Source text of the ``causal`` and ``window`` calls that give these offsets."""
     if window is None:

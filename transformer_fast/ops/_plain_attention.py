@@ -13,7 +13,7 @@ from .. import reference
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks.distance import along_diagonals
 from ..masks.parts import dense_keep, same_document
-from ..tracing import refuse_dropout, sizes
+from ..tracing import greatest, refuse_dropout, sizes
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def _positioned(params: AttentionParams, packed: PackedBatch) -> AttentionParams
     bias = None
     if params.bias is not None and packed.bias_starts is not None:
         pairs = packed.bias_starts[:-1, None, None] + i * packed.stored_keys[:, None, None] + j
-        pairs = pairs.clamp(0, max(sizes(params.bias)[1] - 1, 0))  # past the end of a sequence any index is valid
+        pairs = pairs.clamp(0, greatest(params.bias.shape[1] - 1, 0))  # past the end of a sequence any index is valid
         bias = params.bias[:, pairs].transpose(0, 1)
     if not packed.bottom_right:
         return replace(params, bias=bias)
@@ -92,7 +92,7 @@ def _positioned(params: AttentionParams, packed: PackedBatch) -> AttentionParams
     if params.window is not None:
         keep = keep & (j >= own + params.window)
     if params.distance_bias is not None:
-        index = (max_k - 1 + j - own).clamp(0, sizes(params.distance_bias)[-1] - 1)[:, 0]
+        index = (max_k - 1 + j - own).clamp(0, params.distance_bias.shape[-1] - 1)[:, 0]
         nearness = params.distance_bias[0][:, index].transpose(0, 1)
         bias = nearness if bias is None else bias + nearness
     return replace(params, bias=bias, keep=keep, causal=None, window=None, distance_bias=None)

@@ -251,7 +251,7 @@ def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> Attentio
     keep = mask.key_keep_mask
     if keep is None:
         return mask
-    if keep.shape != (1, 1, 1, keys):
+    if sizes(keep) != (1, 1, 1, number(keys)):
         raise ValueError(
             f"attention_packed: a keep mask must be of keys alone, (Tk,) = ({keys},), got shape {tuple(keep.shape)}"
         )
@@ -266,7 +266,7 @@ def _used(seqused_k: Any, sequences: PackedBatch, q: Tensor) -> Tensor:
     if not isinstance(seqused_k, Tensor) or seqused_k.dtype != torch.int32:
         raise TypeError(f"attention_packed: seqused_k must be an int32 tensor (B,), got {kind_of(seqused_k)}")
     B = sizes(sequences.cu_seqlens_k)[0] - 1
-    if seqused_k.shape != (B,):
+    if sizes(seqused_k) != (B,):
         raise ValueError(f"attention_packed: seqused_k must be (B,) = ({B},), got shape {tuple(seqused_k.shape)}")
     if seqused_k.device != q.device:
         raise ValueError(f"attention_packed: q is on {q.device} but seqused_k on {seqused_k.device}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from ..tracing import sizes, unrecorded
+from ..tracing import is_recorded_size, sizes, unrecorded
 from ..triton import configs
 from . import eager, seeds
 from ._names import unknown_names
@@ -215,7 +215,7 @@ def _split_offset(
     op: str, offset: int | Tensor, name: str, x: Tensor, sequences: torch.Size
 ) -> tuple[int, Tensor | None]:
     """Split an offset into an int and a tensor with one additional offset per sequence, or None."""
-    if not isinstance(offset, Tensor):
+    if not isinstance(offset, Tensor) or is_recorded_size(offset):
         return offset, None
     if offset.dtype != torch.int64 and offset.dtype != torch.int32:
         raise TypeError(f"{op}: an offset tensor must be int64 or int32, got {offset.dtype}")
@@ -229,6 +229,7 @@ def _split_offset(
     return 0, offset
 
 
+@unrecorded
 def _check_options(op: str, offset: int, dropout_p: float) -> None:
     if offset < 0:
         raise ValueError(f"{op}: offset must be at least 0, got {offset}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..masks.distance import along_diagonals
 from ..masks.parts import dense_keep, same_document
+from ..tracing import greatest
 from .dropout import attention_keep, rescale
 
 
@@ -218,7 +219,7 @@ def cached_keys(
     """Keys and values of a cache, (B, Hkv, S, D); keys visible to the newest queries, bool (B, 1, Lq, S); and the bias
     by distance (B, H, Lq, S)."""
     if page_table is not None:
-        pages = page_table.clamp(0, max(k_cache.shape[0] - 1, 0)).long()
+        pages = page_table.clamp(0, greatest(k_cache.shape[0] - 1, 0)).long()
         # (B, max_pages, page_size, Hkv, D) -> (B, Hkv, S, D)
         k_cache, v_cache = (t[pages].flatten(1, 2).transpose(1, 2) for t in (k_cache, v_cache))
     Lq, S = q.shape[2], k_cache.shape[2]
