@@ -76,12 +76,16 @@ def is_recorded_size(n: object) -> TypeGuard[int]:
 
 def least(a: int, b: int) -> int:
     """Smaller of two ints, which torch.jit.trace may have recorded as tensors; it then records the choice too."""
-    return torch.where(a < b, a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.where(a < b, a, b)
+    return a if a < b else b
 
 
 def greatest(a: int, b: int) -> int:
     """Greater of two ints; see :func:`least`."""
-    return torch.where(a > b, a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.where(a > b, a, b)
+    return a if a > b else b
 
 
 def number(n: int | Tensor) -> int:

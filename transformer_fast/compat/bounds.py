@@ -28,12 +28,14 @@ def bounds_of(op: str, causal: bool, window_size: Any) -> tuple[int | None, int 
     """
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"{op}: window_size must be (left, right), got {window_size!r}")
+    left, right = window_size
     for bound in window_size:
-        if bound is not None and not is_int(bound):
+        if bound is not None and type(bound) is not int and not is_int(bound):
             raise TypeError(f"{op}: window_size must be two ints, got {window_size!r}")
         if bound is not None and number(bound) < -1:
             raise ValueError(f"{op}: a bound of window_size must be at least 0, or -1 for none, got {window_size!r}")
-    left, right = (None if bound is None or number(bound) == -1 else bound for bound in window_size)
+    left = None if left is None or number(left) == -1 else left
+    right = None if right is None or number(right) == -1 else right
     return left, 0 if causal else right
 
 

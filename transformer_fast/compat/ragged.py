@@ -20,7 +20,7 @@ from ..ops.attention import attention
 from ..ops.attention_checks import can_read_values
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_packed import attention_packed
-from ..tracing import greatest, is_recorded_size, is_traced, number, sizes
+from ..tracing import greatest, is_recorded_size, is_traced, number, sizes, unrecorded
 from .bounds import check_dimensions, mask_of
 from .flash_attention import with_weights
 
@@ -220,21 +220,23 @@ def cached_attention(
     return take(out.transpose(1, 2), of_q), _per_head(logsumexp, of_q)
 
 
+@unrecorded
 def _check_batch(op: str, q: Tensor, *starts: Tensor) -> None:
     """Raise unless all starts have the same number of sequences and are on the device of the queries."""
     for given in starts:
         if given.device != q.device:
             raise ValueError(f"{op}: the starts of sequences must be on q's device {q.device}, got {given.device}")
-        if sizes(given) != sizes(starts[0]):
-            got = f"{sizes(starts[0])[0] - 1} and {sizes(given)[0] - 1}"
+        if given.shape != starts[0].shape:
+            got = f"{starts[0].shape[0] - 1} and {given.shape[0] - 1}"
             raise ValueError(f"{op}: there must be as many sequences of keys as of queries, got {got}")
 
 
+@unrecorded
 def check_token_layout(op: str, names: tuple[str, str, str], q: Any, k: Any, v: Any, in_pages: bool) -> None:
     """Raise unless the queries are (Tq, H, D), and keys and values are (Tk, Hkv, D) or paged."""
     layout = "(pages, page_size, Hkv, D)" if in_pages else "(Tk, Hkv, D)"
     check_dimensions(op, dict(zip(names, ("(Tq, H, D)", layout, layout), strict=True)), q, k, v)
-    if sizes(k)[:-1] != sizes(v)[:-1]:
+    if k.shape[:-1] != v.shape[:-1]:
         _, key, value = names
         raise ValueError(
             f"{op}: {key} and {value} must have the same {layout} except D, got {tuple(k.shape)} and {tuple(v.shape)}"
