@@ -15,7 +15,7 @@ import pytest
 import torch
 from compiled_models import VOCABULARY, D, Padded
 from export_cases import MODELS, OPS, Call, Case, Inputs, heads, ids, keep, transformer_inputs
-from export_compat import COMPAT, OFFSETS
+from export_compat import COMPAT, OFFSETS, SDPA
 from op_calls import Operators
 from pages import DOCS
 from subprocesses import program
@@ -42,8 +42,8 @@ def every_tensor(form: Form) -> Case:
     return lambda: Call(call), inputs
 
 
-TENSORS = {name: every_tensor(form) for name, form in BY_NAME.items() if form.op != "scaled_dot_product_attention"}
-CASES = OPS | COMPAT | OFFSETS | MODELS | TENSORS
+TENSORS = {name: every_tensor(form) for name, form in BY_NAME.items()}
+CASES = OPS | COMPAT | OFFSETS | SDPA | MODELS | TENSORS
 BATCHES = (3, 7), (2, 11)
 """Batch size and length of the graph, and others."""
 
@@ -99,7 +99,7 @@ def test_traced(name: str) -> None:
 
 READ_BEFORE = "flex_attention, a block mask"
 """A call that torch.export refuses: a block mask has to be read before."""
-CALLS = [name for name in COMPAT | OFFSETS if name != READ_BEFORE]
+CALLS = [name for name in COMPAT | OFFSETS | SDPA if name != READ_BEFORE]
 DECOMPOSED = [name for name in OPS if name != "packed attention"] + ["packed", *CALLS]
 """Every op, and a model of packed attention."""
 BY_DYNAMO = ["attention", "parts of a mask", "norms and dropout", "embeddings", "nn.TransformerEncoder", *CALLS]
@@ -173,6 +173,7 @@ def test_the_page_says_what_is_tested() -> None:
     """docs/export.md has this table; the lines of it that differ are in the message."""
     rows = {"each op": list(OPS), "each tensor of an attention call, in each shape": list(TENSORS)}
     rows["an offset that is computed from sizes"] = list(OFFSETS)
+    rows["`scaled_dot_product_attention`, other numbers of axes"] = list(SDPA)
     for name in COMPAT:
         rows.setdefault(f"`compat.{name.split(',')[0]}`", []).append(name)
     rows["models"] = list(MODELS)

@@ -1,4 +1,5 @@
-"""Calls of every function of ``compat``, and of ops with offsets computed from sizes, for tests/ops/test_export.py."""
+"""Calls for tests/ops/test_export.py: of every function of ``compat``, of ops with offsets computed from sizes, and of
+``scaled_dot_product_attention`` on tensors of other ranks."""
 
 from __future__ import annotations
 
@@ -234,3 +235,41 @@ OFFSETS: dict[str, Case] = {
     ),
 }  # fmt: skip
 """Ops with an offset that is computed from sizes."""
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return tfast.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+SDPA: dict[str, Case] = {
+    "sdpa, two axes": (
+        lambda: Call(tfast.scaled_dot_product_attention),
+        lambda b, n: (torch.randn(n, 8), torch.randn(n + 2, 8), torch.randn(n + 2, 5), torch.rand(n, n + 2) > 0.4),
+    ),
+    "sdpa, three axes": (
+        lambda: Call(lambda q, k, v: tfast.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        lambda b, n: tuple(torch.randn(b, n, 8) for _ in range(3)),
+    ),
+    "sdpa, five axes": (
+        lambda: Call(tfast.scaled_dot_product_attention),
+        lambda b, n: (*(torch.randn(b, 2, 3, n, 8) for _ in range(3)), torch.randn(b, 1, 1, n, n)),
+    ),
+    "sdpa, axes that broadcast": (
+        lambda: Call(tfast.scaled_dot_product_attention),
+        lambda b, n: (
+            torch.randn(b, 1, H, n, 8),
+            torch.randn(5, 1, n, 8),
+            torch.randn(5, 1, n, 8),
+            torch.ones(1, n) > 0,
+        ),
+    ),
+    "sdpa, one batch of queries": (
+        lambda: Call(tfast.scaled_dot_product_attention),
+        lambda b, n: (heads(1, n), heads(b, n), heads(b, n), torch.randn(b, 1, n, n)),
+    ),
+    "sdpa, grouped heads": (
+        lambda: Call(grouped),
+        lambda b, n: (heads(b, n), heads(b, n, HKV), heads(b, n, HKV), torch.rand(b, 1, 1, n) > 0.4),
+    ),
+}
+"""Calls of ``scaled_dot_product_attention`` by how many axes its tensors have."""
