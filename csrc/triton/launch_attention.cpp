@@ -18,12 +18,11 @@ namespace {
 
 // Key of a launcher call: name, scalars, and inputs in the order of run_call in triton/attention/launches.py.
 //
-// Empty if the launcher does more than launch: an input is empty, q must change its sign, or (in the backward) unused
-// keys of a sequence get zeros.
+// Empty if the launcher does more than launch: an input is empty, there is no sequence, or q must change its sign.
 std::optional<LaunchCall> call_of(const char* name, const AttentionParams& params, const Tensor& q, const Tensor& k,
-                                  std::initializer_list<OptionalTensor> inputs, bool fills_unused_keys = false) {
+                                  std::initializer_list<OptionalTensor> inputs) {
   if (q.numel() == 0 || k.numel() == 0 || params.scale <= 0) return {};
-  if (fills_unused_keys && params.packed.seqused_k) return {};
+  if (params.is_packed() && params.packed.cu_seqlens_q->size(0) == 1) return {};
   LaunchCall call;
   call.scalar(name);
   const bool packed = params.is_packed();
@@ -115,9 +114,8 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
   static const PythonFunction launcher("transformer_fast.triton.attention.backward", "attention_backward");
   const Tensor &out = result.out, &logsumexp = result.logsumexp;
   const py::gil_scoped_acquire gil;
-  auto call =
-      call_of("attention backward", params, q, k, {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits},
-              /*fills_unused_keys=*/true);
+  auto call = call_of("attention backward", params, q, k,
+                      {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits});
   const auto [grad_q, grad_k, grad_v] = replayed_or<3>(std::move(call), [&](const py::object& call) {
     return launcher.tensors<3>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp,
                                result.kept_bits, call);

@@ -67,8 +67,3 @@ def test_what_lies_before_the_tile_of_the_first_visible_key_is_not_read(programs
         first = (length - 2 - 20) // 16 * 16
         k[b, :, :first] = v[b, :, :first] = torch.nan
     assert torch.equal(run()["out"], clean)
-
-
-def test_lengths_past_the_cache_read_no_further():
-    q, k, v, lengths = cached(TRITON, 2, 2, 1, 20, 16, [20, 20])
-    assert torch.equal(TRITON.decode(q, k, v, lengths + 5)["out"], TRITON.decode(q, k, v, lengths)["out"])

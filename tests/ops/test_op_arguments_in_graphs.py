@@ -129,7 +129,19 @@ def paged(pages: Tensor) -> Tensor:
     return tfast.attention_decode(QUERY, *PAGED, torch.tensor([4, 6]), page_table=pages)
 
 
+def masked(lengths: Tensor) -> Tensor:
+    return tfast.attention(QUERY, *CACHE, tfast.AttentionMask.lengths(lengths))
+
+
 PUBLIC = {
+    "lengths past the keys": (
+        masked,
+        torch.tensor([4, 6]),
+        torch.tensor([4, 7]),
+        r"lengths must lie in \[0, 6\], got 7",
+    ),
+    "lengths past int32": (masked, torch.tensor([4, 6]), torch.tensor([4, 2**32 + 1]), r"lengths must lie in \[0, 6\]"),
+    "negative lengths": (masked, torch.tensor([4, 6]), torch.tensor([-4, 6]), r"lengths must lie in \[0, 6\], got -1"),
     "past the tokens": (
         packed,
         STARTS,

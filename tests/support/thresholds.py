@@ -257,6 +257,7 @@ OTHERS: dict[str, str] = {
     "csrc/cpu/generation/quantized_rows.h:kGroup": "bytes in a word",
     "csrc/ops/attention.h:kTensors": "a number of arguments",
     "csrc/ops/linear.cpp:kSaved": "a number of tensors",
+    "csrc/ops/generation.cpp:kMost": "the largest number that an argument may be",
     "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
     "transformer_fast/accelerate/probe.py:_ROWS": "rows of a trial's embedding",
     "transformer_fast/accelerate/report.py:_SHOWN": "paths in a line",

@@ -271,9 +271,9 @@ def refuse_keep_as_lengths(lengths: Tensor | None, Lk: int) -> None:
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     """Convert lengths (B,) or (B, Lq) to int32 in [0, Lk].
 
-    On a CPU every call reads the lengths and raises for values out of range. On a GPU, reading would wait for the
-    device, so lengths are clamped. The result is cached (tensor_cache.py), so that all layers share one tensor and the
-    results that kernels cache on it.
+    On a CPU every call reads the lengths and raises for values out of range; in a graph the op does that. On a GPU,
+    reading would wait for the device, so lengths are clamped. The result is cached (tensor_cache.py), so that all
+    layers share one tensor and the results that kernels cache on it.
     """
     if is_traced():
         return lengths  # plain operators take the lengths unchanged
@@ -284,6 +284,8 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     if not torch.compiler.is_compiling() and is_plain_on_cpu(lengths):
         return _checked_lengths(lengths, Lk)
     cut = lambda: clamped(lengths, 0, Lk).to(torch.int32)  # noqa: E731
+    if torch.compiler.is_compiling() and lengths.device.type == "cpu":
+        return clamped(lengths, -1, Lk + 1).to(torch.int32)  # what is out of range stays so in int32
     if torch.compiler.is_compiling() or type(lengths) is not Tensor or in_transform():
         return cut()
     return get_or_compute(lengths, ("normal lengths", Lk), (), cut)

@@ -36,6 +36,7 @@ map_batch, map_head        strides of these three lists, 0 where all batches or 
 heads, group               H, and the number of query heads per key head
 queries, keys              Lq and Lk; of a packed batch at least those of its longest sequence
 total_queries              Lq, or Tq of a packed batch: last size of logsumexp
+total_keys, pairs          Tk, and the pairs of the bias, of a packed batch
 causal_offset, window      query i sees keys j with ``i + window <= j <= i + causal_offset``
 threshold, rescale         dropout drops draws below threshold, of 65,536; kept weights are multiplied by rescale
 scale, softcap             scores are ``softcap * tanh(scale * q k / softcap)``; without a softcap ``scale * q k``

@@ -15,7 +15,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, blocks_of, empties_like, widen_bf16_if_interpreted
 from .backward_kv import grad_kv_kernel
 from .backward_q import grad_q_kernel
-from .launches import kernel_views, run_call, tile_launch
+from .launches import is_empty, kernel_views, run_call, tile_launch
 from .steps import FLAG_ROWS
 from .tiles import changes_scores, positive_scale
 
@@ -53,7 +53,7 @@ def backward_launches(
     grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits = inputs
     grad_q, grad_k, grad_v, delta, empty_flags, sums = outputs
     q, scale, _ = positive_scale(q, params.scale)
-    params = replace(params, scale=scale)
+    params, stored = replace(params, scale=scale), k
     grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
     grad_q, grad_k, grad_v = kernel_views(params, (grad_q,), (grad_k, grad_v), written=True)
     arch = architecture_of(q) if arch is None else arch
@@ -62,11 +62,11 @@ def backward_launches(
     return [
         tile_launch(
             "grad_q", grad_q_kernel, q, k, arch, tensors | {"out": out, "grad_q": grad_q},
-            rows | {"grad_logsumexp": grad_logsumexp}, params, kept_bits,
+            rows | {"grad_logsumexp": grad_logsumexp}, params, stored, kept_bits,
         ),
         tile_launch(
             "grad_kv", grad_kv_kernel, q, k, arch, tensors | {"grad_k": grad_k, "grad_v": grad_v}, rows, params,
-            kept_bits,
+            stored, kept_bits,
         ),
     ]  # fmt: skip
 
@@ -90,7 +90,7 @@ def attention_backward(
         Gradients of q, k and v, in their shapes and dtypes. Bitwise equal from run to run.
     """
     gradients = empties_like(q, k, v)
-    if q.numel() == 0 or k.numel() == 0:
+    if is_empty(q, k, params):
         return tuple(t.zero_() for t in gradients)
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
@@ -98,8 +98,6 @@ def attention_backward(
         grad_logsumexp = grad_logsumexp.contiguous()
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits
     outputs = (*gradients, *row_buffers(q, logsumexp, params))
-    if params.packed is not None and params.packed.seqused_k is not None:
-        grad_k, grad_v = (t.zero_() for t in gradients[1:])  # the kernels write only to keys in use
     run_call(call, inputs, outputs, params, backward_launches)
     # The kernels read q times the sign of the scale.
     grad_q, grad_k, grad_v = gradients

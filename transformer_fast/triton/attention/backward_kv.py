@@ -13,6 +13,7 @@ from .steps import (
     FLAG_ROWS,
     aligned,
     at_edge,
+    fill_gap,
     flag_row,
     program_of,
     query_steps,
@@ -45,8 +46,8 @@ def grad_kv_kernel(
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
-    distance_zero, softcap,
+    heads, group, queries, keys, total_queries: tl.int64, total_keys: tl.int64, pairs: tl.int64, causal_offset, window,
+    threshold, rescale, scale, distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
@@ -57,9 +58,10 @@ def grad_kv_kernel(
     # tile of a packed batch, which would then exceed the registers.
     RECOMPUTE: tl.constexpr = cu_seqlens_k is None or BLOCK_D < 64
     batch, kv_head, tile = program_of(heads // group, keys, batch_order, BLOCK_KEYS)
-    first_query, queries = sequence(cu_seqlens_q, batch, queries)
-    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
-    keys = used_keys(seqused_k, batch, stored_keys)
+    batches = tl.num_programs(0) // (tl.cdiv(keys, BLOCK_KEYS) * (heads // group))
+    first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
+    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
+    keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
     causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
     window = aligned(window, keys - queries, BOTTOM_RIGHT)
     distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
@@ -71,7 +73,16 @@ def grad_kv_kernel(
         tile = tl.load(tile_order + batch * map_batch + kv_head * group * map_head + tile)
     start_key = tile * BLOCK_KEYS
     philox_key = load_seed(seed)
-    if cu_seqlens_k is not None:  # noqa: SIM102 - decided when compiling, the other when running
+    if cu_seqlens_k is not None:
+        if tile == 0:
+            fill_gap(
+                at_row(grad_k, batch, kv_head, 0, grad_k_batch, grad_k_head, grad_k_row, UNIT), grad_k_row, None,
+                cu_seqlens_k, batch, batches, first_key, keys, total_keys, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT,
+            )  # fmt: skip
+            fill_gap(
+                at_row(grad_v, batch, kv_head, 0, grad_v_batch, grad_v_head, grad_v_row, UNIT), grad_v_row, None,
+                cu_seqlens_k, batch, batches, first_key, keys, total_keys, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT,
+            )  # fmt: skip
         if start_key >= keys:
             return
 

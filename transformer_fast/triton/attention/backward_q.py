@@ -13,6 +13,7 @@ from .steps import (
     FLAG_ROWS,
     aligned,
     at_edge,
+    fill_gap,
     flag_row,
     key_steps,
     program_of,
@@ -53,8 +54,8 @@ def grad_q_kernel(
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
-    distance_zero, softcap,
+    heads, group, queries, keys, total_queries: tl.int64, total_keys: tl.int64, pairs: tl.int64, causal_offset, window,
+    threshold, rescale, scale, distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
@@ -62,9 +63,10 @@ def grad_q_kernel(
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     BASE_E: tl.constexpr = sums is not None
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
-    first_query, queries = sequence(cu_seqlens_q, batch, queries)
-    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
-    keys = used_keys(seqused_k, batch, stored_keys)
+    batches = tl.num_programs(0) // (tl.cdiv(queries, BLOCK_QUERIES) * heads)
+    first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
+    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
+    keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
     causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
     window = aligned(window, keys - queries, BOTTOM_RIGHT)
     distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
@@ -74,7 +76,13 @@ def grad_q_kernel(
     tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot
     if tile_order is not None:
         tile = tl.load(tile_order + first_tile_row + slot)
-    if cu_seqlens_q is not None:  # noqa: SIM102 - decided when compiling, the other when running
+    if cu_seqlens_q is not None:
+        if slot == 0:
+            fill_gap(
+                at_row(grad_q, batch, head, 0, grad_q_batch, grad_q_head, grad_q_row, UNIT), grad_q_row,
+                None, cu_seqlens_q, batch, batches, first_query, queries,
+                total_queries, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT,
+            )  # fmt: skip
         if tile < 0:
             return
     start_query = tile * BLOCK_QUERIES

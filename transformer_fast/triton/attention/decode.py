@@ -196,6 +196,7 @@ def decode_launches(
                 "query_ids": query_ids, "key_ids": key_ids, "softcap": softcap,
                 "query_ids_batch": batch_stride(query_ids), "key_ids_batch": batch_stride(key_ids),
                 "page_table": page_table, "table_batch": 0 if page_table is None else page_table.stride(0),
+                "pages": k.shape[0],
                 "scale": scale, "BLOCK_ROWS": block_rows, "PAGE_SIZE": page_size,
             },
             num_warps=warps,

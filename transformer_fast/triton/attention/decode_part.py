@@ -9,7 +9,7 @@ from .tiles import LN2, LOG2E, any_true, load_rows
 
 # A new cache length, batch size or head count does not recompile (see RUNTIME_INTEGERS in tiles.py).
 RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim in ("batch", "head", "row")] + [
-    "table_batch", "kv_heads", "group", "queries", "capacity", "causal_offset", "window", "parts", "rows",
+    "table_batch", "pages", "kv_heads", "group", "queries", "capacity", "causal_offset", "window", "parts", "rows",
     "distance_batch", "distance_head", "distance_zero", "query_ids_batch", "key_ids_batch",
 ]  # fmt: skip
 
@@ -26,21 +26,23 @@ def shares(bounds, parts, KEYS: tl.constexpr):
 
 @triton.jit
 def _load_cache(
-    base, page_table, start, end, page_stride, row_stride, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    base, page_table, pages, start, end, page_stride, row_stride, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Load rows [start, start + KEYS) of a cache, zeros from `end` on; PAGE_SIZE 0 means no pages."""
+    """Load rows [start, start + KEYS) of a cache, zeros from `end` on; PAGE_SIZE 0 means no pages. The nearest page
+    stands for one that does not exist, so that nothing is read outside of the cache."""
     if PAGE_SIZE == 0:
         return load_rows(base, start, end, row_stride, KEYS, HEAD_DIM, BLOCK_D, UNIT)
     elif PAGE_SIZE % KEYS == 0:
-        page = tl.load(page_table + start // PAGE_SIZE).to(tl.int64)
+        page = tl.minimum(tl.maximum(tl.load(page_table + start // PAGE_SIZE), 0), pages - 1).to(tl.int64)
         first = start % PAGE_SIZE
         base += page * page_stride * UNIT
         return load_rows(base, first, end - start + first, row_stride, KEYS, HEAD_DIM, BLOCK_D, UNIT)
     else:
         key = start + tl.arange(0, KEYS)
         dim = tl.arange(0, BLOCK_D)
-        page = tl.load(page_table + key // PAGE_SIZE, mask=key < end, other=0).to(tl.int64)
+        page = tl.load(page_table + key // PAGE_SIZE, mask=key < end, other=0)
+        page = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
         pointers = base + (page * page_stride + (key % PAGE_SIZE) * row_stride)[:, None] * UNIT + dim[None, :]
         return tl.load(pointers, mask=(key < end)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
 
@@ -53,8 +55,8 @@ def part_kernel(
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
     distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
-    table_batch: tl.int64, kv_heads, group, queries, capacity, causal_offset, window, parts, rows: tl.int64, scale,
-    distance_zero, softcap,
+    table_batch: tl.int64, pages, kv_heads, group, queries, capacity, causal_offset, window, parts, rows: tl.int64,
+    scale, distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -117,8 +119,12 @@ def part_kernel(
             same = same_document(query, start, bounds, BLOCK_KEYS)
             # A tile that shares no document with these rows is skipped.
             stop = tl.where(any_true(same), end, start)
-        k_tile = _load_cache(k, page_table, start, stop, k_batch, k_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
-        v_tile = _load_cache(v, page_table, start, stop, v_batch, v_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        k_tile = _load_cache(
+            k, page_table, pages, start, stop, k_batch, k_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT
+        )  # fmt: skip
+        v_tile = _load_cache(
+            v, page_table, pages, start, stop, v_batch, v_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT
+        )  # fmt: skip
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if softcap is None and distance_bias is None:
             scores *= scale * LOG2E

@@ -19,11 +19,12 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted, without_keys
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .kept_bits import bits_at_head, draw_keep_tile, empty_kept_bits
-from .launches import kernel_views, run_call, tile_launch
+from .launches import is_empty, kernel_views, run_call, tile_launch
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import (
     aligned,
     at_edge,
+    fill_gap,
     key_steps,
     program_of,
     sequence,
@@ -52,17 +53,18 @@ def _forward_kernel(
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
-    distance_zero, softcap,
+    heads, group, queries, keys, total_queries: tl.int64, total_keys: tl.int64, pairs: tl.int64, causal_offset, window,
+    threshold, rescale, scale, distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
-    first_query, queries = sequence(cu_seqlens_q, batch, queries)
-    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
-    keys = used_keys(seqused_k, batch, stored_keys)
+    batches = tl.num_programs(0) // (tl.cdiv(queries, BLOCK_QUERIES) * heads)
+    first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
+    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
+    keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
     causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
     window = aligned(window, keys - queries, BOTTOM_RIGHT)
     distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
@@ -73,7 +75,13 @@ def _forward_kernel(
     tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot
     if tile_order is not None:
         tile = tl.load(tile_order + first_tile_row + slot)
-    if cu_seqlens_q is not None:  # noqa: SIM102 - decided when compiling, the other when running
+    if cu_seqlens_q is not None:
+        if slot == 0:
+            fill_gap(
+                at_row(out, batch, head, 0, out_batch, out_head, out_row, UNIT), out_row,
+                logsumexp + head.to(tl.int64) * total_queries, cu_seqlens_q, batch, batches, first_query, queries,
+                total_queries, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT,
+            )  # fmt: skip
         if tile < 0:
             return
     start_query = tile * BLOCK_QUERIES
@@ -201,11 +209,13 @@ def forward_launches(
     (q, k, v), (out, logsumexp, kept_bits) = inputs, outputs
     q, scale, _ = positive_scale(q, params.scale)
     params = replace(params, scale=scale)
+    stored = k
     q, k, v = kernel_views(params, (q,), (k, v))
     (out,) = kernel_views(params, (out,), (), written=True)
     tensors = {"q": q, "k": k, "v": v, "out": out}
     arch = architecture_of(q) if arch is None else arch
-    return [tile_launch("forward", _forward_kernel, q, k, arch, tensors, {"logsumexp": logsumexp}, params, kept_bits)]
+    rows = {"logsumexp": logsumexp}
+    return [tile_launch("forward", _forward_kernel, q, k, arch, tensors, rows, params, stored, kept_bits)]
 
 
 @widen_bf16_if_interpreted(results=1)
@@ -227,7 +237,7 @@ def attention_forward(
         bits of kept weights for the backward (:mod:`.kept_bits`), or None.
     """
     out, logsumexp = empty_outputs(q)
-    if q.numel() == 0 or k.numel() == 0:
+    if is_empty(q, k, params):
         return out.zero_(), without_keys(logsumexp, params.sinks), None
     kept_bits = empty_kept_bits(q, k, params, architecture_of(q)) if training else None
     run_call(call, (q, k, v), (out, logsumexp, kept_bits), params, forward_launches)

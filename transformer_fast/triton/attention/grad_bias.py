@@ -18,7 +18,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
 from .grad_scores import grad_score_tile, rows_launch
-from .launches import kernel_views, run_call, score_kinds
+from .launches import is_empty, kernel_views, run_call, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
 from .tile_map import bits_arguments
@@ -35,6 +35,8 @@ from .weights import TILES
 
 # Target number of programs, a few per multiprocessor; a bias with fewer tiles is shared among programs.
 PROGRAMS = 512
+FILL = tl.constexpr(1024)
+
 STEPPING = ("batches_each", "heads_each", "query_tiles_each", "key_tiles_each", "parts", "steps")
 
 
@@ -51,8 +53,8 @@ def _grad_bias_kernel(
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
-    distance_zero, softcap, pairs: tl.int64,
+    heads, group, queries, keys, total_queries: tl.int64, total_keys: tl.int64, pairs: tl.int64, causal_offset, window,
+    threshold, rescale, scale, distance_zero, softcap,
     batches_each, heads_each, query_tiles_each, key_tiles_each, parts, steps,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
@@ -85,9 +87,9 @@ def _grad_bias_kernel(
         head = own_head + step % heads_each
         batch = own_batch + step // heads_each
 
-        first_query, own_queries = sequence(cu_seqlens_q, batch, queries)
-        first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
-        own_keys = used_keys(seqused_k, batch, stored_keys)
+        first_query, own_queries = sequence(cu_seqlens_q, batch, queries, total_queries)
+        first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
+        own_keys = used_keys(seqused_k, bias_starts, batch, own_queries, stored_keys, pairs)
         own_causal = aligned(causal_offset, own_keys - own_queries, BOTTOM_RIGHT)
         own_window = aligned(window, own_keys - own_queries, BOTTOM_RIGHT)
         own_zero = aligned(distance_zero, own_queries - own_keys, BOTTOM_RIGHT)
@@ -135,9 +137,16 @@ def _grad_bias_kernel(
         bias_batch_heads = tl.num_programs(0) // (parts * tiles)
         grad_bias += (part.to(tl.int64) * bias_batch_heads + own_batch_head) * bias_queries * bias_keys
     else:
-        grad_bias += (part.to(tl.int64) * (heads // heads_each) + own_head) * pairs + tl.load(bias_starts + own_batch)
-        queries = sequence(cu_seqlens_q, own_batch, queries)[1]
-        keys = sequence(cu_seqlens_k, own_batch, keys)[1]
+        grad_bias += (part.to(tl.int64) * (heads // heads_each) + own_head) * pairs
+        batches = tl.num_programs(0) // (parts * query_tiles * key_tiles * (heads // heads_each))
+        if own_batch == batches - 1 and own_query + own_key == 0:  # pairs of no sequence
+            for pair in tl.range(tl.maximum(tl.load(bias_starts + batches), 0), pairs, FILL, num_stages=1):
+                place = pair + tl.arange(0, FILL)
+                tl.store(grad_bias + place, tl.zeros((FILL,), grad_bias.dtype.element_ty), mask=place < pairs)
+        grad_bias += tl.load(bias_starts + own_batch)
+        queries = sequence(cu_seqlens_q, own_batch, queries, total_queries)[1]
+        keys = sequence(cu_seqlens_k, own_batch, keys, total_keys)[1]
+        queries = tl.where(used_keys(None, bias_starts, own_batch, queries, keys, pairs) > 0, queries, 0)
     query = own_query * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     key = own_key * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     kind: tl.constexpr = grad_bias.dtype.element_ty
@@ -197,18 +206,19 @@ def grad_bias_launches(
         params: as given to the launcher.
     """
     grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+    stored = k
     grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
     delta, row_sums, sums = outputs
     bias = params.bias
     masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
-    masking |= sequence_arguments(params, logsumexp)
+    masking |= sequence_arguments(params, logsumexp, stored)
     block_d = masking["BLOCK_D"]
     rows, keys, warps = TILES[q.element_size() * 8, block_d]
     tiles, each, parts, steps = sharing(q, k, params)
     per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp}
     sizes: dict[str, object] = dict(zip(STEPPING, (*each, parts, steps), strict=True))
     packed = params.packed is not None
-    sizes |= {"grad_bias": sums, "pairs": bias.shape[1] if packed else 0}
+    sizes |= {"grad_bias": sums}
     sizes |= {"ONE_QUERY": not packed and bias.shape[2] == 1, "ONE_KEY": not packed and bias.shape[3] == 1}
     kind = f"{str(q.dtype)[6:]} d{block_d}"
     dropout = "" if masking["seed"] is None else " dropout"
@@ -254,7 +264,7 @@ def _attention_grad_bias(
     grad_logsumexp: Tensor | None, call: Any,
 ) -> tuple[Tensor]:  # fmt: skip
     bias = params.bias
-    if q.numel() == 0 or k.numel() == 0 or bias.numel() == 0:
+    if is_empty(q, k, params) or bias.numel() == 0:
         return (torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device),)
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()

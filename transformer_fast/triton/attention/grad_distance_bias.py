@@ -18,7 +18,7 @@ from ...attention_params import AttentionParams, PackedBatch
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
 from .grad_scores import grad_score_tile, rows_launch
-from .launches import kernel_views, run_call, score_kinds
+from .launches import is_empty, kernel_views, run_call, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
 from .tile_map import bits_arguments
@@ -44,8 +44,8 @@ def _grad_distance_kernel(
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
-    distance_zero, softcap, batches, batches_each, parts,
+    heads, group, queries, keys, total_queries: tl.int64, total_keys: tl.int64, pairs: tl.int64, causal_offset, window,
+    threshold, rescale, scale, distance_zero, softcap, batches, batches_each, parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -67,9 +67,9 @@ def _grad_distance_kernel(
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
     for own_batch in tl.range(0, tl.minimum(batches_each, batches - first_batch), num_stages=1):
         batch = first_batch + own_batch
-        first_query, own_queries = sequence(cu_seqlens_q, batch, queries)
-        first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
-        own_keys = used_keys(seqused_k, batch, stored_keys)
+        first_query, own_queries = sequence(cu_seqlens_q, batch, queries, total_queries)
+        first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
+        own_keys = used_keys(seqused_k, bias_starts, batch, own_queries, stored_keys, pairs)
         own_causal = aligned(causal_offset, own_keys - own_queries, BOTTOM_RIGHT)
         own_window = aligned(window, own_keys - own_queries, BOTTOM_RIGHT)
         own_zero = aligned(distance_zero, own_queries - own_keys, BOTTOM_RIGHT)
@@ -186,9 +186,10 @@ def grad_distance_bias_launches(
     """
     grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
     delta, row_sums, sums = outputs
+    stored = k
     grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
     masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
-    masking |= sequence_arguments(params, logsumexp)
+    masking |= sequence_arguments(params, logsumexp, stored)
     per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp}
     rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
     B, own, parts = q.shape[0], sums.shape[0], sums.shape[3]
@@ -228,7 +229,7 @@ def attention_grad_distance_bias(
         Bitwise equal from run to run.
     """
     distance_bias = params.distance_bias
-    if q.numel() == 0 or k.numel() == 0 or distance_bias.numel() == 0:
+    if is_empty(q, k, params) or distance_bias.numel() == 0:
         return torch.zeros_like(distance_bias, memory_format=torch.contiguous_format)
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()

@@ -15,7 +15,7 @@ from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import score_kinds
 from .mask import Bounds, Mask, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import aligned, program_of, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
-from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim, sequence_arguments
+from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim
 from .weights import TILES, summed_rows
 
 # (query rows, keys, warps) of a tile of the row sums, where the tiles of weights.py would need too many registers.
@@ -36,16 +36,16 @@ def _rows_kernel(
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
-    distance_zero, softcap,
+    heads, group, queries, keys, total_queries: tl.int64, total_keys: tl.int64, pairs: tl.int64, causal_offset, window,
+    threshold, rescale, scale, distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """Compute per row: delta, which the score gradients subtract, and the sum of the weights."""
     batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
-    first_query, queries = sequence(cu_seqlens_q, batch, queries)
-    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
-    keys = used_keys(seqused_k, batch, stored_keys)
+    first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
+    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
+    keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
     causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
     window = aligned(window, keys - queries, BOTTOM_RIGHT)
     distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
@@ -140,8 +140,7 @@ def rows_launch(arguments: dict[str, object], q: Tensor, params: AttentionParams
         f"{score_kinds(params)}",
         kernel=_rows_kernel,
         grid=blocks_of(q.shape[2], rows) * q.shape[0] * q.shape[1],
-        arguments=arguments | sequence_arguments(params, arguments["logsumexp"])
-        | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
+        arguments=arguments | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
         num_warps=warps,
         num_stages=1,
     )  # fmt: skip

@@ -35,6 +35,11 @@ def call_kind(keys: int, params: AttentionParams) -> str:
     return "long" if params.lengths is not None or params.dropout_p > 0.0 else "plain"
 
 
+def is_empty(q: Tensor, k: Tensor, params: AttentionParams) -> bool:
+    """Return True if a call has no queries, no keys, or no sequence: nothing is launched."""
+    return q.numel() == 0 or k.numel() == 0 or (params.packed is not None and len(params.packed.cu_seqlens_q) == 1)
+
+
 def is_mapped(params: AttentionParams) -> bool:
     """Return True if a call steps through the lists of a tile map."""
     parts = (params.keep, params.key_keep, params.query_ids)
@@ -75,7 +80,7 @@ def score_kinds(params: AttentionParams) -> str:
 
 def tile_launch(
     name: str, kernel, q: Tensor, k: Tensor, arch: str, tensors: dict[str, Tensor], rows: dict[str, Tensor | None],
-    params: AttentionParams, kept_bits: Tensor | None,
+    params: AttentionParams, stored: Tensor, kept_bits: Tensor | None,
 ) -> Launch:  # fmt: skip
     """Launch of an attention kernel, with the tile from the table.
 
@@ -87,6 +92,7 @@ def tile_launch(
         tensors: (B, H, L, D) tensors by argument, q and k among them.
         rows: tensors with one number per row, or None, by argument; logsumexp among them.
         params: as given to the launcher.
+        stored: the keys as given to the launcher.
         kept_bits: see :mod:`.kept_bits`.
     """
     arguments = mask_arguments(q, k, params) | tensor_arguments(**tensors)
@@ -108,7 +114,7 @@ def tile_launch(
         blocks_of(over.shape[2], block) * over.shape[0] * over.shape[1],
         {
             **arguments, "kept_bits": kept_bits, **order_arguments(q, k, tile, name == "grad_kv", params), **rows,
-            **sequence_arguments(params, rows["logsumexp"]),
+            **sequence_arguments(params, rows["logsumexp"], stored),
             "BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys,
         },
         config.num_warps,

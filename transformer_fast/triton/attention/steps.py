@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .mask import first_visible, query_rows
+from .tiles import store_rows
 
 FLAG_ROWS = tl.constexpr(16)
 """Rows per flag: the smallest tile of queries."""
@@ -44,23 +45,60 @@ def program_of(heads, rows, batch_order, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sequence(cu_seqlens, batch, length):
-    """Return (first row, number of rows) of a sequence of a packed batch; without `cu_seqlens` (padded): (0,
-    length)."""
+def sequence(cu_seqlens, batch, length, total):
+    """Return (first row, number of rows) of a sequence of a packed batch; without `cu_seqlens` (padded): (0, length).
+
+    Both stay within the `total` rows, whatever `cu_seqlens` holds: on a GPU nobody has read it before.
+    """
     if cu_seqlens is None:
         return tl.full((), 0, tl.int32), length
     else:
-        first = tl.load(cu_seqlens + batch)
-        return first, tl.load(cu_seqlens + batch + 1) - first
+        first = _row_at(cu_seqlens + batch, 0, total)
+        return first, tl.minimum(_row_at(cu_seqlens + batch + 1, first, total) - first, length)
 
 
 @triton.jit
-def used_keys(seqused_k, batch, stored_keys):
-    """Number of a sequence's keys in use; without `seqused_k`, all stored keys."""
-    if seqused_k is None:
-        return stored_keys
-    else:
-        return tl.minimum(tl.load(seqused_k + batch), stored_keys)
+def _row_at(place, least, total):
+    return tl.minimum(tl.maximum(tl.load(place), least), total.to(tl.int32))
+
+
+@triton.jit
+def fill_gap(
+    base, row_stride, logsumexp, cu_seqlens, batch, batches, first, count, total,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Store zeros, and -inf in logsumexp unless it is None, in rows of a head that no sequence of a packed batch
+    covers: from the end of this sequence to the begin of the next one, and in front of the first sequence."""
+    end = tl.where(batch == batches - 1, total.to(tl.int32), _row_at(cu_seqlens + batch + 1, first, total))
+    _fill_rows(base, row_stride, logsumexp, first + count, end, ROWS, HEAD_DIM, BLOCK_D, UNIT)
+    _fill_rows(base, row_stride, logsumexp, 0, tl.where(batch == 0, first, 0), ROWS, HEAD_DIM, BLOCK_D, UNIT)
+
+
+@triton.jit
+def _fill_rows(
+    base, row_stride, logsumexp, start, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    for first in tl.range(start, end, ROWS, num_stages=1):
+        store_rows(
+            base, tl.zeros((ROWS, BLOCK_D), tl.float32), first, end, row_stride, ROWS, HEAD_DIM, BLOCK_D, UNIT
+        )  # fmt: skip
+        if logsumexp is not None:
+            row = first + tl.arange(0, ROWS)
+            tl.store(logsumexp + row, tl.full((ROWS,), float("-inf"), tl.float32), mask=row < end)
+
+
+@triton.jit
+def used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs):
+    """Number of a sequence's keys in use; without `seqused_k`, all stored keys. None if the sequence's part of the bias
+    is not within its `pairs`."""
+    used = stored_keys
+    if seqused_k is not None:
+        used = tl.minimum(tl.maximum(tl.load(seqused_k + batch), 0), stored_keys)
+    if bias_starts is not None:
+        start = tl.load(bias_starts + batch)
+        used = tl.where((start >= 0) & (start + queries.to(tl.int64) * stored_keys <= pairs), used, 0)
+    return used
 
 
 @triton.jit

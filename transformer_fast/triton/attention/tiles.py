@@ -26,7 +26,7 @@ RUNTIME_INTEGERS = (
     + ["key_keep_batch", "key_keep_head", "lengths_batch", "lengths_query"]
     + ["distance_batch", "distance_head", "distance_zero", "query_ids_batch", "key_ids_batch"]
     + ["heads", "group", "queries", "keys", "causal_offset", "window", "threshold"]
-    + ["total_queries", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
+    + ["total_queries", "total_keys", "pairs", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
     + ["words", "tile_rows", "across", "head_stride", "row_stride", "tile_stride", "seed"]
     + ["batches", "batches_each", "parts"]
 )
@@ -211,8 +211,14 @@ def changes_scores(params: AttentionParams) -> bool:
     return params.bias is not None or params.distance_bias is not None or params.softcap is not None
 
 
-def sequence_arguments(params: AttentionParams, logsumexp: Tensor) -> dict[str, object]:
-    """Kernel arguments of the sequence boundaries of a packed batch; None for a padded batch."""
+def sequence_arguments(params: AttentionParams, logsumexp: Tensor, stored: Tensor) -> dict[str, object]:
+    """Kernel arguments of the sequence boundaries of a packed batch; None for a padded batch.
+
+    Args:
+        params: as given to the launcher.
+        logsumexp: (B, H, Lq), or packed (H, Tq).
+        stored: the keys as given to the launcher, (B, Hkv, Lk, D), or packed (Tk, Hkv, D).
+    """
     packed = params.packed
     return {
         "cu_seqlens_q": None if packed is None else packed.cu_seqlens_q,
@@ -221,6 +227,8 @@ def sequence_arguments(params: AttentionParams, logsumexp: Tensor) -> dict[str, 
         "bias_starts": None if packed is None else packed.bias_starts,
         "BOTTOM_RIGHT": packed is not None and packed.bottom_right,
         "total_queries": logsumexp.shape[-1],
+        "total_keys": stored.shape[0],
+        "pairs": 0 if packed is None or params.bias is None else params.bias.shape[1],
     }
 
 
