@@ -1,9 +1,10 @@
-"""tests/ops/test_cross_entropy.py on the Triton kernel."""
+"""tests/ops/test_cross_entropy.py and test_cross_entropy_sure.py on the Triton kernel."""
 
 import loss_calls
 import pytest
 import torch
 from test_cross_entropy import *  # noqa: F403
+from test_cross_entropy_sure import *  # noqa: F403
 
 import transformer_fast as tfast
 from transformer_fast.triton.cross_entropy import cross_entropy_rows

@@ -10,6 +10,7 @@ NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")
 DROPOUT = ("tests/ops/test_dropout.py", "tests/ops/test_every_op.py")
 EMBEDDING = ("tests/ops/test_embedding.py", "tests/ops/test_every_op.py")
 LOSS = ("tests/ops/test_cross_entropy.py", "tests/ops/test_every_op.py")
+SURE = ("tests/ops/test_cross_entropy_sure.py",)
 TOPK = ("tests/generation/test_topk.py",)
 PACKAGE = "transformer_fast/"
 MASKS = ("tests/ops/test_masks.py",)

@@ -1,7 +1,7 @@
 """Faults in the C++ kernels besides attention."""
 
 from .fault import Fault
-from .places import DROPOUT, EMBEDDING, LOSS, NORM, TOPK
+from .places import DROPOUT, EMBEDDING, LOSS, NORM, SURE, TOPK
 
 ROWS = (
     Fault(
@@ -28,16 +28,23 @@ ROWS = (
     Fault(
         name="the gradient at the target forgets the smoothing",
         path="csrc/cpu/cross_entropy.cpp",
-        old="* scale - even - (1 - smoothing));",
-        new="* scale - even - 1);",
+        old="* scale - even - (1 - smoothing);",
+        new="* scale - even - 1;",
         tests=LOSS,
     ),
     Fault(
         name="the loss of a smoothed row is that of its sum, not of its mean",
         path="csrc/cpu/cross_entropy.cpp",
-        old="smoothing * (lse - sum(sums) / vocabulary)",
-        new="smoothing * (lse - sum(sums))",
+        old="smoothing * (log_sum + sum(depths) / vocabulary)",
+        new="smoothing * (log_sum + sum(depths))",
         tests=LOSS,
+    ),
+    Fault(
+        name="the loss of a row that is sure of its target is rounded beside 1",
+        path="csrc/cpu/cross_entropy.cpp",
+        old="std::log1p(summed)",
+        new="std::log(1 + summed)",
+        tests=SURE,
     ),
     Fault(
         name="eps of the std stands under the root",

@@ -280,8 +280,15 @@ ROWS = (
     Fault(
         name="smoothing takes the sum of the logits for their mean",
         path=TRITON + "cross_entropy.py",
-        old="loss += smoothing * (logsum - tl.sum(sums, 0) / vocabulary)",
-        new="loss += smoothing * (logsum - tl.sum(sums, 0))",
+        old="loss += smoothing * (log_sum + tl.sum(depths, 0) / vocabulary)",
+        new="loss += smoothing * (log_sum + tl.sum(depths, 0))",
+        tests=LOSS,
+    ),
+    Fault(
+        name="the loss of a row is a difference from its largest logit",
+        path=TRITON + "cross_entropy.py",
+        old="loss = (1.0 - smoothing) * (depth + log_sum)",
+        new="loss = (1.0 - smoothing) * ((row_max + log_sum) - at_target)",
         tests=LOSS,
     ),
     Fault(

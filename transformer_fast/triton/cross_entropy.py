@@ -1,7 +1,9 @@
 """Label-smoothed cross entropy of rows of logits; the gradient of its sum overwrites the logits.
 
 One program per row. The program reads the row twice from memory (online softmax statistics, as in M. Milakov and N.
-Gimelshein, "Online normalizer calculation for softmax", 2018) and writes once.
+Gimelshein, "Online normalizer calculation for softmax", 2018) and writes once. As on the CPU
+(csrc/cpu/cross_entropy.cpp), all numbers are differences from the largest logit, and the target stands apart from the
+others: where a row is sure of its target, the loss and the gradient are small differences of large numbers.
 """
 
 import torch
@@ -14,6 +16,15 @@ from .configs import CROSS_ENTROPY
 from .launcher import Launch, run
 
 
+@triton.jit
+def _log1p(x):
+    """Logarithm of 1 + x for x >= 0; a rounding of 1 + x cancels in the quotient (D. Goldberg, "What every computer
+    scientist should know about floating-point arithmetic", 1991, theorem 4)."""
+    rounded = 1.0 + x
+    added = rounded - 1.0
+    return tl.where(added == 0.0, x, tl.log(rounded) * (x / tl.where(added == 0.0, 1.0, added)))
+
+
 @triton.jit(do_not_specialize=["vocabulary", "ignore_index"])
 def _rows_kernel(
     logits, target, losses, vocabulary, ignore_index, smoothing, GRADIENT: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
@@ -24,38 +35,48 @@ def _rows_kernel(
     counts = wanted != ignore_index
     # The logit of a target outside the vocabulary must not be read; the loss is NaN.
     valid = (wanted >= 0) & (wanted < vocabulary)
-    at_target = tl.load(logits + tl.where(valid, wanted, 0)).to(tl.float32)
+    place = tl.where(valid, wanted, -1).to(tl.int32)
+    at_target = tl.load(logits + tl.maximum(place, 0)).to(tl.float32)
     column = tl.arange(0, BLOCK_COLUMNS)
 
     lane_max = tl.full((BLOCK_COLUMNS,), float("-inf"), tl.float32)
-    lane_sum = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-    sums = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    lane_sum = tl.zeros((BLOCK_COLUMNS,), tl.float32)  # of all columns but the target's
     for start in range(0, vocabulary, BLOCK_COLUMNS):
         inside = start + column < vocabulary
         x = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(lane_max, x)
         # Before its first value a lane has the maximum -inf; -inf - -inf would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        lane_sum = lane_sum * tl.exp(lane_max - shift) + tl.exp(x - shift)
-        sums += tl.where(inside, x, 0.0)
+        lane_sum = lane_sum * tl.exp(lane_max - shift) + tl.where(start + column == place, 0.0, tl.exp(x - shift))
         lane_max = higher
     row_max = tl.max(lane_max, 0)
-    row_sum = tl.sum(lane_sum * tl.exp(lane_max - row_max), 0)
-    logsum = row_max + tl.log(row_sum)
+    others = tl.sum(lane_sum * tl.exp(lane_max - row_max), 0)
+    depth = row_max - at_target
+    row_sum = others + tl.exp(-depth)
+    log_sum = tl.where(depth == 0.0, _log1p(others), tl.log(row_sum))
 
-    loss = (1.0 - smoothing) * (logsum - at_target)
-    if smoothing > 0.0:
-        loss += smoothing * (logsum - tl.sum(sums, 0) / vocabulary)
-    loss = tl.where(valid, loss, float("nan"))
-    tl.store(losses + row, tl.where(counts, loss, 0.0))
+    depths = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     if GRADIENT:
         even = smoothing / vocabulary
+        scale = 1.0 / row_sum
+        at_place = (smoothing - even) - others * scale
         for start in range(0, vocabulary, BLOCK_COLUMNS):
             inside = start + column < vocabulary
-            x = tl.load(logits + start + column, mask=inside, other=0.0).to(tl.float32)
-            gradient = tl.exp(x - logsum) - even - tl.where(start + column == wanted, 1.0 - smoothing, 0.0)
+            below = tl.load(logits + start + column, mask=inside, other=row_max).to(tl.float32) - row_max
+            depths -= below
+            gradient = tl.where(start + column == place, at_place, tl.exp(below) * scale - even)
             gradient = tl.where(counts, gradient, 0.0)
             tl.store(logits + start + column, gradient.to(logits.dtype.element_ty), mask=inside)
+    elif smoothing > 0.0:
+        for start in range(0, vocabulary, BLOCK_COLUMNS):
+            inside = start + column < vocabulary
+            depths += row_max - tl.load(logits + start + column, mask=inside, other=row_max).to(tl.float32)
+
+    loss = (1.0 - smoothing) * (depth + log_sum)
+    if smoothing > 0.0:
+        loss += smoothing * (log_sum + tl.sum(depths, 0) / vocabulary)
+    loss = tl.where(valid, loss, float("nan"))
+    tl.store(losses + row, tl.where(counts, loss, 0.0))
 
 
 def rows_launch(
