@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <tuple>
 
@@ -280,7 +281,8 @@ Tensor sinks_gradient(const Tensor& grad_out, const AttentionResult& result, con
   if (grad.dim() == 2) grad = grad.t();
   if (grad_logsumexp) grad = grad - *grad_logsumexp;
   const Tensor weights = (params.sinks->unsqueeze(-1) - result.logsumexp).exp();
-  grad = -(weights * grad);
+  // Without a key, a sink of -inf has weight 0; -inf - -inf is NaN.
+  grad = -(weights * grad).masked_fill(result.logsumexp == -std::numeric_limits<double>::infinity(), 0);
   return grad.dim() == 2 ? grad.sum(at::IntArrayRef{1}) : grad.sum(at::IntArrayRef{0, 2});
 }
 

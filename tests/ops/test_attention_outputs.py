@@ -144,3 +144,58 @@ def test_weights_beside_the_short_way(dropped):
         loss = out.sum() + (weights * torch.linspace(0, 1, weights.numel()).view_as(weights)).sum()
         found.append((out, weights, *torch.autograd.grad(loss, inputs)))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
+@pytest.mark.parametrize("queries", [1, LQ])  # few queries take other kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sink_of_minus_infinity_is_no_key(dtype, queries, empty_rows, device):
+    """Of two query heads one has a sink. A query without keys and without a sink gives 0, and has no gradient."""
+    (q, k, v, bias), keep = leaves(device, dtype)
+    q, bias = (t.detach()[:, :, :queries].clone().requires_grad_() for t in (q, bias))
+    keep = keep[:, :, :queries].clone()
+    keep[1, :, -1] = False
+    masks = {"some keys": keep, "no length": AttentionMask.lengths(torch.tensor([LK, 0], device=device))}
+    for name, mask in masks.items():
+        sinks = torch.linspace(-1, 1, H, device=device)
+        sinks[::2] = -math.inf
+        sinks.requires_grad_()
+        options = {"bias": bias, "return_logsumexp": True}
+        ours = tfast.attention(q, k, v, mask, sinks=sinks, empty_rows=empty_rows, **options)
+        plain = tfast.attention(q, k, v, mask, empty_rows="zero", **options)
+        for of_sinks, without in zip(ours, plain, strict=True):
+            torch.testing.assert_close(of_sinks[:, ::2], without[:, ::2], msg=lambda m, name=name: f"{name}: {m}")
+        _, weights = tfast.attention(q, k, v, mask, sinks=sinks, empty_rows=empty_rows, bias=bias, return_weights=True)
+        assert weights.isfinite().all() and not weights[1, ::2, -1].any()
+        grads = gradients([out[:, ::2] for out in ours], (q, k, v, bias, sinks))
+        expected = gradients([out[:, ::2] for out in plain], (q, k, v, bias))
+        torch.testing.assert_close(grads[:4], expected, msg=lambda m, name=name: f"{name}: {m}")
+        assert not grads[4].any(), name
+        again = tfast.attention(q, k, v, mask, sinks=sinks, empty_rows=empty_rows, **options)
+        grads = gradients(again, (q, k, v, bias, sinks))
+        assert all(grad.isfinite().all() for grad in grads) and grads[4][1::2].all(), name
+
+
+def test_a_sink_of_minus_infinity_is_no_key_of_the_reference(device):
+    with tfast.backend("reference"):
+        for queries in (1, LQ):
+            test_a_sink_of_minus_infinity_is_no_key(torch.float32, queries, "uniform", device)
+
+
+def test_a_sink_of_minus_infinity_in_packed_batches_and_caches(device):
+    (q, k, v, _), _ = leaves(device)
+    sinks = torch.full((H,), -math.inf, device=device, requires_grad=True)
+    starts_q, starts_k = (torch.tensor([0, 0, n, n], dtype=torch.int32, device=device) for n in (LQ, LK))
+    starts_q[1] = 4  # the first sequence has no keys
+    packed = [t.detach()[0].transpose(0, 1).clone().requires_grad_() for t in (q, k, v)]
+    out = tfast.attention_packed(*packed, starts_q, starts_k, sinks=sinks)
+    expected = tfast.attention_packed(*packed, starts_q, starts_k, empty_rows="zero")
+    torch.testing.assert_close(out, expected)
+    grads = gradients([out], (*packed, sinks))
+    torch.testing.assert_close(grads[:3], gradients([expected], packed))
+    assert not out[:4].any() and not grads[3].any()
+    lengths = torch.tensor([LK, 0], device=device)
+    q, k, v, without = (t.detach() for t in (q[:, :, :1], k, v, sinks))
+    with torch.no_grad():
+        cached = tfast.attention_decode(q, k, v, lengths=lengths, sinks=without)
+    torch.testing.assert_close(cached, tfast.attention_decode(q, k, v, lengths=lengths))

@@ -245,7 +245,7 @@ ROWS = (
     Fault(
         name="returned weights of a row without keys are never 0",
         path=ATTENTION + "weights.cpp",
-        old="broadcast(params_.zero_empty_rows ? A(0) : rescale / static_cast<A>(Lk));",
+        old="broadcast(params_.has_uniform_rows() ? rescale / static_cast<A>(Lk) : A(0));",
         new="broadcast(rescale / static_cast<A>(Lk));",
         tests=OUTPUTS,
     ),

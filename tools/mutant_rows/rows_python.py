@@ -238,8 +238,8 @@ ROWS = (
     Fault(
         name="exported attention returns the sink's weight too",
         path=PACKAGE + "ops/_plain_attention.py",
-        old="torch.softmax(_with_sinks(kept, params.sinks), -1)[..., :-1].to(dtype)",
-        new="torch.softmax(_with_sinks(kept, params.sinks), -1)[..., 1:].to(dtype)",
+        old="torch.softmax(joined, -1).masked_fill(nothing, 0.0)[..., :-1].to(dtype)",
+        new="torch.softmax(joined, -1).masked_fill(nothing, 0.0)[..., 1:].to(dtype)",
         tests=EXPORT,
     ),
     Fault(

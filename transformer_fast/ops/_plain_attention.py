@@ -128,7 +128,9 @@ def _weights(scores: Tensor, allowed: Tensor | None, params: AttentionParams, dt
     """Softmax over the visible scores and the sink. A row without visible scores is uniform, or 0."""
     if params.sinks is not None:
         kept = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
-        return torch.softmax(_with_sinks(kept, params.sinks), -1)[..., :-1].to(dtype)
+        joined = _with_sinks(kept, params.sinks)
+        nothing = joined.amax(-1, keepdim=True) == float("-inf")  # no key, and a sink of -inf
+        return torch.softmax(joined, -1).masked_fill(nothing, 0.0)[..., :-1].to(dtype)
     if allowed is None:
         return torch.softmax(scores, -1).to(dtype)
     weights = torch.softmax(scores.masked_fill(~allowed, torch.finfo(scores.dtype).min), -1)

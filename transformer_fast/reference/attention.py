@@ -53,7 +53,7 @@ def attention(
         empty_rows: a query with no allowed key gets weight ``1 / Lk`` on every key ("uniform", as filling with -1e9
             gives) or weight 0 on every key ("zero"). In both modes such a query gives q and k no gradient.
         sinks: (H,): per head, the score of one additional key, whose value is 0 and whose weight is not returned. With
-            sinks, a query with no allowed key puts all its weight on the sink.
+            sinks, a query with no allowed key puts all its weight on the sink; a sink of -inf takes none.
 
     Returns:
         out (B, H, Lq, D) in q's dtype; weights before dropout (B, H, Lq, Lk) in q's dtype; logsumexp (B, H, Lq) of
@@ -265,8 +265,11 @@ def _attend(
     scores = scores.masked_fill(~allowed, float("-inf"))
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        logsumexp = torch.logsumexp(torch.cat([scores, sink], -1), -1)
-        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1].to(q.dtype)
+        joined = torch.cat([scores, sink], -1)
+        nothing = empty & (sink == float("-inf"))
+        joined = joined.masked_fill(nothing, 0.0)  # softmax of nothing but -inf is NaN, and so is its gradient
+        logsumexp = torch.logsumexp(joined, -1).masked_fill(nothing.squeeze(-1), float("-inf"))
+        weights = torch.softmax(joined, -1).masked_fill(nothing, 0.0)[..., :-1].to(q.dtype)
         return _weighted_sum(_dropped(weights, kept, factor), v, allowed), weights, logsumexp
     logsumexp = torch.logsumexp(scores, -1)
 

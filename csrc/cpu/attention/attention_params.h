@@ -95,6 +95,9 @@ struct AttentionKernelParams {
   // Or (B, 1, 1, Lk): row offset of key j and value j of batch entry b, from the first row of entry 0. Same
   // restriction.
   View<const int32_t> cells;
+
+  // Whether a query without a visible key has equal weights. With a sink such a query gives 0, even if the sink is -inf.
+  bool has_uniform_rows() const { return !zero_empty_rows && !sinks; }
 };
 
 // Number of keys of query i of batch entry b, by its length.

@@ -95,7 +95,7 @@ class RowsBackward {
     number(row, kGradLogsumexp) = call_.grad_logsumexp.data ? *call_.grad_logsumexp.at(b_, h, i) : A(0);
     number(row, kRest) = 0;
     if (is_large(number(row, kLogsumexp), A(8))) sum_again(row);
-    const bool uniform = number(row, kLogsumexp) == kBlocked<A> && !params_.zero_empty_rows;
+    const bool uniform = number(row, kLogsumexp) == kBlocked<A> && params_.has_uniform_rows();
     number(row, kUniform) = uniform ? A(1) / static_cast<A>(params_.Lk) : A(0);
     return uniform ? Range{0, params_.Lk} : rows_.visible(row);
   }

@@ -117,7 +117,7 @@ class RowsForward {
     const int64_t h = rows_.head(row), i = rows_.position(row);
     if (params_.sinks) add_sink(params_.sinks[h], part);
     *call_.logsumexp.at(b_, h, i) = *part.row_sum == 0 ? kBlocked<A> : *part.row_max + std::log(*part.row_sum);
-    if (*part.row_sum == 0 && !params_.zero_empty_rows) add_all_values(row, part);
+    if (*part.row_sum == 0 && params_.has_uniform_rows()) add_all_values(row, part);
     const A rescale = params_.dropout.p > 0 ? static_cast<A>(DropoutRate(params_.dropout.p).scale) : A(1);
     const A factor = *part.row_sum == 0 ? A(0) : rescale / *part.row_sum;
     T* out = call_.out.at(b_, h, i);
@@ -126,6 +126,7 @@ class RowsForward {
   }
 
   void add_sink(A sink, RowPart<A> part) const {
+    if (sink == kBlocked<A>) return;
     const A maximum = std::max(*part.row_max, sink), shrink = std::exp(*part.row_max - maximum);
     *part.row_sum = *part.row_sum * shrink + std::exp(sink - maximum);
     *part.row_max = maximum;

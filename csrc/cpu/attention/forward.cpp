@@ -47,7 +47,7 @@ class ForwardBlock {
     if (saved_probs) finish_saved_probs(saved_probs, visible.end);
     for (int64_t i = 0; i < queries_; ++i)
       *logsumexp.at(b_, h_, first_query_ + i) = row_sum_[i] == 0 ? kBlocked<A> : row_max_[i] + std::log(row_sum_[i]);
-    if (!params_.zero_empty_rows) add_empty_rows();
+    if (params_.has_uniform_rows()) add_empty_rows();
     write(out);
   }
 

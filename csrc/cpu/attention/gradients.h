@@ -137,7 +137,7 @@ class ScoreGradients {
       logsumexp_[i] = *call_.logsumexp.at(b_, h_, first_query_ + i);
       if (call_.grad_logsumexp.data) grad_logsumexp_[i] = *call_.grad_logsumexp.at(b_, h_, first_query_ + i);
       has_large_ |= is_large(logsumexp_[i]);
-      if (logsumexp_[i] == kBlocked<A> && !p.zero_empty_rows) {
+      if (logsumexp_[i] == kBlocked<A> && p.has_uniform_rows()) {
         uniform_[i] = A(1) / static_cast<A>(p.Lk);
         any = true;
       }

@@ -94,7 +94,7 @@ class WeightsBlock {
     }
     if (params_.sinks) total += exponential(sink - origin);
     const A rescale = dropout_ ? static_cast<A>(dropout_->dropout.rate.scale) : A(1);
-    const Vector<A> none = broadcast(params_.zero_empty_rows ? A(0) : rescale / static_cast<A>(Lk));
+    const Vector<A> none = broadcast(params_.has_uniform_rows() ? rescale / static_cast<A>(Lk) : A(0));
     const auto unseen = total == 0;
     const Vector<A> factor = rescale / (unseen ? broadcast(A(1)) : total);
     for_rows(dropout_, Lk, 0, first_query_ + lane, [&](int64_t j, auto, auto kept) {

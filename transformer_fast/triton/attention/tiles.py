@@ -260,6 +260,7 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     arguments |= {"MASK_UNIT": unit, "bias": bias, "bias_key": strides[3]}
     for dim, stride in zip(("batch", "head", "query"), strides[:3], strict=True):
         arguments[f"bias_{dim}"] = stride // unit
+    zero_empty_rows = params.zero_empty_rows or params.sinks is not None
     return arguments | distance_arguments(params.distance_bias, zero) | {
         "softcap": params.softcap,
         "sinks": params.sinks,
@@ -271,5 +272,5 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
         "group": H // Hkv,
         "HEAD_DIM": D,
         "BLOCK_D": padded_head_dim(D),
-        "ZERO_EMPTY_ROWS": params.zero_empty_rows or not (params.packed is None or emptying),
+        "ZERO_EMPTY_ROWS": zero_empty_rows or not (params.packed is None or emptying),
     }  # fmt: skip
