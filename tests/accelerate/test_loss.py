@@ -16,6 +16,7 @@ from fused_loss_model import Gpt, V, assert_same, batch, gradients, loss_of, pai
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import transformer_fast as tfast
 from transformer_fast.accelerate import output_layer
 from transformer_fast.accelerate.lazy_logits import LazyLogits
 
@@ -290,3 +291,35 @@ def test_a_loss_that_is_changed_in_place(change: Callable[[Tensor], Any]) -> Non
 
     logits, _ = both(loss_fn)
     assert not logits.node.is_read()
+
+
+class Classifier(nn.Module):
+    """Model with an output layer and a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 2), nn.Linear(2, 8, bias=False)
+        self.loss = nn.CrossEntropyLoss()
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.loss(self.head(self.table(ids)), ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_report_names_a_loss_that_torch_sums_in_16_bits(dtype: torch.dtype) -> None:
+    model = Classifier().to(dtype)
+    rows = {row.path: row for row in tfast.accelerate(model).left}
+    assert ("loss" in rows) == (dtype != torch.float32)
+    assert dtype == torch.float32 or "fused_loss=True adds them in float32" in rows["loss"].why
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_fused_loss_sums_16_bit_losses_in_float32(dtype: torch.dtype, fused: list[Any]) -> None:
+    model = Classifier().to(dtype)
+    report = tfast.accelerate(model, fused_loss=True)
+    assert "loss" not in {row.path for row in report.left}
+    loss = model(torch.arange(100_000) % 8)
+    assert fused and loss.item() == torch.tensor(8.0).log().to(dtype).item()
+    loss.backward()
+    assert model.head.weight.grad is not None and model.head.weight.grad.isfinite().all()

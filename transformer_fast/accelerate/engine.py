@@ -27,6 +27,9 @@ from .rebinding import Obstacle
 from .report import ALREADY, LOCK, Report, Row
 from .torch_swaps import SWAPS
 
+OWN_SUM = "it adds 16-bit losses in their dtype, and float16 may overflow: fused_loss=True adds them in float32"
+"""Reason to list PyTorch's loss."""
+
 
 def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = False) -> Report:
     """Swap the fused ops into a model, in place.
@@ -140,10 +143,17 @@ class _Walk:
             self._visit_torch(path, module)
         elif isinstance(module, tuple(SWAPS)) and parametrize.is_parametrized(module):
             self._add_unchanged(path, module, "its parameters are computed by parametrizations")
+        elif was is nn.CrossEntropyLoss and self._sums_losses_in_16_bits():
+            self._add_unchanged(path, module, OWN_SUM)
         elif was.__module__.startswith(("torch.nn.modules", "torch.nn.utils")):
             self.report.plain[was.__name__] += 1
         else:
             self._visit_other(path, module)
+
+    def _sums_losses_in_16_bits(self) -> bool:
+        """Return True if PyTorch sums the losses of the model's logits, in 16 bits, as it does on a CPU."""
+        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters())
+        return narrow and self.device.type == "cpu" and not self.output_layers
 
     def pack(self) -> None:
         """Let stacks of layers skip padding."""
