@@ -199,3 +199,18 @@ def test_a_sink_of_minus_infinity_in_packed_batches_and_caches(device):
     with torch.no_grad():
         cached = tfast.attention_decode(q, k, v, lengths=lengths, sinks=without)
     torch.testing.assert_close(cached, tfast.attention_decode(q, k, v, lengths=lengths))
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
+def test_a_query_with_one_key_gives_no_gradient_to_its_score(grouped, device):
+    """The weight of one key is 1, whatever the score. In eager PyTorch that gradient is exactly 0."""
+    shapes = (B, H, LK, D), *((B, HKV if grouped else H, LK, D),) * 2
+    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+    masks = AttentionMask.lengths(torch.tensor([LK, 1], device=device)), AttentionMask.causal()
+    for mask, rows in zip(masks, (slice(1, None), slice(None)), strict=True):
+        out = tfast.attention(q, k, v, mask)
+        grad_q, grad_k, _ = gradients([out], (q, k, v))
+        assert not grad_q[rows, :, :1].any()
+        assert mask is masks[1] or not (grad_q[1].any() or grad_k[1].any())
+        (grad_k,) = torch.autograd.grad(tfast.attention(q, k, v, mask)[rows, :, 0].square().sum(), k)
+        assert not grad_k.any()

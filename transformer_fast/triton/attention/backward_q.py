@@ -137,8 +137,10 @@ def grad_q_kernel(
     # do not sum to 1, nor gradients of scores to 0. If that would be visible, both sums are computed here first. From 8
     # on, half a unit in the last place of an fp32 logsumexp is four units in the last place of a weight.
     if BASE_E:
-        too_large = tl.abs(shift) > (8.0 if q_tile.dtype == tl.float32 else 1024.0)
-        sum_end = tl.where(any_true(too_large), steps.end, 0)
+        again = tl.abs(shift) > (8.0 if q_tile.dtype == tl.float32 else 1024.0)
+        if q_tile.dtype == tl.float32:
+            again = again | (limit == 1)  # one key has weight 1: delta is the gradient of the weight, to the last bit
+        sum_end = tl.where(any_true(again), steps.end, 0)
         row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
         if mask.sink is not None:
             row_sum = tl.where(sum_end > 0, tl.math.exp2((mask.sink - shift) * LOG2E), 0.0)
