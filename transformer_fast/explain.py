@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from .masks.tile_share import work_share
 from .ops.attention import check_backend
 from .ops.attention_checks import document_numbers, normal_lengths, refuse_keep_as_lengths
 from .triton.configs import attention_config
+from .triton.versions import limits
 
 NATIVE_TILE = (64, 128)
 """Queries and keys per tile in csrc/cpu/attention/attention_params.h."""
@@ -67,6 +69,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         params = _kernel_params(q, k, mask, options)
         lines.append(_describe_tiles(q, k, params, backend))
         stored = _bytes_for_backward(q, k, params) if backend == "triton" else 0
+    if backend == "triton" and (lacking := limits(version := metadata.version("triton"))):
+        lines.append(f"triton: {version}; {lacking}")
     if p > 0.0:
         kept = f"training stores one bit per weight, {stored / 2**20:,.1f} MiB" if stored else "no mask is stored"
         lines.append(f"dropout: {p} on the weights, drawn from one seed (Philox 4x32-10); {kept}")

@@ -20,7 +20,7 @@ struct __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields ar
   pybind11::tuple arguments;                        // all that `run` takes, the stream and the kernel's own among them
   std::vector<std::pair<size_t, size_t>> pointers;  // (a, t): argument a is the address of the call's tensor t
   pybind11::object kernel;                          // the jitted function
-  pybind11::object kept;                            // tensors whose addresses are among the arguments
+  pybind11::object kept;                            // the compiled kernel, and tensors whose addresses are arguments
 };
 
 // A call of a launcher: scalars and layouts of inputs, which determine every launch except addresses; and the

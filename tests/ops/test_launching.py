@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import weakref
 
 import pytest
@@ -203,6 +204,20 @@ def test_what_is_derived_from_a_mask_is_freed_with_it(launched):
     assert derived() is not None
     del mask
     assert derived() is None
+
+
+def test_a_compiled_kernel_lives_as_long_as_its_launches(launched):
+    """Triton may forget it before, and from 3.8 on unloads its machine code then."""
+    x, caches = floats(64), recording.kernel.device_caches
+    caches.clear()
+    run_cached((), (x, None), (x,), lambda *tensors: [launch_of(*tensors)])
+    (compiled,) = map(weakref.ref, caches[recording.DEVICE][0].values())
+    caches.clear()
+    gc.collect()
+    assert compiled() is not None
+    launch_cache.clear()
+    gc.collect()
+    assert compiled() is None
 
 
 def test_a_mask_on_which_calls_are_kept_can_be_copied_and_saved(launched, tmp_path):

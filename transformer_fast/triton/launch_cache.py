@@ -5,7 +5,7 @@ of an earlier call; Python prepares only new calls. Triton itself looks up the c
 takes longer than a short kernel runs.
 
 Launches go through Triton while a profiler's hooks are set, in the interpreter, and with versions of Triton whose
-compiled kernels may need other calls (supported: 3.6 to 3.8).
+compiled kernels may need other calls (:mod:`.versions`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from triton.runtime import driver
 from ..extension import module
 from .configs import LONG, Table
 from .launcher import Launch, launch_by_triton, run
-
-VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+from .versions import is_known
 
 # Triton kernels belong to ops, and the ops are in the extension.
 extension = module()
 launch_cache = extension.launch_cache
 launch_cache.connect(driver, triton.knobs.runtime, Table)
 launch_cache.long_keys = LONG
-launch_cache.enabled = (3, 6) <= VERSION <= (3, 8) and not triton.knobs.runtime.interpret and torch.version.hip is None
+launch_cache.enabled = is_known(triton.__version__) and not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
 def run_cached(
@@ -113,7 +112,8 @@ def _prepare_and_run(
         compiled = launch_by_triton(launch)
         # The result has another class if a hook refused the launch, or compiles it elsewhere.
         repeatable = isinstance(compiled, CompiledKernel) and not launch.kernel.pre_run_hooks
-        arguments, pointers, kept = [], [], []
+        # From Triton 3.8 on, a kernel's machine code is unloaded once its CompiledKernel is gone.
+        arguments, pointers, kept = [], [], [compiled]
         for place, parameter in enumerate(launch.kernel.params, FIRST_OF_A_KERNEL):
             value = launch.arguments[parameter.name]
             if parameter.name == "seed" and type(value) is int:

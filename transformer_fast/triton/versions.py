@@ -1,0 +1,29 @@
+"""Versions of Triton that the kernels were compiled and tried with, and what a version lacks."""
+
+FIRST, LAST = (3, 6), (3, 9)
+_LACKS = {
+    (
+        3,
+        9,
+    ): "its assembler makes the matrix products of some forwards wait for one another on sm_90: those of up to 512 "
+    "keys, and those with a dense mask"
+}
+"""By version: what the table of benchmarks/results/static/spills.md shows."""
+
+
+def is_known(version: str) -> bool:
+    """Return True if the kernels were compiled with this version, and its compiled kernels are called as those of the
+    others: the launches of a call may be repeated without Triton."""
+    return FIRST <= _release(version) <= LAST
+
+
+def limits(version: str) -> str:
+    """Text on what a call has to do without under this version of Triton; "" for nothing."""
+    if is_known(version):
+        return _LACKS.get(_release(version), "")
+    first, last = (".".join(map(str, ends)) for ends in (FIRST, LAST))
+    return f"the tiles suit {first} to {last}; a loop may spill registers, and Triton prepares each call again"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
