@@ -18,6 +18,7 @@ from gpu import ROOT
 from benchmarks.quick import headline, parity, report, step, tiles
 from benchmarks.quick.record import CUT, Record
 from transformer_fast.cli.verification_cases import op_cases
+from transformer_fast.triton.configs import AttentionConfig
 
 CPU = torch.device("cpu")
 
@@ -91,6 +92,15 @@ def test_tiles_are_launches_of_their_case(name):
     launch = tiles.on_meta(case, packed, "forward", config)
     assert (launch.arguments["BLOCK_QUERIES"], launch.arguments["BLOCK_KEYS"]) == (64, 32)
     assert launch.num_stages == config.num_stages
+
+
+def test_a_tile_that_keeps_no_bits_is_not_compared():
+    """It has less to do, and the backward would have more."""
+    case, packed = tiles.CASES["kept bits"]
+    given = tiles.on_meta(case, packed, "forward", None)
+    with pytest.raises(ValueError, match="has no kept_bits"):
+        tiles.with_tensors(tiles.on_meta(case, packed, "forward", AttentionConfig(64, 32, 4, 3)), given)
+    tiles.with_tensors(tiles.on_meta(case, packed, "forward", AttentionConfig(64, 64, 4, 3)), given)
 
 
 def test_the_committed_record_has_its_table(tmp_path):
