@@ -78,14 +78,14 @@ def least(a: int, b: int) -> int:
     """Smaller of two ints, which torch.jit.trace may have recorded as tensors; it then records the choice too."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.where(a < b, a, b)
-    return a if a < b else b
+    return min(a, b)  # without a guard on a symbolic size in a compiled graph
 
 
 def greatest(a: int, b: int) -> int:
     """Greater of two ints; see :func:`least`."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.where(a > b, a, b)
-    return a if a > b else b
+    return max(a, b)
 
 
 def number(n: int | Tensor) -> int:
