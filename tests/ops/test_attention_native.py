@@ -198,3 +198,13 @@ def test_a_blocked_nan_has_no_gradient_beside_a_bias(kernels):
     found = kernels.outcome((q, k, v, grad_out), call)["grad_bias"]
     bound = 2 * (eager["grad_bias"] - exact["grad_bias"]).abs().max() + 16 * 2**-23 * exact["grad_bias"].abs().max()
     assert (found - exact["grad_bias"]).abs().max() <= bound
+
+
+@pytest.mark.parametrize("D", [16, 64, 96])
+def test_a_gradient_over_many_queries_is_summed_tile_by_tile(D):
+    """One long float32 sum over 16,384 equal terms is off by hundreds of units in the last place."""
+    k, v = (torch.randn(1, 1, 3, D, requires_grad=True) for _ in range(2))
+    grad = torch.full((1, 1, 16_384, D), 0.1)
+    (found,) = torch.autograd.grad(tfast.attention(torch.zeros_like(grad), k, v), v, grad)
+    exact = (grad.double().sum(2, keepdim=True) / 3).expand(v.shape)
+    torch.testing.assert_close(found.double(), exact, rtol=16 * torch.finfo(torch.float32).eps, atol=0.0)

@@ -104,8 +104,8 @@ ROWS = (
     Fault(
         name="grad_q in Triton: sums are taken again from a logsumexp of 16 on, not 8",
         path="transformer_fast/triton/attention/backward_q.py",
-        old="too_large = tl.abs(shift) > (8.0 if",
-        new="too_large = tl.abs(shift) > (16.0 if",
+        old="again = tl.abs(shift) > (8.0 if",
+        new="again = tl.abs(shift) > (16.0 if",
         tests=("tests/interpreter/test_attention_outputs.py",),
     ),
     Fault(

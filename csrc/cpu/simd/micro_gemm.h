@@ -104,10 +104,8 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
 #pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < kVectors; ++n) {
+    for (int n = 0; n < kVectors; ++n)
       for (int part = 0; part < kParts; ++part) sums[part][m][n] = Vector<A>{};
-      if constexpr (kAdd) sums[0][m][n] = load(c + m * c_stride + n * lanes);
-    }
   const auto add_step = [&](int64_t k, int part) {
     Vector<A> row[kVectors];
     for (int n = 0; n < kVectors; ++n) row[n] = load(b + k * b_stride + n * lanes);
@@ -128,8 +126,9 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
       A* target = c + m * c_stride + n * lanes;
       Vector<A> sum = sums[0][m][n];
       if constexpr (kParts == 2) sum += sums[1][m][n];
+      // Not into the sums of c, whose digits each step would round: a gradient is the sum of many tiles.
       if constexpr (kAdd)
-        store(target, sum);
+        store(target, load(target) + sum);
       else
         store(target, end(sum, target));
     }
@@ -176,20 +175,20 @@ void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, M
   };
   constexpr int64_t lanes = kLanes<A>;
   const int64_t first_split = columns / lanes % kPanelVectors == 1 ? columns - lanes : columns;
-  for (int64_t m = 0; m < rows; ++m) {
-    A* sums = c + m * c_stride;
-    A odd_sums[lanes] = {};
-    for (int64_t k = 0; k < depth; ++k)
-      for (int64_t step = 0; step < kSteps<E>; ++step) {
-        const A factor = part(a.data[m * a.row_stride + k * a.column_stride], step);
-        if (factor == 0) continue;
-        for (int64_t n = 0; n < columns; ++n) {
-          A& sum = k % 2 == 1 && n >= first_split ? odd_sums[n - first_split] : sums[n];
-          sum = fma(factor, part(b.data[k * b.stride + n], step), sum);
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t first = 0; first < columns; first += lanes) {
+      const bool splits = first >= first_split;
+      A sums[2][lanes] = {};
+      for (int64_t k = 0; k < depth; ++k)
+        for (int64_t step = 0; step < kSteps<E>; ++step) {
+          const A factor = part(a.data[m * a.row_stride + k * a.column_stride], step);
+          if (factor == 0) continue;
+          A* const own = sums[splits ? k % 2 : 0];
+          for (int64_t n = 0; n < lanes; ++n)
+            own[n] = fma(factor, part(b.data[k * b.stride + first + n], step), own[n]);
         }
-      }
-    for (int64_t n = first_split; n < columns; ++n) sums[n] += odd_sums[n - first_split];
-  }
+      for (int64_t n = 0; n < lanes; ++n) c[m * c_stride + first + n] += splits ? sums[0][n] + sums[1][n] : sums[0][n];
+    }
 }
 
 // c (rows, columns) = end(a (rows, depth) b (depth, columns)); `columns` and the rows of b and c are whole vectors, a
