@@ -40,6 +40,13 @@ def hot_loop(code: Sequence[Instruction]) -> Sequence[Instruction]:
     return body
 
 
+def is_serialised(code: Sequence[Instruction]) -> bool:
+    """Return True if each product of a wgmma in the hot loop waits for the one before, which ptxas does if it cannot
+    prove that nothing else touches the sums. Otherwise only the last of several on the same sums is waited for."""
+    products = [i for i in hot_loop(code) if i.name == "HGMMA"]
+    return bool(products) and all("gsb0" in i.operands for i in products)
+
+
 def spills(code: Sequence[Instruction]) -> Spills:
     """Accesses to local memory in the hot loop, branches that only some steps take included, and outside it."""
     hot = sum(i.name in _LOCAL for i in hot_loop(code))

@@ -5,6 +5,7 @@ One function per module of transformer_fast.triton, for an architecture class of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -70,11 +71,12 @@ def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
             yield call(torch.bfloat16, D, 1024, kind)
         yield call(torch.bfloat16, D, 1024, "plain")
         yield call(torch.bfloat16, D, 1023, "biased")
-    yield call(torch.float16, 64, 1024, "mapped")
+    for kind in ("limits", "plain", "mapped"):
+        yield call(torch.float16, 64, 1024, kind)
     yield call(torch.bfloat16, 256, 1023, "biased")
     for D in (32, 64, 128, 256):
         yield call(torch.float32, D, 1024, "limits")
-    for kind, D in (("limits", 64), ("limits", 128), ("plain", 128), ("mapped", 128), ("packed", 128)):
+    for kind, D in itertools.product(("limits", "plain", "mapped", "packed"), (64, 128)):
         (q, logsumexp), params = call(torch.bfloat16, D, 1024, kind)
         yield (q, logsumexp), replace(params, causal=0, window=-100)
     for D in (32, 64, 128):

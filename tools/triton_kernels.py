@@ -6,6 +6,7 @@ would compile it - the same specialisation, asked of Triton's own binder - and t
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 import re
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hot_loops import NoHotLoopError, spills
+from hot_loops import NoHotLoopError, is_serialised, spills
 from sass import cuobjdump, disassemble
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -37,7 +38,7 @@ class Compiled:
     """Resources on a GPU of one kernel x config x architecture.
 
     `hot_spills`: instructions of its hot loop that read or write what was spilled; None where nothing was, or where no
-    loop has products of tensor cores.
+    loop has products of tensor cores. `serialised`: see :func:`.hot_loops.is_serialised`.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Compiled:
     rows_of_16_bit_dot: int
     seconds: float
     hot_spills: int | None = None
+    serialised: bool = False
 
 
 def ast_source(launch, arch: int):
@@ -94,12 +96,19 @@ def triton_ir(launch, arch: int):
     )
 
 
+def front_end_digest(ir) -> str:
+    """A digest of :func:`triton_ir`: another one for another kernel, comments and line numbers aside."""
+    return hashlib.sha256(ir.str_nodebug().encode()).hexdigest()[:12]
+
+
 def compile_launch(launch, arch: int) -> Compiled:
     """Compile a launch for compute capability `arch`, and read what it needs."""
     started = time.perf_counter()
     compiled = triton_compiled(launch, arch)
     usage = resource_usage(compiled.asm["cubin"])
     spilled = usage["STACK"] + usage["LOCAL"]
+    wgmma = compiled.asm["ptx"].count("wgmma.mma_async")
+    hot_spills, serialised = in_hot_loop(compiled.asm["cubin"]) if spilled or wgmma else (None, False)
     return Compiled(
         name=launch.name,
         kernel=launch.kernel.__name__,
@@ -108,23 +117,26 @@ def compile_launch(launch, arch: int) -> Compiled:
         spill_bytes=spilled,
         shared=compiled.metadata.shared,
         warps=launch.num_warps,
-        wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
+        wgmma=wgmma,
         mma_sync=compiled.asm["ptx"].count("mma.sync"),
         # Of the first factor of the tallest product: a wgmma takes 64 rows, an mma.sync 16; 0 without such a product.
         rows_of_16_bit_dot=max(
             map(int, re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xb?f16>", compiled.asm["ttir"])), default=0
         ),
         seconds=time.perf_counter() - started,
-        hot_spills=hot_spills(compiled.asm["cubin"]) if spilled else None,
+        hot_spills=hot_spills if spilled else None,
+        serialised=serialised,
     )
 
 
-def hot_spills(cubin: bytes) -> int | None:
-    """Accesses to local memory in the loop of a kernel that has the most products; None if it has no such loop."""
+def in_hot_loop(cubin: bytes) -> tuple[int | None, bool]:
+    """(accesses to local memory, whether products wait for one another) in the loop of a kernel that has the most
+    products; (None, False) if it has no such loop."""
+    code = disassemble(cubin)
     try:
-        return spills(disassemble(cubin)).hot
+        return spills(code).hot, is_serialised(code)
     except NoHotLoopError:
-        return None
+        return None, False
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:

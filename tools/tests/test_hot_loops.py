@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hot_loops import NoHotLoopError, Spills, hot_loop, spills
+from hot_loops import NoHotLoopError, Spills, hot_loop, is_serialised, spills
 from sass import parse
 
 LISTING = """
@@ -35,6 +35,16 @@ def test_spills_of_the_hot_loop_are_told_from_others(in_loop, hot):
     code = parse(with_control_codes(LISTING.format(in_loop=in_loop)))
     assert [i.address for i in hot_loop(code)] == [0x20, 0x30, 0x40, 0x50, 0x60]
     assert spills(code) == Spills(hot=hot, elsewhere=3)
+
+
+@pytest.mark.parametrize(("waits", "serialised"), [((), False), ((1,), False), ((0, 1), True)])
+def test_products_that_wait_for_one_another_are_told(waits, serialised):
+    ends = [match.end() for match in re.finditer(r"HGMMA[^;]*R(24|56)(?= ;)", LISTING)]
+    listing = LISTING
+    for place in sorted(waits, reverse=True):
+        listing = f"{listing[: ends[place]]}, gsb0{listing[ends[place] :]}"
+    assert listing.count("gsb0") == len(waits)
+    assert is_serialised(parse(with_control_codes(listing.format(in_loop="FADD R2, R2, R3")))) is serialised
 
 
 def test_a_kernel_without_a_hot_loop_is_said_to_have_none():

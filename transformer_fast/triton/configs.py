@@ -58,13 +58,16 @@ class AttentionConfig:
 
 
 # AttentionConfig by kernel, architecture class and padded head size, one per entry of TILES. No entry spills in its
-# loop over tiles, with Triton 3.6 or 3.7, with dropout, a tile map or lengths, packed or not. Choice among those:
+# loop over tiles, with Triton 3.6 to 3.9 (benchmarks/results/static/spills.md), with dropout, a tile map or lengths,
+# packed or not. Choice among those:
 # "short" has small tiles, because the part of the last tile past a sentence is waste. The other entries have large
 # tiles, which read keys and values less often. Of equally large tiles, the one is taken of which more
 # warps fit at once. On sm_80 a warp has its own 16 rows only if the tile has at least as many rows as head dimensions.
 # On sm_90: the fastest tile in a replay of the machine code, with two or more programs per multiprocessor, so that one
 # computes while another waits. "long" and "plain" keep 128 queries per tile if that is nearly as fast, because a replay
-# does not model the speed of the L2 cache.
+# does not model the speed of the L2 cache. With heads of 64, 8 warps and 128 registers, those spill in the loop from
+# Triton 3.8 on; 64 queries with 4 warps and 168 registers took 3 % longer in the forward on an H200, and no longer in
+# the gradient of q.
 _TILES_16_BIT = {
     "forward": {
         "sm80": {
@@ -74,7 +77,7 @@ _TILES_16_BIT = {
         },
         "sm90": {
             32: ((64, 32, 4, 2, 128), (64, 64, 8, 2, 128), (128, 64, 8, 3, 128), (64, 32, 4, 2)),
-            64: ((64, 32, 4, 3, 128), (128, 64, 8, 3, 128), (128, 64, 8, 3, 128), (64, 64, 8, 2)),
+            64: ((64, 32, 4, 3, 128), (64, 64, 4, 3, 168), (64, 64, 4, 3, 168), (64, 64, 8, 2)),
             128: ((64, 32, 4, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
         },
         "sm100": {
@@ -91,7 +94,7 @@ _TILES_16_BIT = {
         },
         "sm90": {
             32: ((64, 32, 4, 2, 128), (64, 64, 8, 2, 128), (128, 64, 8, 2, 128), (64, 32, 4, 2)),
-            64: ((64, 32, 4, 3, 128), (128, 32, 8, 3, 128), (128, 64, 8, 2, 128), (64, 32, 4, 2)),
+            64: ((64, 32, 4, 3, 128), (128, 32, 8, 3, 128), (64, 64, 4, 3, 168), (64, 32, 4, 2)),
             128: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         },
         "sm100": {
@@ -126,7 +129,6 @@ _TILES_OF_PARTS = {
     ("forward", "sm80", 64, "parts"): (64, 32, 8, 2),
     ("forward", "sm80", 128, "documents"): (32, 32, 8, 2),
     ("forward", "sm90", 64, "short mapped"): (64, 32, 4, 3, 168),
-    ("forward", "sm90", 64, "mapped"): (64, 64, 4, 3, 168),
     ("forward", "sm90", 64, "documents"): (128, 64, 8, 2),
     ("forward", "sm90", 128, "documents"): (128, 32, 8, 2),
     ("grad_q", "sm80", 32, "parts"): (64, 32, 4, 2, 255),
@@ -136,6 +138,7 @@ _TILES_OF_PARTS = {
     ("grad_kv", "sm80", 128, "parts"): (32, 32, 8, 2, 255),
     ("grad_q", "sm90", 32, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm90", 64, "documents"): (128, 64, 8, 2),
+    ("grad_q", "sm90", 64, "short mapped"): (64, 32, 4, 3, 168),
     ("grad_q", "sm90", 64, "parts"): (64, 32, 8, 2),
     ("grad_kv", "sm90", 64, "documents"): (64, 128, 8, 2),
     ("grad_kv", "sm90", 64, "packed long"): (64, 128, 8, 2),
@@ -157,8 +160,8 @@ _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 2
 # By kernel and architecture class, for head size 64: tiles for a "long" forward that keeps dropout bits for the
 # backward (see KEPT_BITS). For other head sizes, keeping the bits is no faster than drawing again.
 _TILES_OF_KEPT_BITS = {
-    "forward": {"sm80": (128, 64, 8, 2), "sm90": (128, 64, 8, 3, 128), "sm100": (128, 64, 8, 2)},
-    "grad_q": {"sm80": (128, 64, 8, 2), "sm90": (128, 64, 8, 3, 128), "sm100": (128, 64, 8, 2)},
+    "forward": {"sm80": (128, 64, 8, 2), "sm90": (64, 64, 4, 3, 168), "sm100": (128, 64, 8, 2)},
+    "grad_q": {"sm80": (128, 64, 8, 2), "sm90": (64, 64, 4, 3, 168), "sm100": (128, 64, 8, 2)},
     "grad_kv": {"sm80": (64, 64, 4, 1), "sm90": (64, 64, 4, 3), "sm100": (64, 64, 8, 2)},
 }
 

@@ -1,12 +1,14 @@
 """Versions of Triton that the kernels were compiled and tried with, and what a version lacks."""
 
 FIRST, LAST = (3, 6), (3, 9)
+_WAITS = "on sm_90 its assembler makes matrix products wait for one another, "
 _LACKS = {
+    (3, 6): f"{_WAITS}in forwards of more than 512 keys with heads of 128 or with documents",
+    (3, 7): f"{_WAITS}in the gradient of q with documents, a dense mask and heads of 128",
     (
         3,
         9,
-    ): "its assembler makes the matrix products of some forwards wait for one another on sm_90: those of up to 512 "
-    "keys, and those with a dense mask"
+    ): f"{_WAITS}in forwards of up to 512 keys or with a dense mask, and in the gradient of q of short packed batches",
 }
 """By version: what the table of benchmarks/results/static/spills.md shows."""
 

@@ -171,6 +171,10 @@ def grad_q_kernel(
         tl.store(sums + first_row + row, row_sum, mask=row < queries)
 
     tl.store(delta + first_row + row, row_delta, mask=row < queries)
+    # Read back in the layout of the products. From Triton 3.9 on, a loop without LICM converts values of another layout
+    # in every step, which takes registers and a barrier.
+    tl.debug_barrier()
+    row_delta = tl.load(delta + first_row + rows)
     if not ZERO_EMPTY_ROWS:
         FLAGS: tl.constexpr = BLOCK_QUERIES // FLAG_ROWS
         flag = tile * FLAGS + tl.arange(0, FLAGS)
