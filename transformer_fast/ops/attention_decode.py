@@ -94,9 +94,9 @@ def attention_decode(
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or lengths or a page table that are not integer.
-        ValueError: for shapes and devices that do not fit. On a CPU, in graphs too, the values of ``lengths`` and of the
-            page table are checked. On a GPU, reading these values would wait for the device; the kernels clamp them to
-            the cache.
+        ValueError: for shapes and devices that do not fit. On a CPU, in graphs too, the values of ``lengths`` and of
+            the page table are checked. On a GPU, reading these values would wait for the device; the kernels clamp them
+            to the cache.
         RuntimeError: if q or the cache requires a gradient.
 
     Example:

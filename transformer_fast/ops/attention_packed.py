@@ -145,10 +145,10 @@ def attention_packed(
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or ``cu_seqlens`` that are not int32.
-        ValueError: for shapes, devices or options that do not fit. On a CPU, in graphs too, the values of ``cu_seqlens``
-            (rising from 0 to the number of tokens) and of ``seqused_k``, and the size of a bias, are checked. On a GPU,
-            reading these values would wait for the device. The kernels clamp them, and a row that no sequence covers
-            gets 0 (logsumexp -inf) and no gradient.
+        ValueError: for shapes, devices or options that do not fit. On a CPU, in graphs too, the values of
+            ``cu_seqlens`` (rising from 0 to the number of tokens) and of ``seqused_k``, and the size of a bias, are
+            checked. On a GPU, reading these values would wait for the device. The kernels clamp them, and a row that no
+            sequence covers gets 0 (logsumexp -inf) and no gradient.
 
     Example:
         >>> q, k, v = torch.randn(3, 7, 4, 64)  # (T, H, D) each: sentences of 5 and of 2 tokens
