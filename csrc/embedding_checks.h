@@ -38,7 +38,6 @@ inline void check_table(const Checks& check, const at::Tensor& x, c10::SymIntArr
                         const OptionalTensor& table, const c10::SymInt& offset, const OptionalTensor& offsets) {
   check("offsets", offsets).integer().on_device_of(x).sizes(leading.slice(0, leading.size() - 1));
   check.require(holds(offset.sym_ge(0)), "offset must be at least 0, got ", offset);
-  check.require(!offsets || holds(offset.sym_eq(0)), "offset must be 0 beside offsets, got ", offset);
   if (!table) return;
   check("table", table).type({x.scalar_type(), at::kFloat}).on_device_of(x).rank(2, "(positions, d)");
   check("table", table).sizes({table->sym_size(0), d});

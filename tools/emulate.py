@@ -43,7 +43,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "fuzz"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fuzz_gate
-import helpers
 import torch
 from cuda_sources import nvcc
 from emulate_mutants import mutant_summary, run_mutants, seen_share
@@ -58,6 +57,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from transformer_fast.cli import verification
+from transformer_fast.testing import gate
 
 ORDERS = ("lockstep", "reverse")
 
@@ -93,7 +93,7 @@ class Outcome:
 
 
 class Gate:
-    """Replacement of ``verification.errors`` that records the largest share of the tolerance, and the bits of the
+    """Replacement of ``testing.gate.errors`` that records the largest share of the tolerance, and the bits of the
     results."""
 
     def __init__(self, errors: Callable[..., tuple[float, float, float]]) -> None:
@@ -112,13 +112,14 @@ class Gate:
 def watched_gate() -> Iterator[Gate]:
     """Record the gate's checks inside the block. Checks do not repeat their call, because the next order of warps
     does."""
-    gate = Gate(verification.errors)
+    recorder = Gate(gate.errors)
     with (
-        mock.patch.object(verification, "errors", gate),
-        mock.patch.object(helpers, "errors", gate),
+        mock.patch.object(gate, "errors", recorder),
+        mock.patch.object(verification, "errors", recorder),
+        mock.patch.object(fuzz_gate, "errors", recorder),
         mock.patch.object(fuzz_gate, "RUN_AGAIN", 2**62),
     ):
-        yield gate
+        yield recorder
 
 
 def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0, random_calls: int = 0) -> Outcome:
@@ -128,18 +129,18 @@ def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0
     problems = []
     for order in orders:
         torch.manual_seed(seed)
-        with watched_gate() as gate, emulated(case, arch, order) as (check, report, kernels):
+        with watched_gate() as watched, emulated(case, arch, order) as (check, report, kernels):
             try:
                 check()
             except Exception as error:
                 problems.append(f"{order}: {type(error).__name__}: {error}")
             else:
-                if case.same_bits and bits is not None and gate.bits != bits:
+                if case.same_bits and bits is not None and watched.bits != bits:
                     problems.append(f"{order}: other bits than in the first order of warps")
-                bits = gate.bits
+                bits = watched.bits
         if report.launches == 0 and not case.may_be_empty:
             problems.append(f"{order}: no kernel was launched")
-        outcome.worst, outcome.results = max(outcome.worst, gate.worst), max(outcome.results, len(gate.bits))
+        outcome.worst, outcome.results = max(outcome.worst, watched.worst), max(outcome.results, len(watched.bits))
         outcome.kernels = sorted({*outcome.kernels, *kernels})
         outcome.launches += report.launches
         outcome.instructions += sum(report.instructions.values())

@@ -15,6 +15,7 @@ import triton
 ROOT = Path(__file__).resolve().parent.parent
 DECISIVE = (
     *("transformer_fast/*.py", "transformer_fast/ops/*.py", "transformer_fast/reference/**/*.py"),
+    *("transformer_fast/masks/*.py", "transformer_fast/testing/*.py"),
     *("transformer_fast/triton/**/*.py", "transformer_fast/cli/verification*.py"),
     *("csrc/**/*.*h", "csrc/cuda/*.cu", "tests/support/cuda_on_cpu/*.h", "tests/support/cuda_sources.py"),
     *("tools/emulate.py", "tools/emulated_*.py", "tools/ptx_emulator/*.py"),

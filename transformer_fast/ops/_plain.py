@@ -113,7 +113,7 @@ def embed(
 ) -> Tensor:
     """Compute ``weight[ids] * scale + table[offset : offset + L]`` (..., L, d)."""
     refuse_dropout("embed", dropout_p)
-    start = offset if offsets is None else offsets
+    start = offset if offsets is None else offsets + offset
     return reference.embedding.embed(ids, weight, table, scale=scale, offset=start, padding_idx=padding_idx)
 
 
@@ -122,7 +122,7 @@ def add_positional(
 ) -> Tensor:
     """Compute ``x + table[offset : offset + L]`` (..., L, d)."""
     refuse_dropout("add_positional", dropout_p)
-    return reference.embedding.add_positional(x, table, offset if offsets is None else offsets)
+    return reference.embedding.add_positional(x, table, offset if offsets is None else offsets + offset)
 
 
 def linear_cross_entropy(
