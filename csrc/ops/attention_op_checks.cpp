@@ -28,11 +28,15 @@ void check_padded(const Checks& check, const AttentionParams& params, const Tens
   }
 }
 
-// Raises unless the sequences cover the tokens: int32, from 0 on and rising to their number, at most `longest` each.
-void check_boundaries(const Checks& check, const char* name, const Tensor& boundaries, int64_t tokens,
+// The values of a contiguous tensor.
+template <typename T>
+at::ArrayRef<T> values(const Tensor& tensor) {
+  return {tensor.const_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
+}
+
+// Raises unless the sequences cover the tokens: from 0 on and rising to their number, at most `longest` each.
+void check_boundaries(const Checks& check, const char* name, at::ArrayRef<int32_t> starts, int64_t tokens,
                       int64_t longest) {
-  const Tensor dense = boundaries.contiguous();
-  const at::ArrayRef<int32_t> starts(dense.const_data_ptr<int32_t>(), dense.numel());
   const at::ArrayRef<int32_t> shown = starts.slice(0, std::min<size_t>(starts.size(), 16));
   const char* more = starts.size() > shown.size() ? " ..." : "";
   check.require(starts.front() == 0 && starts.back() == tokens && std::is_sorted(starts.begin(), starts.end()), name,
@@ -61,21 +65,21 @@ void check_packed(const Checks& check, const AttentionParams& params, const Tens
   }
   if (!starts_q.is_cpu()) return;
 
-  check_boundaries(check, "cu_seqlens_q", starts_q, q.size(0), sizes.Lq.expect_int());
-  check_boundaries(check, "cu_seqlens_k", starts_k, k.size(0), sizes.Lk.expect_int());
-  const auto numbers = [](const Tensor& tensor) { return tensor.to(at::kLong).contiguous(); };
-  const Tensor queries = numbers(starts_q.diff()), keys = numbers(starts_k.diff());
-  const int64_t *const Lq = queries.const_data_ptr<int64_t>(), *const Lk = keys.const_data_ptr<int64_t>();
-  const Tensor used = packed.seqused_k ? numbers(*packed.seqused_k) : Tensor();
+  const Tensor dense_q = starts_q.contiguous(), dense_k = starts_k.contiguous();
+  const auto queries = values<int32_t>(dense_q), keys = values<int32_t>(dense_k);
+  check_boundaries(check, "cu_seqlens_q", queries, q.size(0), sizes.Lq.expect_int());
+  check_boundaries(check, "cu_seqlens_k", keys, k.size(0), sizes.Lk.expect_int());
+  const Tensor used = packed.seqused_k ? packed.seqused_k->contiguous() : Tensor();
   const Tensor pairs = packed.bias_starts ? packed.bias_starts->contiguous() : Tensor();
-  for (int64_t b = 0; b < queries.numel(); ++b) {
+  for (size_t b = 0; (used.defined() || pairs.defined()) && b + 1 < queries.size(); ++b) {
+    const int64_t Lq = queries[b + 1] - queries[b], Lk = keys[b + 1] - keys[b];
     if (used.defined()) {
-      const int64_t count = used.const_data_ptr<int64_t>()[b];
-      check.require(count >= 0 && count <= Lk[b], "seqused_k must lie in [0, ", Lk[b], "], the keys of sequence ", b,
+      const int64_t count = values<int32_t>(used)[b];
+      check.require(count >= 0 && count <= Lk, "seqused_k must lie in [0, ", Lk, "], the keys of sequence ", b,
                     ", got ", count);
     }
     if (pairs.defined()) {
-      const int64_t start = pairs.const_data_ptr<int64_t>()[b], own = Lq[b] * Lk[b], all = params.bias->size(1);
+      const int64_t start = values<int64_t>(pairs)[b], own = Lq * Lk, all = params.bias->size(1);
       check.require(start >= 0 && own <= all && start <= all - own, "bias_starts must keep the ", own,
                     " pairs of sequence ", b, " in the ", all, " of bias, got ", start);
     }
@@ -152,9 +156,9 @@ void check_statistics(const Checks& check, const char* name, const OptionalTenso
     check(name, statistics).sizes(q.sym_sizes().slice(0, 3));
 }
 
-void check_within(const Checks& check, const char* name, const Tensor& values, int64_t most) {
-  const Tensor dense = values.contiguous();
-  for (const int32_t value : at::ArrayRef<int32_t>(dense.const_data_ptr<int32_t>(), dense.numel()))
+void check_within(const Checks& check, const char* name, const Tensor& numbers, int64_t most) {
+  const Tensor dense = numbers.contiguous();
+  for (const int32_t value : values<int32_t>(dense))
     check.require(value >= 0 && value <= most, name, " must lie in [0, ", most, "], got ", value);
 }
 

@@ -30,6 +30,6 @@ void check_special(const Checks& check, const Tensor& q, const Sizes& sizes, c10
 void check_statistics(const Checks& check, const char* name, const OptionalTensor& statistics, const Tensor& q);
 
 // On a CPU, checks that int32 values lie in [0, most].
-void check_within(const Checks& check, const char* name, const Tensor& values, int64_t most);
+void check_within(const Checks& check, const char* name, const Tensor& numbers, int64_t most);
 
 }  // namespace transformer_fast::attention_op

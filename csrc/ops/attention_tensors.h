@@ -45,10 +45,10 @@ View<T> statistics_view(const OptionalTensor& tensor, int64_t start = 0) {
   return tensor ? statistics_view<T>(*tensor, start) : View<T>{};
 }
 
-// A distance bias or its gradient, with data at distance 0 (entry `zero`).
+// A distance bias or its gradient, with data at distance 0 (entry `zero`). Without queries and keys it has no entries.
 template <typename T>
 View<T> distance_view(const OptionalTensor& bias, int64_t zero) {
-  return bias ? view<T>(bias->unsqueeze(2)).moved(zero) : View<T>{};
+  return bias && bias->numel() > 0 ? view<T>(bias->unsqueeze(2)).moved(zero) : View<T>{};
 }
 
 // The ids (B | 1, L) of queries or keys; for a packed batch (T,), from `start` on.

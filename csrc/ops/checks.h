@@ -20,7 +20,7 @@ namespace transformer_fast {
 
 inline bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
 
-// A tensor argument of an op. All checks of a missing tensor hold.
+// A tensor argument of an op, which outlives this object. All checks of a missing tensor hold.
 class Argument {
  public:
   Argument(const char* op, const char* name, const at::Tensor& tensor) : op_(op), name_(name), tensor_(tensor) {}
@@ -89,7 +89,7 @@ class Argument {
   }
 
   const char *op_, *name_;
-  const at::Tensor tensor_;
+  const at::Tensor& tensor_;
 };
 
 // The arguments of one call of an op.
@@ -98,7 +98,8 @@ struct Checks {
 
   Argument operator()(const char* name, const at::Tensor& tensor) const { return {op, name, tensor}; }
   Argument operator()(const char* name, const std::optional<at::Tensor>& tensor) const {
-    return {op, name, tensor ? *tensor : at::Tensor()};
+    static const at::Tensor missing;
+    return {op, name, tensor ? *tensor : missing};
   }
 
   // Raises ValueError: "<op>: <message>".

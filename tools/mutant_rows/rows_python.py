@@ -259,7 +259,7 @@ ROWS = (
     Fault(
         name="an exported embedding ignores the offsets of sequences",
         path=PACKAGE + "ops/_plain.py",
-        old="    start = offset if offsets is None else offsets\n",
+        old="    start = offset if offsets is None else offsets + offset\n",
         new="    start = offset\n",
         tests=EXPORT,
     ),
