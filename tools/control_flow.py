@@ -125,6 +125,7 @@ class Flow:
         rare_loops = [loop for loop in self.innermost if loop != main and self._is_rare(loop, main)]
         rare = {a for a in self.blocks if any(loop.first <= a <= loop.last for loop in rare_loops)}
         rare |= {a for a, block in self.blocks.items() if any(i.name == "CALL" for i in block.instructions)}
+        rare |= self._filling(main)
         # Copies ahead of a loop without steps are not executed.
         around = [loop for loop in self.loops if not loop.holds(main) and any(map(loop.holds, rare_loops))]
         idle = {a for a in self.blocks if any(loop.first <= a <= loop.last for loop in around)}
@@ -151,6 +152,25 @@ class Flow:
     def _is_rare(self, loop: Loop, main: Loop) -> bool:
         """Return True if a loop repeats a tile: it has products, or much work in a kernel without products."""
         return self.work(loop) > 0 if self.has_products else self.work(loop) * _RARE > self.work(main)
+
+    def _filling(self, main: Loop) -> set[int]:
+        """Blocks that fill rows of no sequence in a kernel with products: loops that write to memory, and blocks that
+        lead only to them."""
+        loops = [loop for loop in self.innermost if loop != main and any(i.name == "STG" for i in self.inside(loop))]
+        found = {a for a in self.blocks if self.has_products and any(loop.first <= a <= loop.last for loop in loops)}
+        for address in sorted((a for a in self.blocks if found and a < max(found)), reverse=True):
+            leads = any(successor in found for successor in self.blocks[address].successors)
+            if leads and self._leads(main.first, avoid=found | {address}):
+                found.add(address)
+        return found
+
+    def _leads(self, end: int, avoid: Collection[int]) -> bool:
+        """Return True if a way from the start of the kernel leads to a block."""
+        start = min(self.blocks)
+        try:
+            return start not in avoid and bool(self.path(start, {end}, avoid=avoid))
+        except ValueError:
+            return False
 
     def counted(self, steps: Sequence[int]) -> list[Instruction]:
         """Longest path through a kernel, for given numbers of steps per loop, in order of the loops' addresses.

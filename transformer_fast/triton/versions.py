@@ -3,7 +3,7 @@
 FIRST, LAST = (3, 6), (3, 9)
 _WAITS = "on sm_90 its assembler makes matrix products wait for one another, "
 _LACKS = {
-    (3, 6): f"{_WAITS}in forwards of more than 512 keys with heads of 128 or with documents",
+    (3, 6): f"{_WAITS}in forwards of more than 512 keys with heads of 128, with documents or without a mask",
     (3, 7): f"{_WAITS}in the gradient of q with documents, a dense mask and heads of 128",
     (
         3,

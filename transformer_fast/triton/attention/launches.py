@@ -32,7 +32,8 @@ def call_kind(keys: int, params: AttentionParams) -> str:
         return "mapped"
     if params.packed is not None:
         return "packed long"
-    return "long" if params.lengths is not None or params.dropout_p > 0.0 else "plain"
+    masked = params.lengths is not None or params.window is not None
+    return "long" if masked or params.dropout_p > 0.0 else "plain"
 
 
 def is_empty(q: Tensor, k: Tensor, params: AttentionParams) -> bool:
