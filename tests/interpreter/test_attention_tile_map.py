@@ -167,7 +167,9 @@ def test_only_tiles_with_work_are_visited(dialect, loads):
     heads = classes.shape[1]
     TRITON.recorded(TRITON.inputs(B, heads, 1, LQ, LK, D), TRITON.call(D, mask, zero_empty_rows=True))
     expected = int((classes != EMPTY).sum())
-    assert [loads[name] // 2 for name in (("out", 64), ("q", 64), ("kv", 32))] == [expected] * 3
+    # The first query of a causal mask sees one key: grad_q visits its tile twice, to sum delta from the weights first.
+    again = int((classes[:, :, 0] != EMPTY).sum()) if dialect == "causal" else 0
+    assert [loads[name] // 2 for name in (("out", 64), ("q", 64), ("kv", 32))] == [expected, expected + again, expected]
 
 
 def test_tiles_of_other_documents_are_not_visited(loads, small_tiles):
