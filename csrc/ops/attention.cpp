@@ -61,20 +61,13 @@ void check_backward(const AttentionParams& params, const Tensor& grad_out, const
   check_statistics(check, "grad_logsumexp", grad_logsumexp, q);
 }
 
-template <Name name>
-void check_grad_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                     const Tensor& v, const Tensor& out, const Tensor& logsumexp,
-                     const OptionalTensor& grad_logsumexp) {
+// The check of an op that computes the gradient of one argument.
+template <Name name, Name argument, OptionalTensor AttentionParams::* field>
+void check_gradient_of(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                       const Tensor& v, const Tensor& out, const Tensor& logsumexp,
+                       const OptionalTensor& grad_logsumexp) {
   check_backward<name>(params, grad_out, q, k, v, out, logsumexp, grad_logsumexp);
-  Checks{name.text}("bias", params.bias).given("whose gradient to compute");
-}
-
-template <Name name>
-void check_grad_distance_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                              const Tensor& v, const Tensor& out, const Tensor& logsumexp,
-                              const OptionalTensor& grad_logsumexp) {
-  check_backward<name>(params, grad_out, q, k, v, out, logsumexp, grad_logsumexp);
-  Checks{name.text}("distance_bias", params.distance_bias).given("whose gradient to compute");
+  Checks{name.text}(argument.text, params.*field).given("whose gradient to compute");
 }
 
 TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -243,9 +236,11 @@ void define_backward(torch::Library& m, const std::string& arguments) {
 template <template <auto> typename Keys, Name gradients, Name of_bias, Name of_distance_bias>
 void define_backwards(torch::Library& m, const std::string& arguments) {
   define_backward<Keys, gradients, check_backward<gradients>, backward, backward_meta>(m, arguments + kBackwardResults);
-  define_backward<Keys, of_bias, check_grad_bias<of_bias>, grad_bias, grad_bias_meta>(m, arguments + " -> Tensor");
-  define_backward<Keys, of_distance_bias, check_grad_distance_bias<of_distance_bias>, grad_distance_bias,
-                  grad_distance_bias_meta>(m, arguments + " -> Tensor");
+  define_backward<Keys, of_bias, check_gradient_of<of_bias, "bias", &AttentionParams::bias>, grad_bias, grad_bias_meta>(
+      m, arguments + " -> Tensor");
+  define_backward<Keys, of_distance_bias,
+                  check_gradient_of<of_distance_bias, "distance_bias", &AttentionParams::distance_bias>,
+                  grad_distance_bias, grad_distance_bias_meta>(m, arguments + " -> Tensor");
 }
 
 }  // namespace

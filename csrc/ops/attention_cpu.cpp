@@ -100,7 +100,7 @@ Sequences<T, A> sequences_of(const Tensor& q, const Tensor& k, const Tensor& v, 
     start_q = starts_q[b], start_k = starts_k[b];
     p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2), p.first_batch = b;
     p.Lq = starts_q[b + 1] - start_q, p.Lk = stored_keys = starts_k[b + 1] - start_k;
-    if (used) p.Lk = std::clamp<int64_t>(used->const_data_ptr<int32_t>()[b], 0, stored_keys);
+    if (used) p.Lk = used->const_data_ptr<int32_t>()[b];
     if (params.packed.bottom_right) p.upper += p.Lk - p.Lq, p.lower += p.Lk - p.Lq;
     if (bias) {
       bias_start = bias_starts->const_data_ptr<int64_t>()[b];

@@ -46,7 +46,7 @@ constexpr const char* kSchema =
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 void check_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                double smoothing, const c10::SymInt&, bool, const std::array<bool, 3>& gradients, const c10::SymInt&,
+                double smoothing, const c10::SymInt&, bool, const std::array<bool, 3>&, const c10::SymInt&,
                 std::string_view backend) {
   constexpr Checks check{"linear_cross_entropy"};
   check("x", x).floating().rank(2, "(rows, d)");

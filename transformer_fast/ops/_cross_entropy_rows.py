@@ -147,12 +147,10 @@ def _check(
         if name in ("weight", "bias") and t.dtype != x.dtype:
             raise TypeError(f"{op}: {name} must be of {x.dtype}, got {t.dtype}")
         if not t.is_floating_point() and (name != "target" or t.dtype != torch.int64):
-            raise TypeError(f"{op}: {name} must be a tensor of {_EXPECTED[name]}, got {t.dtype}")
+            expected = "int64 or floats" if name == "target" else "floats"
+            raise TypeError(f"{op}: {name} must be a tensor of {expected}, got {t.dtype}")
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"{op}: smoothing must lie in [0, 1], got {smoothing}")
-
-
-_EXPECTED = {"target": "int64 or floats", "class_weight": "floats"}
 
 
 def _check_grad(grad: Tensor, x: Tensor) -> None:
@@ -212,34 +210,17 @@ def _smoothed_targets(
 
 
 @torch.library.register_fake(f"transformer_fast::{_NAME}", lib=_LIBRARY)
-def _fake_losses(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    smoothing: float,
-    ignore_index: int,
-    chunk_elements: int,
-) -> Tensor:
-    _check(_NAME, x, weight, bias, target, class_weight, smoothing)
+def _fake_losses(x: Tensor, *rest: Any) -> Tensor:
+    _check(_NAME, x, *rest[:5])
     return x.new_empty(x.shape[0], dtype=_compute_dtype(x))
 
 
 @torch.library.register_fake(f"transformer_fast::{_BACKWARD_NAME}", lib=_LIBRARY)
 def _fake_gradients(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    smoothing: float,
-    ignore_index: int,
-    chunk_elements: int,
-    asked: list[bool],
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    _check(_BACKWARD_NAME, x, weight, bias, target, class_weight, smoothing)
+    *_, asked = rest
+    _check(_BACKWARD_NAME, x, weight, bias, target, *rest[:2])
     _check_grad(grad, x)
     shapes = x.shape, weight.shape, weight.shape[:1], target.shape
     likes = x, weight, weight, target
