@@ -88,10 +88,12 @@ def build(shape: str, device: str):
         src, trg, lengths = inputs
         return fast(src, trg, tfast.AttentionMask.lengths(lengths), tfast.AttentionMask.causal())
 
+    look_ahead = reference.subsequentmask(L).to(device)
+
     def eager(inputs):
         src, trg, lengths = inputs
         keep = torch.arange(L, device=device)[None, None] < lengths[:, None, None]
-        return slow(src, trg, keep, reference.subsequentmask(L).to(device))
+        return slow(src, trg, keep, look_ahead)
 
     def own_loss(model):
         def loss(inputs):

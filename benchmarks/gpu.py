@@ -95,8 +95,8 @@ def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]
     # Proved on CPU, or without a GPU by design: training, the command line, compilation ahead of time, emulation.
     left_out = ("translation", "project", "ops/test_plots.py", "ops/test_triton_compile.py")
     ignored = [f"--ignore=tests/{name}" for name in left_out]
-    # Eight processes share the GPU: each has a context, and the tensors of one small test.
-    tests = [*pytest, "-n", "8", "--continue-on-collection-errors", "tests/ops", "tests/layers", *ignored]
+    # Twelve processes share the GPU: each has a context, and the tensors of one small test.
+    tests = [*pytest, "-n", "12", "--continue-on-collection-errors", "tests/ops", "tests/layers", *ignored]
     measured = [python, "-m", "benchmarks.predict.measured", "--out", str(out), *["--resume"] * resume]
     kernels = ("torch", "triton")
 

@@ -3,10 +3,11 @@
     python -m benchmarks.quick.step --out results --seconds 150
     python -m benchmarks.quick.step --only base
 
-"base" is the base Transformer of the paper, with 64 sentences of up to 128 tokens, 37.5 % padding. "bert" is BERT-base
-of transformers with 64 sequences of up to 256 tokens, 43.75 % padding. Each way runs in a process of its own, without
-CUDA graphs. A line of step.jsonl has the median of 20 steps, tokens per second without padding, the peak memory, and
-the losses of the first and the last step.
+"base" is the base Transformer of the paper, with 64 sentences of up to 128 tokens, 37.5 % padding; "base256" has 256
+sentences. "bert" is BERT-base of transformers with 64 sequences of up to 256 tokens, 43.75 % padding. Each way runs in
+a process of its own. A way in a "graph" replays the whole step as one CUDA graph: without the host's time. A line of
+step.jsonl has the median of 20 steps, tokens per second without padding, the peak memory, and the losses of the first
+and the last step.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .record import CUT, Deadline, Record, parser, settle_keys, versions
 
 WAYS = {
-    "base": ("ours", "ours packed", "eager", "nn.Transformer", "compiled by layer", "compiled whole"),
+    "base": (
+        "ours", "ours packed", "eager", "nn.Transformer", "ours, graph", "eager, graph", "nn.Transformer, graph",
+        "compiled by layer", "compiled whole",
+    ),
     "bert": ("ours packed", "ours", "sdpa", "eager", "sdpa compiled"),
-}
+    "base256": ("ours", "ours packed", "eager", "nn.Transformer"),
+}  # fmt: skip
 """In order of worth; the models take turns."""
 LIMIT = 45.0
 """Seconds of one way."""
@@ -33,6 +39,10 @@ WARM_UP, STEPS = 4, 20
 
 BASE = {"cuda": (512, 6, 8, 2048, 64, 128, 32_000, 0.1), "cpu": (64, 1, 4, 128, 4, 16, 500, 0.1)}
 """The Transformer's sizes, as in bench_model.SHAPES, by device; on a CPU for a rehearsal."""
+BATCH = 4
+"""Place of the batch in the sizes."""
+GRAPH = ", graph"
+"""End of the name of a way that is replayed."""
 BERT = {"cuda": (12, 768, 12, 3072, 64, 256), "cpu": (1, 64, 4, 128, 4, 32)}
 """Layers, width, heads, inner width, batch and length of BERT."""
 
@@ -40,11 +50,12 @@ Work = tuple[Any, Callable[[], Any], int, int]
 """A module, the function that computes its loss, and the number of tokens without and with padding."""
 
 
-def base(way: str, device: str) -> Work:
+def base(way: str, device: str, times: int = 1) -> Work:
     import bench_model
     import torch
 
-    bench_model.SHAPES["base"] = BASE[device]
+    sizes = BASE[device]
+    bench_model.SHAPES["base"] = (*sizes[:BATCH], sizes[BATCH] * times, *sizes[BATCH + 1 :])
     models, make_inputs, _ = bench_model.build("base", device)
     if way == "compiled by layer":
         models[way] = bench_model.compiled_by_layer(models, "base", device)
@@ -77,18 +88,21 @@ def bert(way: str, device: str) -> Work:
     return model, lambda: call(**given).loss, bench_packed.TOKENS, B * L
 
 
+MODELS = {"base": base, "bert": bert, "base256": partial(base, times=4)}
+
+
 def measure(what: str, way: str, device: str) -> dict[str, Any]:
     """Run and time the steps of one way in this process."""
     import torch
 
     settle_keys()
-    on_gpu = device == "cuda"
-    model, loss_of, tokens, places = {"base": base, "bert": bert}[what](way, device)
+    on_gpu, in_graph = device == "cuda", way.endswith(GRAPH)
+    model, loss_of, tokens, places = MODELS[what](way.removesuffix(GRAPH), device)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu, capturable=on_gpu and in_graph)
 
     def step() -> Any:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, cache_enabled=not in_graph):
             loss = loss_of()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -104,6 +118,8 @@ def measure(what: str, way: str, device: str) -> dict[str, Any]:
     first = step()
     for _ in range(WARM_UP - 1):
         step()
+    if on_gpu and in_graph:
+        step = replayed(step)
     warm = finish() - started
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -126,6 +142,26 @@ def measure(what: str, way: str, device: str) -> dict[str, Any]:
         "losses": [float(first), float(last)],
         "warm_up_seconds": round(warm, 1),
     }
+
+
+def replayed(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Capture a step that has run before; the function returned replays it."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # gradients belong to the stream of their capture
+        step()
+    torch.cuda.current_stream().wait_stream(beside)
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def main(given: list[str] | None = None) -> int:
