@@ -47,6 +47,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("dropout", &eager::dropout);
   m.def("layer_norm", &eager::layer_norm);
   m.def("linear", &eager::linear);
+  m.def("projections", &eager::projections);
   m.def("onednn_is_faster", py::overload_cast<int64_t, int64_t, int64_t>(&transformer_fast::onednn_is_faster),
         "Returns True if float32 matrices (rows, in) and (in, out) go to oneDNN, False for PyTorch's own product.");
   m.def("send_products_to_onednn", &transformer_fast::send_products_to_onednn,

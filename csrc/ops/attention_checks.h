@@ -10,15 +10,21 @@
 
 namespace transformer_fast::eager {
 
-// True if q, keys and values share a dtype and a device without autocast, the heads of q are a multiple of `key_heads`,
-// and the rows have equal width and unit stride.
+// True if autocast casts nothing: it is off on the device of q, or q has its type.
+inline bool has_autocast_type(const Tensor& q) {
+  const c10::DeviceType device = q.device().type();
+  return !at::autocast::is_autocast_enabled(device) || q.scalar_type() == at::autocast::get_autocast_dtype(device);
+}
+
+// True if q, keys and values share a device and a dtype, which autocast leaves as it is, the heads of q are a multiple
+// of `key_heads`, and the rows have equal width and unit stride.
 inline bool inputs_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t key_heads) {
   for (const Tensor* tensor : {&q, &k, &v})
     if (tensor->device() != q.device() || tensor->scalar_type() != q.scalar_type() || tensor->size(-1) != q.size(-1) ||
         tensor->stride(-1) != 1)
       return false;
   return v.sizes() == k.sizes() && q.size(-1) > 0 && key_heads > 0 && q.size(1) % key_heads == 0 &&
-         !at::autocast::is_autocast_enabled(q.device().type());
+         has_autocast_type(q);
 }
 
 // True if the Triton kernels take these queries.

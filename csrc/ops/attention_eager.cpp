@@ -3,6 +3,7 @@
 #include "attention_checks.h"
 #include "eager.h"
 #include "operator.h"
+#include "seed.h"
 
 #include <algorithm>
 #include <string>
@@ -44,19 +45,19 @@ AttentionParams read_options(Arguments& arguments, bool by_triton, py::handle ca
   params.causal = arguments.optional_integer(causal), params.window = arguments.optional_integer(window);
   params.scale = scale.is_none() ? 0 : arguments.number(scale);
   params.dropout_p = arguments.probability(dropout_p);
-  if (PyLong_CheckExact(seed.ptr()) && by_triton)
-    params.seed_value = arguments.integer(seed);
-  else
-    params.seed = arguments.optional_tensor(seed);
+  const Seed given = read_seed(arguments, by_triton, seed);
+  params.seed = given.tensor, params.seed_value = given.number;
   params.zero_empty_rows = is_text(empty_rows, "zero");
   arguments.require(params.zero_empty_rows || is_text(empty_rows, "uniform"));
-  arguments.require(params.dropout_p == 0 || params.seed || params.seed_value);
+  arguments.require(params.dropout_p == 0 || given);
   if (by_triton) params.backend = "triton";
   return params;
 }
 
 py::object run(const Tensor& q, const Tensor& k, const Tensor& v, AttentionParams params, py::handle scale) {
   if (scale.is_none()) params.scale = default_scale(q);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(q.device().type()));
   Tensor out;
   {
     std::optional<py::gil_scoped_release> no_gil;

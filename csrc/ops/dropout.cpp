@@ -1,7 +1,7 @@
 // y = [residual +] dropout([relu] (x [+ bias])): the op of torch.ops.transformer_fast, from schema to kernel.
 // transformer_fast/ops/dropout.py documents and checks the arguments.
 #include "../cpu/kernels.h"
-#include "../triton/python_function.h"
+#include "../triton/launch_rows.h"
 #include "eager.h"
 #include "eager_call.h"
 #include "node.h"
@@ -46,10 +46,7 @@ void check_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, 
 
 Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
                const OptionalTensor& seed, std::string_view backend) {
-  if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.triton.dropout", "dropout_forward");
-    return launcher.tensor(x, bias, residual, relu, p, seed);
-  }
+  if (!is_native(backend)) return launch_dropout(x, bias, residual, relu, p, {seed, {}});
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
@@ -67,8 +64,8 @@ Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
                                     const OptionalTensor& seed, bool has_bias, std::string_view backend) {
   if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.triton.dropout", "dropout_backward");
-    return std::tuple_cat(launcher.tensors<2>(grad_out, y, relu, p, seed, has_bias));
+    const auto [grad_x, grad_bias] = launch_dropout_backward(grad_out, y, relu, p, {seed, {}}, has_bias);
+    return {grad_x, grad_bias.defined() ? grad_bias : at::empty({0}, grad_x.options().dtype(at::kFloat))};
   }
   const Tensor gradient = grad_out.contiguous(), output = relu ? y->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(grad_out.sizes(), grad_out.options());
@@ -105,29 +102,56 @@ struct Dropout {
     double p;
     std::optional<at::ScalarType> bias;
     std::string backend;
+    std::optional<int64_t> seed;
   };
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
+    const bool native = is_native(options.backend);
+    const bool direct = eager::is_plain_eager(grads, !native) && eager::is_plain_eager(saved, !native);
+    const OptionalTensor y = or_none(saved[kY]);
+    const Seed seed{or_none(saved[kSeed]), options.seed};
     Tensor grad_x, grad_bias;
-    if (needs[0] || needs[1])
+    if (direct && !native) {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      if (needs[0] || needs[1])
+        std::tie(grad_x, grad_bias) =
+            std::tuple_cat(launch_dropout_backward(grads[0], y, options.relu, options.p, seed, needs[1]));
+    } else if (needs[0] || needs[1]) {
       std::tie(grad_x, grad_bias) = below_autograd<"dropout_backward", dropout_op::backward>(
-          eager::is_plain_eager(grads) && eager::is_plain_eager(saved), grads[0], or_none(saved[kY]), options.relu,
-          options.p, or_none(saved[kSeed]), needs[1], options.backend);
+          direct, grads[0], y, options.relu, options.p, seed.on_device_of(grads[0]), needs[1], options.backend);
+    }
     return {grad_x, needs[1] ? in_type(grad_bias, *options.bias) : Tensor(), grads[0]};
   }
 };
 
+// Records the result of a call for autograd.
+Tensor with_history(Tensor out, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
+                    double p, const Seed& seed, std::string_view backend) {
+  // With ReLU, the elements with a positive output pass a gradient, so only the output is saved.
+  if (needs_gradient(x, bias, residual))
+    eager::record<Dropout>(
+        {out}, {relu ? out : Tensor(), or_undefined(seed.tensor)},
+        {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend), seed.number}, x, bias,
+        residual);
+  return out;
+}
+
 // `direct`: true if the kernel may be called without the dispatcher.
 Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
                 double p, const OptionalTensor& seed, std::string_view backend) {
-  const Tensor out = below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed, backend);
-  // With ReLU, the elements with a positive output pass a gradient, so only the output is saved.
-  if (needs_gradient(x, bias, residual))
-    eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
-                           {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)}, x,
-                           bias, residual);
-  return out;
+  return with_history(below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed, backend), x, bias,
+                      residual, relu, p, {seed, {}}, backend);
+}
+
+// The Triton kernels without the dispatcher.
+Tensor launched(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
+                const Seed& seed) {
+  const auto result = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return launch_dropout(x, bias, residual, relu, p, seed);
+  };
+  return with_history(result(), x, bias, residual, relu, p, seed, "triton");
 }
 
 }  // namespace
@@ -145,17 +169,19 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }  // namespace dropout_op
 
 // The eager fast path.
-py::object eager::dropout(py::handle x_, py::handle p_, py::handle bias_, py::handle residual_, py::handle relu_,
-                          py::handle seed_) {
-  Arguments arguments;
+py::object eager::dropout(bool by_triton, py::handle x_, py::handle p_, py::handle bias_, py::handle residual_,
+                          py::handle relu_, py::handle seed_) {
+  Arguments arguments(by_triton);
   const Tensor x = arguments.floating(x_);
   const OptionalTensor bias = arguments.optional_floating(bias_), residual = arguments.optional_floating(residual_);
-  const OptionalTensor seed = arguments.optional_tensor(seed_);
+  const Seed seed = read_seed(arguments, by_triton, seed_);
   const double p = arguments.probability(p_);
   const bool relu = arguments.boolean(relu_);
   if (!arguments.ok() || x.dim() == 0 || (p > 0 && !seed)) return py::none();
   if (residual && (residual->sizes() != x.sizes() || residual->scalar_type() != x.scalar_type())) return py::none();
   if (bias && (bias->dim() != 1 || bias->size(0) != x.size(-1))) return py::none();
+  for (const OptionalTensor* t : {&bias, &residual})
+    if (*t && (*t)->device() != x.device()) return py::none();
   if (p == 0 && !bias && !relu && !residual) return py::reinterpret_borrow<py::object>(x_);
 
   return computed([&] {
@@ -164,7 +190,9 @@ py::object eager::dropout(py::handle x_, py::handle p_, py::handle bias_, py::ha
       return residual ? residual->add(out) : out;
     }
     // The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
-    const Tensor out = dropout_op::recorded(true, x, bias, relu ? std::nullopt : residual, relu, p, seed, "native");
+    const OptionalTensor added = relu ? std::nullopt : residual;
+    const Tensor out = by_triton ? dropout_op::launched(x, bias, added, relu, p, seed)
+                                 : dropout_op::recorded(true, x, bias, added, relu, p, seed.tensor, "native");
     return relu && residual ? residual->add(out) : out;
   });
 }

@@ -26,10 +26,12 @@ object attention_packed(bool by_triton, handle q, handle k, handle v, handle cu_
 // Attention of the newest queries to a cache.
 object attention_decode(bool by_triton, handle q, handle k_cache, handle v_cache, handle lengths, handle page_table,
                         handle causal, handle window, handle scale);
-object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
-object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
-                  handle seed);
+object dropout(bool by_triton, handle x, handle p, handle bias, handle residual, handle relu, handle seed);
+object layer_norm(bool by_triton, handle x, handle weight, handle bias, handle eps, handle kind, handle residual,
+                  handle dropout_p, handle seed);
 object linear(handle x, handle weight, handle bias);
+// Linear layers of one input in training under autocast, on any device: weights, and no biases or as many -> a tuple.
+object projections(handle x, const pybind11::tuple& weights, const pybind11::tuple& biases);
 object linear_cross_entropy(handle x, handle weight, handle bias, handle target, handle label_smoothing,
                             handle ignore_index, handle reduction, handle chunk_elements);
 object embed(handle ids, handle weight, handle table, handle scale, handle offset, handle padding_idx, handle dropout_p,

@@ -3,7 +3,7 @@
 #include "norm.h"
 
 #include "../cpu/kernels.h"
-#include "../triton/python_function.h"
+#include "../triton/launch_rows.h"
 #include "eager.h"
 #include "eager_call.h"
 #include "node.h"
@@ -175,11 +175,12 @@ Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
 FourTensors forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                     const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                     const OptionalTensor& seed, std::string_view backend) {
-  if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.triton.norm", "norm_forward");
-    return std::tuple_cat(launcher.tensors<4>(x, residual, weight, bias, eps, kind, dropout_p, seed));
-  }
   const auto options = x.options().dtype(arithmetic_type(x));
+  if (!is_native(backend)) {
+    const auto [out, summed, mean, rstd] =
+        launch_norm(x, residual, weight, bias, eps, std::string(kind), dropout_p, {seed, {}});
+    return {out, or_empty(summed, x.options()), or_empty(mean, options), rstd};
+  }
   const int64_t rows = x.numel() / x.size(-1);
   const Tensor mean = at::empty({has_mean(kind) ? rows : 0}, options), rstd = at::empty({rows}, options);
   const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, norm_kind(kind), dropout_p, seed,
@@ -198,14 +199,13 @@ FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const 
 FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
                      const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, std::string_view kind,
                      double dropout_p, const OptionalTensor& seed, bool has_bias, std::string_view backend) {
-  if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.triton.norm_backward", "norm_backward");
-    return std::tuple_cat(
-        launcher.tensors<4>(grad_out, grad_summed, x, weight, mean, rstd, kind, dropout_p, seed, has_bias));
-  }
-  const auto [grad_x, grad_residual, grad_weight, grad_bias] =
-      gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), norm_kind(kind), dropout_p,
-                seed, {true, weight.has_value(), has_bias});
+  const FourTensors results =
+      is_native(backend)
+          ? gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), norm_kind(kind),
+                      dropout_p, seed, {true, weight.has_value(), has_bias})
+          : std::tuple_cat(launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std::string(kind),
+                                                dropout_p, {seed, {}}, has_bias, x.scalar_type()));
+  const auto& [grad_x, grad_residual, grad_weight, grad_bias] = results;
   const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
   return {grad_x, or_empty(grad_residual, x.options()), or_empty(grad_weight, weight_options),
           or_empty(grad_bias, weight_options).to(weight_options)};
@@ -233,22 +233,33 @@ struct LayerNorm {
     bool has_residual;
     std::optional<at::ScalarType> bias;
     std::string backend;
+    at::ScalarType x;  // the type of x; that of the rows that were normed may be another
+    std::optional<int64_t> seed;
   };
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
-    const bool direct = is_native(options.backend) && eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
+    const bool native = is_native(options.backend);
+    const bool direct = eager::is_plain_eager(grads, !native) && eager::is_plain_eager(saved, !native);
     const at::AutoDispatchBelowADInplaceOrView below;
     const Tensor &x = saved[kX], &mean = saved[kMean], &rstd = saved[kRstd];
-    const OptionalTensor weight = or_none(saved[kWeight]), seed = or_none(saved[kSeed]);
+    const OptionalTensor weight = or_none(saved[kWeight]);
+    const Seed seed{or_none(saved[kSeed]), options.seed};
     const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
-    auto [grad_x, grad_residual, grad_weight, grad_bias] =
-        direct ? gradients(grad_out, grad_summed, x, weight, mean, rstd, norm_kind(options.kind), options.dropout_p,
-                           seed, {needs[0] || needs[1], needs[2], needs[3]})
-               : op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd,
-                                                                options.kind, options.dropout_p, seed,
-                                                                options.bias.has_value(), options.backend);
+    FourTensors results;
+    if (!direct)
+      results = op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd,
+                                                               options.kind, options.dropout_p, seed.on_device_of(x),
+                                                               options.bias.has_value(), options.backend);
+    else if (native)
+      results = gradients(grad_out, grad_summed, x, weight, mean, rstd, norm_kind(options.kind), options.dropout_p,
+                          seed.tensor, {needs[0] || needs[1], needs[2], needs[3]});
+    else
+      results = std::tuple_cat(launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, options.kind,
+                                                    options.dropout_p, seed, options.bias.has_value(), options.x));
+    auto& [grad_x, grad_residual, grad_weight, grad_bias] = results;
+    if (grad_x.defined()) grad_x = in_type(grad_x, options.x);
     if (options.bias && grad_bias.defined()) grad_bias = in_type(grad_bias, *options.bias);
     return {grad_x,
             !options.has_residual   ? Tensor()
@@ -258,20 +269,38 @@ struct LayerNorm {
   }
 };
 
+// Records the results of a call for autograd.
+FourTensors with_history(FourTensors results, const Tensor& x, const OptionalTensor& residual,
+                         const OptionalTensor& weight, const OptionalTensor& bias, std::string_view kind,
+                         double dropout_p, const Seed& seed, std::string_view backend) {
+  if (!needs_gradient(x, residual, weight, bias)) return results;
+  const auto& [out, summed, mean, rstd] = results;
+  eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
+                           {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed.tensor)},
+                           {std::string(kind), dropout_p, residual.has_value(),
+                            bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend),
+                            x.scalar_type(), seed.number},
+                           x, residual, weight, bias);
+  return results;
+}
+
 // `direct`: true if the kernel may be called without the dispatcher.
 FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                      const OptionalTensor& seed, std::string_view backend) {
-  const auto results =
-      below_autograd<"layer_norm", forward>(direct, x, residual, weight, bias, eps, kind, dropout_p, seed, backend);
-  if (!needs_gradient(x, residual, weight, bias)) return results;
-  const auto& [out, summed, mean, rstd] = results;
-  eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
-                           {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)},
-                           {std::string(kind), dropout_p, residual.has_value(),
-                            bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)},
-                           x, residual, weight, bias);
-  return results;
+  return with_history(
+      below_autograd<"layer_norm", forward>(direct, x, residual, weight, bias, eps, kind, dropout_p, seed, backend), x,
+      residual, weight, bias, kind, dropout_p, {seed, {}}, backend);
+}
+
+// The Triton kernels without the dispatcher. With dropout, x may have another type than the residual.
+FourTensors launched(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                     const OptionalTensor& bias, double eps, const char* kind, double dropout_p, const Seed& seed) {
+  const auto results = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return std::tuple_cat(launch_norm(x, residual, weight, bias, eps, kind, dropout_p, seed));
+  };
+  return with_history(results(), x, residual, weight, bias, kind, dropout_p, seed, "triton");
 }
 
 }  // namespace
@@ -291,33 +320,40 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }  // namespace norm_op
 
 // The eager fast path.
-py::object eager::layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_, py::handle kind_,
-                             py::handle residual_, py::handle dropout_p_, py::handle seed_) {
-  Arguments arguments;
+py::object eager::layer_norm(bool by_triton, py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_,
+                             py::handle kind_, py::handle residual_, py::handle dropout_p_, py::handle seed_) {
+  Arguments arguments(by_triton);
   const Tensor x = arguments.floating(x_);
   const OptionalTensor weight = arguments.optional_floating(weight_), bias = arguments.optional_floating(bias_);
-  const OptionalTensor residual = arguments.optional_floating(residual_), seed = arguments.optional_tensor(seed_);
+  const OptionalTensor residual = arguments.optional_floating(residual_);
+  const Seed seed = read_seed(arguments, by_triton, seed_);
   const double eps = arguments.number(eps_), dropout_p = arguments.probability(dropout_p_);
   const NamedKind* const known = find_kind([&](const char* name) { return is_text(kind_, name); });
   if (!arguments.ok() || x.dim() == 0) return py::none();
   const int64_t d = x.size(-1);
   arguments.require(known && d > (known->kind == NormKind::kStd ? 1 : 0) && !(known->kind == NormKind::kRms && bias));
   for (const OptionalTensor* t : {&weight, &bias})
-    if (*t) arguments.require((*t)->dim() == 1 && (*t)->size(0) == d);
-  if (residual) arguments.require(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type());
+    if (*t) arguments.require((*t)->dim() == 1 && (*t)->size(0) == d && (*t)->device() == x.device());
+  if (residual) {
+    const bool fits = residual->scalar_type() == x.scalar_type() || (by_triton && dropout_p > 0);
+    arguments.require(fits && residual->sizes() == x.sizes() && residual->device() == x.device());
+  }
   arguments.require(dropout_p == 0 || (residual && seed));
   if (!arguments.ok()) return py::none();
 
   Tensor out, summed;
-  {
+  if (by_triton) {
+    std::tie(out, summed, std::ignore, std::ignore) =
+        norm_op::launched(x, residual, weight, bias, eps, known->name, dropout_p, seed);
+  } else {
     const py::gil_scoped_release no_gil;
     if (needs_gradient(x, residual, weight, bias)) {
       std::tie(out, summed, std::ignore, std::ignore) =
-          norm_op::recorded(true, x, residual, weight, bias, eps, known->name, dropout_p, seed, "native");
+          norm_op::recorded(true, x, residual, weight, bias, eps, known->name, dropout_p, seed.tensor, "native");
     } else {
       const at::AutoDispatchBelowADInplaceOrView below;
       const NormResult result =
-          norm_forward(x, residual, weight, bias, eps, known->kind, dropout_p, seed, nullptr, nullptr);
+          norm_forward(x, residual, weight, bias, eps, known->kind, dropout_p, seed.tensor, nullptr, nullptr);
       out = result.out, summed = result.summed;
     }
   }

@@ -1,7 +1,6 @@
 #include "launch_attention.h"
 
-#include "launch_cache.h"
-#include "python_function.h"
+#include "replay.h"
 
 #include <algorithm>
 #include <array>
@@ -61,19 +60,6 @@ std::optional<LaunchCall> call_of(const char* name, const AttentionParams& param
     call.source(*params.lengths);
   }
   return call;
-}
-
-py::object object_of(std::optional<LaunchCall> call) { return call ? py::cast(std::move(*call)) : py::none(); }
-
-// Results of a launcher: computed by the launches of an earlier equal call, or by the launcher itself, which then keeps
-// its launches with the call.
-template <size_t count, typename Launcher>
-std::array<Tensor, count> replayed_or(std::optional<LaunchCall> call, const Launcher& launcher) {
-  std::array<Tensor, count> tensors;
-  auto found = call ? LaunchCache::instance().replay(*call, count) : std::vector<Tensor>();
-  if (found.empty()) return launcher(object_of(std::move(call)));
-  std::move(found.begin(), found.end(), tensors.begin());
-  return tensors;
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ cached = pytest.importorskip("transformer_fast.triton.launch_cache")
 launched, seen, floats, launch_of = recording.launched, recording.seen, recording.floats, recording.launch_of
 outcomes = recording.outcomes
 run, run_cached, run_kept, STREAM = launching.run, cached.run_cached, cached.run_kept, recording.STREAM
-launch_cache, Launch = cached.launch_cache, launching.Launch
+launch_cache, extension, Launch = cached.launch_cache, cached.extension, launching.Launch
 
 
 def by_both(launches, launched):
@@ -76,13 +76,11 @@ def test_a_new_length_compiles_no_norm_and_no_dropout(launched):
 
 def test_another_set_of_wanted_outputs_is_another_call(launched):
     """A gradient with a bias, after the same gradient without one: on a GPU the bias gradient was never computed."""
-    from transformer_fast.triton.dropout import dropout_backward
-
     launch_cache.clear()
     grad, y, counts = floats(77, 100), floats(77, 100), []
     for has_bias in (False, True, False, True):
         launched.clear()
-        dropout_backward(grad, y, True, 0.3, torch.tensor([3]), has_bias)
+        torch.ops.transformer_fast.dropout_backward(grad, y, True, 0.3, torch.tensor([3]), has_bias, "triton")
         counts.append(len(launched))
     assert counts == [1, 2, 1, 2]
 
@@ -275,23 +273,38 @@ def test_where_nothing_is_replayed(launched, monkeypatch, why):
     assert len(watched) == (2 if why == "pre-run hook" else 0)  # the recording driver calls no other hook
 
 
-def layer(name):
-    """Call a launcher on new tensors; return them by name."""
-    from transformer_fast.triton import dropout, norm, norm_backward
+def layer(name, seed=2**40):
+    """Call an op on new tensors; return the call, and the tensors by name."""
+    from transformer_fast.triton.cross_entropy import cross_entropy_rows
 
+    ops = torch.ops.transformer_fast
     x, y, weight, bias = floats(24, 64), floats(24, 64), floats(64), floats(64)
-    mean, rstd, seed = floats(24), floats(24), torch.tensor([3])
+    mean, rstd, target, drawn = floats(24), floats(24), torch.zeros(24, dtype=torch.int64), torch.tensor([seed])
+    dropped, by_triton = (0.1, drawn), "triton"
     calls = {
-        "norm": lambda: norm.norm_forward(x, y, weight, bias, 1e-5, "layer", 0.1, seed),
-        "norm backward": lambda: norm_backward.norm_backward(x, None, y, weight, mean, rstd, "std", 0.1, seed, True),
-        "dropout": lambda: dropout.dropout_forward(x, bias, y, True, 0.1, seed),
-        "dropout backward": lambda: dropout.dropout_backward(x, y, True, 0.1, seed, True),
+        "norm": lambda: ops.layer_norm(x, y, weight, bias, 1e-5, "layer", *dropped, by_triton),
+        "norm backward": lambda: ops.layer_norm_backward(
+            x, None, y, weight, mean, rstd, "std", *dropped, True, by_triton
+        ),
+        "dropout": lambda: ops.dropout(x, bias, y, True, *dropped, by_triton),
+        "dropout backward": lambda: ops.dropout_backward(x, y, True, *dropped, True, by_triton),
+        "loss": lambda: cross_entropy_rows(x, target, 0.1, -100, True),
+        "norm, seed on the host": lambda: extension.layer_norm(
+            True, x, weight, bias, 1e-5, "layer", y, dropped[0], seed
+        ),
+        "dropout, seed on the host": lambda: extension.dropout(True, x, dropped[0], bias, y, False, seed),
     }
-    tensors = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "seed": seed}
-    return calls[name], tensors
+    tensors = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "seed": drawn}
+    return calls[name], tensors | {"target": target}
 
 
-@pytest.mark.parametrize("name", ["norm", "norm backward", "dropout", "dropout backward"])
+LAYERS = (
+    "norm", "norm backward", "dropout", "dropout backward", "loss", "norm, seed on the host",
+    "dropout, seed on the host",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
     """The second call, on other tensors of the same layouts, prepares nothing and launches the same kernels."""
     monkeypatch.setattr(launch_cache, "enabled", False)
@@ -306,3 +319,16 @@ def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
     call()
     assert outcomes(launched, given) == outcomes(long, long_given)
     assert launched and all(call[6:9] == (None, None, None) for call in launched)
+
+
+@pytest.mark.parametrize("name", ["norm", "dropout"])
+def test_a_seed_on_the_host_changes_from_call_to_call(launched, name):
+    """No kernel is compiled for a seed, such as one divisible by 16."""
+    launch_cache.clear()
+    found = []
+    for seed in (2**40, 2**40 + 1, -(2**62), 2**63 - 1):
+        launched.clear()
+        layer(f"{name}, seed on the host", seed)[0]()
+        (call,) = launched
+        found.append((call[4], [value for value in call if type(value) is int and value == seed]))
+    assert len({function for function, _ in found}) == 1 and all(seeds for _, seeds in found)

@@ -12,7 +12,7 @@ from .. import ops
 from ..masks import AttentionMask
 from ..masks.packing import PackedMask, packing_of, take, unpack
 from .dropout import fused_p
-from .linear import apply_linear
+from .linear import apply_linear, apply_linears
 
 LayerMask = Tensor | AttentionMask | PackedMask | None
 """Mask argument of a layer: a keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int; an AttentionMask; a PackedMask for
@@ -186,8 +186,8 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             return apply_linear(self.out, cache.attend(self, q))
         q, k, v = (
-            apply_linear(linear, x).view(*x.shape[:-1], self.h, self.d_k).transpose(-3, -2)
-            for linear, x in ((self.q_linear, q), (self.k_linear, k), (self.v_linear, v))
+            x.view(*x.shape[:-1], self.h, self.d_k).transpose(-3, -2)
+            for x in apply_linears((self.q_linear, self.k_linear, self.v_linear), (q, k, v))
         )
         heads = attention(q, k, v, self.d_k, mask, self.dropout, verbose)
         return apply_linear(self.out, heads.transpose(-3, -2).flatten(-2))

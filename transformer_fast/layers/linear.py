@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.linear import linear
+from ..ops.linear import linear, projections
 from .by_torch import by_torch
 from .hooks import is_plain
 
@@ -47,3 +48,17 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """Compute ``module(x)``; an ``nn.Linear`` runs on our op. Any other module, such as a quantised layer, is
     called."""
     return linear(x, module.weight, module.bias) if is_linear(module) else module(x)
+
+
+def apply_linears(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Compute ``module(x)`` for each module and its input; linear layers of one input run on one op."""
+    results: dict[int, Tensor] = {}
+    for x in {id(x): x for x in inputs}.values():
+        places = [place for place, given in enumerate(inputs) if given is x]
+        linears = [module for place in places if is_linear(module := modules[place])]
+        if 1 < len(linears) == len(places):
+            outputs = projections(x, [module.weight for module in linears], [module.bias for module in linears])
+        else:
+            outputs = tuple(apply_linear(modules[place], x) for place in places)
+        results.update(zip(places, outputs, strict=True))
+    return [results[place] for place in range(len(inputs))]

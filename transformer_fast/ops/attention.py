@@ -178,8 +178,7 @@ def attention(
         out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
         if out is not None:
             return out
-    if isinstance(seed, int):
-        seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
+    seed = seeds.as_tensor(seed, q)
 
     autocast = eager.autocast_enabled(q)
     check_inputs(q, k, v, autocast)

@@ -173,9 +173,7 @@ def attention_packed(
         out = extension.attention_packed(by_triton, *given)
         if out is not None:
             return out
-    if isinstance(seed, int):
-        seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
-
+    seed = seeds.as_tensor(seed, q)
     autocast = eager.autocast_enabled(q)
     _check_inputs(q, k, v, autocast)
     check_options("attention_packed", dropout_p, empty_rows)

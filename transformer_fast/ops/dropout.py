@@ -34,11 +34,13 @@ def dropout(
         TypeError: for non-tensors and non-float dtypes.
         ValueError: for shapes, devices or a ``p`` that do not fit; the message names them.
     """
-    seed = seeds.draw_seed(x.device) if p > 0.0 and isinstance(x, Tensor) else None
-    if direct := eager.native():
-        result = direct.dropout(x, p, bias, residual, relu, seed)
+    extension, by_triton = eager.fast_path("dropout", x)
+    seed = seeds.draw_launch_seed(x.device, by_triton) if p > 0.0 and isinstance(x, Tensor) else None
+    if extension is not None:
+        result = extension.dropout(by_triton, x, p, bias, residual, relu, seed)
         if result is not None:
             return result
+    seed = seeds.as_tensor(seed, x)
     _check(x, p, bias, residual)
     if p == 0.0 and bias is None and residual is None and not relu:
         return x

@@ -102,11 +102,13 @@ def layer_norm(
         raise unknown_names("layer_norm", unknown)
     if eps is None:
         eps = _machine_epsilon(x if residual is None else residual)
-    seed = seeds.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
-    if direct := eager.native():
-        result = direct.layer_norm(x, weight, bias, eps, kind, residual, dropout_p, seed)
+    extension, by_triton = eager.fast_path("norm", x)
+    seed = seeds.draw_launch_seed(x.device, by_triton) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    if extension is not None:
+        result = extension.layer_norm(by_triton, x, weight, bias, eps, kind, residual, dropout_p, seed)
         if result is not None:
             return result
+    seed = seeds.as_tensor(seed, x)
     _check(x, weight, bias, kind, residual, dropout_p)
     if residual is not None and x.dtype != residual.dtype:
         x = x.to(residual.dtype)
@@ -128,7 +130,7 @@ def eager_layer_norm(
         return None
     if eps is None:
         eps = _machine_epsilon(x if residual is None else residual)
-    return direct.layer_norm(x, weight, bias, eps, kind, residual, 0.0, None)
+    return direct.layer_norm(False, x, weight, bias, eps, kind, residual, 0.0, None)
 
 
 def _machine_epsilon(rows: Any) -> float:

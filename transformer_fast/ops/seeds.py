@@ -47,6 +47,11 @@ def draw_launch_seed(device: torch.device, as_number: bool) -> int | Tensor:
     return number if as_number else torch.full((1,), number, dtype=torch.int64, device=device)
 
 
+def as_tensor(seed: Tensor | int | None, on: Tensor) -> Tensor | None:
+    """The seed of :func:`draw_launch_seed` as int64 (1,) on the device of a tensor."""
+    return torch.full((1,), seed, dtype=torch.int64, device=on.device) if isinstance(seed, int) else seed
+
+
 def _recorded_seed(device: torch.device) -> Tensor:
     """Run :func:`draw_seed` in a graph under construction, and mark the seed so that the partitioner does not draw it
     twice.

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..target_checks import check_targets
 from .configs import CROSS_ENTROPY
-from .launcher import Launch, run
+from .launch_cache import run_cached
+from .launcher import Launch
 
 
 @triton.jit
@@ -120,7 +121,10 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, smoothing: float, ignore_
     """
     losses = torch.empty((logits.shape[0],), dtype=torch.float32, device=logits.device)
     if losses.numel() > 0:
-        run([rows_launch(logits, target, losses, smoothing, ignore_index, gradient)], on=logits)
+        run_cached(
+            ("cross entropy rows", smoothing, ignore_index, gradient), (logits, target), (losses,),
+            lambda *tensors: [rows_launch(*tensors, smoothing, ignore_index, gradient)],
+        )  # fmt: skip
     return losses
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import dropout_config
-from .launch_cache import run_cached
+from .launch_cache import LaunchCall, run_kept
 from .launcher import Launch, blocks_of, multiprocessors_of
 from .norm import dropout_arguments
 from .norm_backward import sum_of_partials
@@ -29,7 +29,7 @@ def _place(n_rows, d, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     return rows, start, rows[:, None] * d + columns[None, :], inside
 
 
-@triton.jit(do_not_specialize=["n_rows", "threshold"])
+@triton.jit(do_not_specialize=["seed", "n_rows", "threshold"])
 def _forward_kernel(
     x, bias, residual, out, seed, n_rows, d, threshold, rescale,
     RELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -65,7 +65,7 @@ def _gradient(grad_out, y, seed, rows, start, offsets, inside, threshold, rescal
         return tile
 
 
-@triton.jit(do_not_specialize=["n_rows", "threshold"])
+@triton.jit(do_not_specialize=["seed", "n_rows", "threshold"])
 def _backward_kernel(
     grad_out, y, grad_x, seed, n_rows, d, threshold, rescale, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
@@ -74,7 +74,7 @@ def _backward_kernel(
     tl.store(grad_x + offsets, tile.to(grad_x.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "threshold", "programs"])
+@triton.jit(do_not_specialize=["seed", "n_rows", "threshold", "programs"])
 def _backward_bias_kernel(
     grad_out, y, grad_x, partials, seed, n_rows, d, threshold, rescale, programs,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -116,7 +116,13 @@ def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
 
 
 def forward_launch(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, relu: bool, p: float, seed: Tensor | None
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    relu: bool,
+    p: float,
+    seed: Tensor | int | None,
 ) -> Launch:
     """Launch that fills `out`; all contiguous."""
     arguments = {"x": x, "bias": bias, "residual": residual, "out": out, "RELU": relu, **dropout_arguments(p, seed)}
@@ -130,7 +136,7 @@ def backward_launches(
     grad_bias: Tensor | None,
     partials: Tensor | None,
     p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
 ) -> list[Launch]:
     """Launches that fill `grad_x`, and by way of `partials`, fp32 (programs, d), `grad_bias`; all contiguous."""
     arguments = {"grad_out": grad_out, "y": y, "grad_x": grad_x, **dropout_arguments(p, seed)}
@@ -145,8 +151,9 @@ def backward_launches(
 
 
 def dropout_forward(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, p: float, seed: Tensor | None
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, p: float, seed: Tensor | int | None,
+    call: LaunchCall | None = None,
+) -> Tensor:  # fmt: skip
     """``[residual +] dropout([relu] (x [+ bias]))`` by Triton.
 
     Args:
@@ -154,22 +161,24 @@ def dropout_forward(
         bias: (d,), any of them, or None.
         residual: x's shape and dtype, or None.
         relu: apply ReLU to x first.
-        p, seed: drop probability in [0, 1]; seed int64 (1,) on x's device, None where p is 0.
+        p, seed: drop probability in [0, 1]; seed an int or int64 (1,) on x's device, None where p is 0.
+        call: key that the launches are kept with.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() > 0:
         bias = None if bias is None else bias.contiguous()
         residual = None if residual is None else residual.contiguous()
-        run_cached(
-            ("dropout forward", relu, p), (x.contiguous(), bias, residual, seed), (out,),
+        run_kept(
+            call, (x.contiguous(), bias, residual, seed), (out,),
             lambda x, bias, residual, seed, out: [forward_launch(x, bias, residual, out, relu, p, seed)],
         )  # fmt: skip
     return out
 
 
 def dropout_backward(
-    grad_out: Tensor, y: Tensor | None, relu: bool, p: float, seed: Tensor | None, has_bias: bool
-) -> tuple[Tensor, Tensor]:
+    grad_out: Tensor, y: Tensor | None, relu: bool, p: float, seed: Tensor | int | None, has_bias: bool,
+    call: LaunchCall | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of x and of the bias, by Triton; with ``relu`` the output y gives the mask, else it is drawn again.
 
     Args:
@@ -177,21 +186,21 @@ def dropout_backward(
         y: the forward's output (without a residual); needed when ``relu``.
         relu, p, seed: values of the forward.
         has_bias: True computes the gradient of a bias.
+        call: key that the launches are kept with.
 
     Returns:
-        grad_x (..., d) in grad_out's dtype; grad_bias (d,) fp32, or (0,) without a bias.
+        grad_x (..., d) in grad_out's dtype; grad_bias (d,) fp32, or None without a bias.
     """
     d, device = grad_out.shape[-1], grad_out.device
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=device)
     fill = torch.empty if grad_x.numel() > 0 else torch.zeros
-    grad_bias = fill((d if has_bias else 0,), dtype=torch.float32, device=device)
+    grad_bias = fill((d,), dtype=torch.float32, device=device) if has_bias else None
     if grad_x.numel() > 0:
         y = y.contiguous() if relu else None
         programs = sharing_programs(grad_x.numel() // d, d, multiprocessors_of(grad_out))
         partials = torch.empty((programs, d), dtype=torch.float32, device=device) if has_bias else None
-        run_cached(
-            ("dropout backward", p), (grad_out.contiguous(), y, seed),
-            (grad_x, grad_bias if has_bias else None, partials),
+        run_kept(
+            call, (grad_out.contiguous(), y, seed), (grad_x, grad_bias, partials),
             lambda grad_out, y, seed, *outputs: backward_launches(grad_out, y, *outputs, p, seed),
         )  # fmt: skip
     return grad_x, grad_bias

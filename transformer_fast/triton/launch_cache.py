@@ -26,7 +26,7 @@ from .versions import is_known
 
 # Triton kernels belong to ops, and the ops are in the extension.
 extension = module()
-launch_cache = extension.launch_cache
+launch_cache, LaunchCall = extension.launch_cache, extension.LaunchCall
 launch_cache.connect(driver, triton.knobs.runtime, Table)
 launch_cache.long_keys = LONG
 launch_cache.enabled = is_known(triton.__version__) and not triton.knobs.runtime.interpret and torch.version.hip is None

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import norm_config
-from .launch_cache import run_cached
+from .launch_cache import LaunchCall, run_kept
 from .launcher import Launch
 from .philox import elementwise_keep_tile, load_seed
 
@@ -70,7 +70,7 @@ def _store_normed(out, centred, rstd, weight, bias, rows, columns, inside, d):
     tl.store(out + rows[:, None] * d + columns[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "threshold"])
+@triton.jit(do_not_specialize=["seed", "n_rows", "threshold"])
 def _forward_kernel(
     x, residual, weight, bias, out, summed, mean_out, rstd_out, seed,
     n_rows, d, x_stride, residual_stride, eps, threshold, rescale,
@@ -98,7 +98,7 @@ def _forward_kernel(
     _store_normed(out, centred, rstd, weight, bias, rows, columns, inside, d)
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["seed", "threshold"])
 def _forward_wide_kernel(
     x, residual, weight, bias, out, summed, mean_out, rstd_out, seed,
     d, x_stride, residual_stride, eps, threshold, rescale,
@@ -161,7 +161,7 @@ def as_rows(x: Tensor | None) -> Tensor | None:
     return x if x.dim() == 2 else x.reshape(x.numel() // d, d)
 
 
-def dropout_arguments(p: float, seed: Tensor | None) -> dict[str, object]:
+def dropout_arguments(p: float, seed: Tensor | int | None) -> dict[str, object]:
     """Kernel arguments of the dropout."""
     return {
         "seed": seed if p > 0.0 else None,
@@ -182,7 +182,7 @@ def forward_launch(
     eps: float,
     kind: str,
     dropout_p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
 ) -> Launch:
     """Launch that norms the (rows, d) matrix x into out."""
     n_rows, d = x.shape
@@ -209,31 +209,33 @@ def norm_forward(
     eps: float,
     kind: str,
     dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    seed: Tensor | int | None,
+    call: LaunchCall | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Norm of x, or of residual + dropout(x), by Triton.
 
     Args:
         x: (..., d), fp32, fp16 or bf16; any strides.
-        residual: x's shape and dtype, or None (then dropout_p is 0).
+        residual: x's shape, fp32, fp16 or bf16, or None (then dropout_p is 0).
         weight, bias: (d,), any float dtype, or None; "rms" has no bias.
         eps, kind: as in the formulas above; "std" needs d > 1.
-        dropout_p, seed: dropout of x, drawn by :mod:`.philox`; seed int64 (1,) on x's device, or None.
+        dropout_p, seed: dropout of x, drawn by :mod:`.philox`; seed an int or int64 (1,) on x's device, or None.
+        call: key that the launches are kept with.
 
     Returns:
-        out (..., d); residual + dropout(x) (..., d), or (0,) without a residual; mean and the factor applied, (rows,)
-        fp32; "rms" has no mean, but (0,).
+        out (..., d); residual + dropout(x) (..., d), or None without a residual; mean and the factor applied, (rows,)
+        fp32; "rms" has no mean, but None. The first two have the residual's dtype, if there is one.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    summed = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype if residual is None else residual.dtype, device=x.device)
+    summed = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     n_rows = x.numel() // x.shape[-1]
     rstd = torch.empty((n_rows,), dtype=torch.float32, device=x.device)
-    mean = torch.empty((n_rows if kind != "rms" else 0,), dtype=torch.float32, device=x.device)
+    mean = None if kind == "rms" else torch.empty((n_rows,), dtype=torch.float32, device=x.device)
     if n_rows > 0:
-        run_cached(
-            ("norm forward", eps, kind, dropout_p),
+        run_kept(
+            call,
             (as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias), seed),
-            (out, summed, None if kind == "rms" else mean, rstd),
+            (out, summed, mean, rstd),
             lambda x, residual, weight, bias, seed, *outputs: [
                 forward_launch(x, residual, weight, bias, *outputs, eps, kind, dropout_p, seed)
             ],

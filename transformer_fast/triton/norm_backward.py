@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import norm_config
-from .launch_cache import run_cached
+from .launch_cache import LaunchCall, run_kept
 from .launcher import Launch, blocks_of, multiprocessors_of
 from .norm import as_rows, dropout_arguments, load_tile
 from .philox import elementwise_keep_tile, load_seed
@@ -54,7 +54,7 @@ def _store_gradients(
     tl.store(grad_x + offsets, gradient.to(grad_x.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "threshold"])
+@triton.jit(do_not_specialize=["seed", "n_rows", "threshold"])
 def _backward_kernel(
     dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, partials, seed,
     n_rows, d, dy_stride, grad_summed_stride, x_stride, threshold, rescale,
@@ -102,7 +102,7 @@ def _backward_kernel(
             tl.store(partials + tl.num_programs(0).to(tl.int64) * d, tl.sum(bias_sum, 0), mask=columns < d)
 
 
-@triton.jit(do_not_specialize=["n_rows", "threshold"])
+@triton.jit(do_not_specialize=["seed", "n_rows", "threshold"])
 def _backward_wide_kernel(
     dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, partials, seed,
     n_rows, d, dy_stride, grad_summed_stride, x_stride, threshold, rescale,
@@ -247,7 +247,7 @@ def backward_launches(
     partials: Tensor | None,
     kind: str,
     dropout_p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
     programs: int,
 ) -> list[Launch]:
     """Launches that fill the four gradients of (rows, d) matrices, in order. `partials`, for gradients of weight or
@@ -283,9 +283,11 @@ def norm_backward(
     rstd: Tensor,
     kind: str,
     dropout_p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
     has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype_of_x: torch.dtype | None = None,
+    call: LaunchCall | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of :func:`.norm.norm_forward`, by Triton.
 
     Args:
@@ -296,18 +298,20 @@ def norm_backward(
         mean, rstd: (rows,) fp32, from the forward; the mean is not read for "rms".
         kind, dropout_p, seed: values of the forward.
         has_bias: True computes the gradient of a bias; "rms" has no bias.
+        dtype_of_x: the forward's, if it is not that of the rows; only with dropout.
+        call: key that the launches are kept with.
 
     Returns:
-        grad_x (..., d); grad_residual (..., d), or (0,) without dropout, where it equals grad_x; grad_weight and
-        grad_bias (d,) in weight's dtype (x's without a weight), or (0,).
+        grad_x (..., d); grad_residual (..., d), or None without dropout, where it equals grad_x; grad_weight and
+        grad_bias (d,) in weight's dtype (x's without a weight), or None.
     """
     d = x.shape[-1]
     dtype = x.dtype if weight is None else weight.dtype
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grad_residual = torch.empty(x.shape if dropout_p > 0.0 else (0,), dtype=x.dtype, device=x.device)
+    grad_x = torch.empty(x.shape, dtype=dtype_of_x or x.dtype, device=x.device)
+    grad_residual = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dropout_p > 0.0 else None
     fill = torch.empty if x.numel() > 0 else torch.zeros
-    grad_weight = fill((d if weight is not None else 0,), dtype=dtype, device=x.device)
-    grad_bias = fill((d if has_bias else 0,), dtype=dtype, device=x.device)
+    grad_weight = None if weight is None else fill((d,), dtype=dtype, device=x.device)
+    grad_bias = fill((d,), dtype=dtype, device=x.device) if has_bias else None
     if x.numel() > 0:
         n_rows = x.numel() // d
         programs = sharing_programs(n_rows, d, multiprocessors_of(x))
@@ -315,10 +319,10 @@ def norm_backward(
         sums = 1 if kind == "rms" else 2
         partials = torch.empty((sums, programs, d), dtype=torch.float32, device=x.device) if summing else None
         weight = None if weight is None else weight.contiguous()
-        run_cached(
-            ("norm backward", kind, dropout_p, has_bias),
-            (as_rows(dy), as_rows(grad_summed), as_rows(x), weight, None if kind == "rms" else mean, rstd, seed),
-            (grad_x, grad_residual, None if weight is None else grad_weight, grad_bias if has_bias else None, partials),
+        run_kept(
+            call,
+            (as_rows(dy), as_rows(grad_summed), as_rows(x), weight, mean, rstd, seed),
+            (grad_x, grad_residual, grad_weight, grad_bias, partials),
             lambda *tensors: backward_launches(*tensors[:6], *tensors[7:], kind, dropout_p, tensors[6], programs),
         )
     return grad_x, grad_residual, grad_weight, grad_bias
