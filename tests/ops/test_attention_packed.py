@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from attention_kernels import outcome, starts
@@ -106,6 +108,13 @@ def test_few_sequences(lengths, device):
     assert out.shape == q.shape and out.isfinite().all()
     out.sum().backward()
     assert q.grad.isfinite().all()
+
+
+def test_no_sequences_have_a_longest_one_where_the_lengths_are_not_read():
+    """As on a GPU and in graphs."""
+    q, cu_seqlens = torch.randn(0, 2, 8), starts([])
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        assert tfast.attention_packed(q, q, q, cu_seqlens, cu_seqlens, bottom_right=True).shape == q.shape
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -325,7 +325,8 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     if torch.compiler.is_compiling() or is_traced() or cu_seqlens.device.type != "cpu":
         if longest is not None:
             return longest
-        length = (cu_seqlens[1:] - cu_seqlens[:-1]).amax().long()  # ONNX has no diff
+        # ONNX has no diff. The first number is 0, the longest of no sequences.
+        length = (cu_seqlens - torch.cat((cu_seqlens[:1], cu_seqlens[:-1]))).amax().long()
         return length if is_traced() else int(length)  # torch.jit.trace records sizes as tensors
     starts = cu_seqlens.tolist()
     # Reading a few numbers in Python is cheaper than a reduction.
