@@ -65,8 +65,10 @@ struct Table {
     if (offsets) {  // positions then act as ids of a lookup
       const Tensor steps = at::arange(rows, at::TensorOptions(at::kLong).device(grad.device()));
       const Tensor positions = offsets->unsqueeze(-1).to(at::kLong) + steps;
+      // The sum has the type of its terms, so the terms of a float32 table are float32.
+      const Tensor terms = in_type(grad, at::promote_types(grad.scalar_type(), type));
       constexpr bool deterministic = true;
-      return op<"embed_backward", embed_backward>()(grad, positions, length, 1.0, std::nullopt, 0.0, std::nullopt,
+      return op<"embed_backward", embed_backward>()(terms, positions, length, 1.0, std::nullopt, 0.0, std::nullopt,
                                                     deterministic)
           .to(type);
     }

@@ -93,6 +93,21 @@ def test_an_offset_for_each_sequence(dtype: torch.dtype, kind: torch.dtype, devi
     assert torch.equal(embed(ids, weight, table, scale=3.0, offset=offset)[1, 3], alone)
 
 
+def test_the_gradient_of_a_float32_table_is_summed_in_float32(device: torch.device) -> None:
+    """257 is no bfloat16."""
+    ids, offset = (
+        torch.zeros(257, 1, dtype=torch.long, device=device),
+        torch.zeros(257, dtype=torch.long, device=device),
+    )
+    weight = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
+    for given in (0, offset):
+        tables = [torch.zeros(1, 8, device=device, requires_grad=True) for _ in range(2)]
+        embed(ids, weight, tables[0], offset=given).sum().backward()
+        add_positional(weight[ids], tables[1], given).sum().backward()
+        for table in tables:
+            assert torch.equal(table.grad, torch.full_like(table, 257.0))
+
+
 @pytest.mark.parametrize("p", [1 / 65536, 0.1, 0.5, 0.999, 1.0])
 @pytest.mark.parametrize("d", [1, 7, 8, 31, 512, 1030])
 def test_the_mask_is_the_contract_bit_for_bit(p: float, d: int, device: torch.device) -> None:
