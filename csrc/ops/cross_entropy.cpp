@@ -182,15 +182,17 @@ FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTe
 
 struct LinearCrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
-  // Saved: the inputs that need a gradient, and these options.
+  // Saved: the inputs that need a gradient, their gradients, and a scale.
   enum : size_t { kGradients = 3, kScale = 6, kSaved };
 
-  struct Options {};
+  struct Options {
+    std::array<bool, 3> returned;  // gradients that the caller has too
+  };
 
-  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
     const Tensor scale = grads[0] * saved[kScale];
-    // If the graph is not kept, the saved gradients are scaled in place and returned.
+    // If the graph is not kept, the saved gradients that only this node has are scaled in place and returned.
     const bool ends =
         !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_eager(grads, /*any_device=*/true);
     const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;
@@ -198,7 +200,8 @@ struct LinearCrossEntropy {
     for (size_t i = 0; i < 3; ++i) {
       const Tensor& gradient = saved[kGradients + i];
       if (!needs[i] || !gradient.defined()) continue;
-      const Tensor result = scaled ? gradient : ends ? gradient.mul_(scale) : gradient * scale;
+      const bool alone = ends && !options.returned[i];
+      const Tensor result = !alone ? gradient * scale : scaled ? gradient : gradient.mul_(scale);
       gradients[i] = in_type(result, saved[i].scalar_type());
     }
     return gradients;
@@ -206,7 +209,7 @@ struct LinearCrossEntropy {
 };
 
 // `direct`: true if the kernel may be called without the dispatcher. `gradients`: gradients requested in addition to
-// those that autograd needs; a compiled graph, which autograd does not record, requests all.
+// those that autograd needs; a compiled graph, which autograd does not record, requests all. Only these are returned.
 FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                      const Tensor& target, double smoothing, c10::SymInt ignore_index, bool mean,
                      std::array<bool, 3> gradients, c10::SymInt chunk_elements, std::string_view backend) {
@@ -232,7 +235,10 @@ FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const O
     eager::record<LinearCrossEntropy>({loss},
                                       {differentiated(x), differentiated(weight), differentiated(or_undefined(bias)),
                                        grad_x, grad_weight, grad_bias, scale},
-                                      {}, x, weight, bias);
+                                      {gradients}, x, weight, bias);
+  const std::array<Tensor*, 3> made = {&grad_x, &grad_weight, &grad_bias};
+  for (size_t i = 0; i < made.size(); ++i)
+    if (!direct && needs[i] && !gradients[i]) *made[i] = made[i]->new_empty_symint({0});
   return results;
 }
 

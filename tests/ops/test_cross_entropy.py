@@ -14,6 +14,7 @@ from loss_calls import IGNORED, assert_no_loss, by_torch, chunks, hold_to_torch,
 from op_calls import assert_equal
 
 import transformer_fast as tfast
+from transformer_fast import backends
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -102,8 +103,31 @@ def test_every_backward_of_a_graph_that_is_kept_gives_the_same(device):
     assert_equal(list(first), list(torch.autograd.grad(loss, leaves.values(), weight)))
 
 
+def test_a_backward_leaves_the_gradients_that_the_op_returned(device):
+    """Gradients that the caller did not request are not returned; the graph alone has them."""
+    call, backend = loss_call(device), backends.resolve("cross_entropy", device, torch.float32)
+    x, weight, bias, target = (call.tensors[name] for name in ("x", "weight", "bias", "target"))
+    leaves = [t.requires_grad_() for t in (x.flatten(0, 1), weight, bias)]
+
+    def run(*gradients):
+        given = *leaves, target.flatten(), 0.1, IGNORED, True, list(gradients), 2**20, backend
+        return torch.ops.transformer_fast.linear_cross_entropy(*given)
+
+    for factor in (1.0, 3.0):
+        loss, *returned = run(True, True, True)
+        before = [t.clone() for t in returned]
+        expected = torch.autograd.grad(run(True, False, False)[0], leaves, torch.tensor(factor, device=device))
+        found = torch.autograd.grad(loss, leaves, torch.tensor(factor, device=device))
+        assert_equal(list(found), list(expected))
+        for gradient in found:
+            gradient.zero_()
+        assert_equal(returned, before)
+    assert [t.numel() for t in run(False, True, False)[1:4]] == [0, weight.numel(), 0]
+
+
 def test_the_last_backward_hands_over_the_gradients_that_were_kept(device):
-    call = loss_call(device)
+    # The smallest leaf, the bias, has 4,000 bytes; on a GPU the number that scales the gradients has 512.
+    call = loss_call(device, vocabulary=1000)
     leaves = [call.tensors[name].requires_grad_() for name in call.leaves]
     (loss,) = call.outputs()
     with torch.profiler.profile(profile_memory=True) as profile:

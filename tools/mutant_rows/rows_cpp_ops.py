@@ -1,7 +1,7 @@
 """Faults in the ops of C++: what stands between tensors and kernels."""
 
 from .fault import Fault
-from .places import DROPOUT, LOSS, NATIVE, NORM, OUTPUTS, PARTS
+from .places import DROPOUT, EMBEDDING, LOSS, NATIVE, NORM, OUTPUTS, PARTS
 
 PACKED = ("tests/ops/test_attention_kernels_packed.py",)
 ARGUMENTS = ("tests/ops/test_op_arguments.py", "tests/ops/test_op_arguments_in_graphs.py")
@@ -131,9 +131,23 @@ ROWS = (
     Fault(
         name="a second backward of the loss is scaled twice",
         path="csrc/ops/cross_entropy.cpp",
-        old="scaled ? gradient : ends ? gradient.mul_(scale) : gradient * scale;",
-        new="scaled ? gradient : gradient.mul_(scale);",
+        old="alone = ends && !options.returned[i];",
+        new="alone = !options.returned[i];",
         tests=LOSS,
+    ),
+    Fault(
+        name="a backward of the loss scales the gradients that the op has returned",
+        path="csrc/ops/cross_entropy.cpp",
+        old="alone = ends && !options.returned[i];",
+        new="alone = ends;",
+        tests=LOSS,
+    ),
+    Fault(
+        name="the gradient of a float32 table is summed in bfloat16",
+        path="csrc/ops/embedding.cpp",
+        old="in_type(grad, at::promote_types(grad.scalar_type(), type))",
+        new="grad",
+        tests=EMBEDDING,
     ),
     Fault(
         name="with ReLU the residual is lost",
