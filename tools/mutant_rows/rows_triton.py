@@ -299,6 +299,13 @@ ROWS = (
         tests=LOSS,
     ),
     Fault(
+        name="the gradient of a target is always computed from the others",
+        path=TRITON + "cross_entropy.py",
+        old="tl.where(others > wanted_power, of_target, of_others)",
+        new="of_others",
+        tests=LOSS,
+    ),
+    Fault(
         name="kept bits of dropout swap the halves of a word",
         path=TRITON + "attention/kept_bits.py",
         old="return bits00 | (bits01 << 8) | (bits10 << 16) | (bits11 << 24)",

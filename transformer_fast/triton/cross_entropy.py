@@ -53,14 +53,18 @@ def _rows_kernel(
     row_max = tl.max(lane_max, 0)
     others = tl.sum(lane_sum * tl.exp(lane_max - row_max), 0)
     depth = row_max - at_target
-    row_sum = others + tl.exp(-depth)
+    wanted_power = tl.exp(-depth)
+    row_sum = others + wanted_power
     log_sum = tl.where(depth == 0.0, _log1p(others), tl.log(row_sum))
 
     depths = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     if GRADIENT:
         even = smoothing / vocabulary
         scale = 1.0 / row_sum
-        at_place = (smoothing - even) - others * scale
+        # From the smaller probability, of the target or of the others: the larger cancels with what stands beside it.
+        of_target = (wanted_power * scale - even) - (1.0 - smoothing)
+        of_others = (smoothing - even) - others * scale
+        at_place = tl.where(others > wanted_power, of_target, of_others)
         for start in range(0, vocabulary, BLOCK_COLUMNS):
             inside = start + column < vocabulary
             below = tl.load(logits + start + column, mask=inside, other=row_max).to(tl.float32) - row_max
