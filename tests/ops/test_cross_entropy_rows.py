@@ -148,11 +148,12 @@ def test_the_meta_device_tells_shapes(by_class):
 
 def test_logits_are_never_whole(monkeypatch, device):
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 64 * VOCABULARY, "cuda": 64 * VOCABULARY})
-    call = weighted(device, shape=(6400,), label_smoothing=0.1)
+    call = weighted(device, shape=(12_800,), label_smoothing=0.1)
+    call.trained()  # cuBLAS takes its workspace of 32 MiB with a thread's first product, and keeps it
     with torch.profiler.profile(profile_memory=True) as profile:
         call.trained()
     used = "self_cpu_memory_usage" if device.type == "cpu" else "self_device_memory_usage"
-    assert max(getattr(event, used) for event in profile.events()) < 6400 * VOCABULARY * 4
+    assert max(getattr(event, used) for event in profile.events()) < 12_800 * VOCABULARY * 4
 
 
 def test_a_model_gives_its_loss_in_float32():

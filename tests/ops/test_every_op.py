@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from op_calls import Operators, assert_equal, attention_calls, by_dispatcher, calls, on_threads, token_calls
+from op_calls import Call, Operators, assert_equal, attention_calls, by_dispatcher, calls, on_threads, token_calls
 from torch import Tensor
 
 import transformer_fast as tfast
@@ -60,6 +60,16 @@ def test_any_strides_give_the_same_bits(
         assert ours[0].is_contiguous() or call.op == "dropout"
 
 
+def sums_in_an_order_of_strides(call: Call, leaf: str) -> bool:
+    """Tell whether the strides of a gradient decide in which order this leaf's gradient is summed.
+
+    On a GPU, Triton compiles another kernel for strides that 16 divides, whose threads hold other columns of a row; and
+    the gradient of a table without offsets is torch's sum, whose threads are laid out by strides.
+    """
+    by_torch = leaf == "table" and "offset" not in call.tensors
+    return call.tensors[leaf].is_cuda and (call.op == "layer_norm" or by_torch)
+
+
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("linear_cross_entropy")])
 def test_gradients_of_any_strides_give_the_same_bits(name: str, device: torch.device) -> None:
     call = calls(device=device)[name]
@@ -72,7 +82,9 @@ def test_gradients_of_any_strides_give_the_same_bits(name: str, device: torch.de
         expected = torch.autograd.grad(outputs, leaves.values(), [dense, *rest], retain_graph=True)
         for other in others:
             found = torch.autograd.grad(outputs, leaves.values(), [other, *rest], retain_graph=True)
-            torch.testing.assert_close(found, expected, **({} if call.op in PRODUCTS else {"rtol": 0, "atol": 0}))
+            for leaf, ours, same in zip(leaves, found, expected, strict=True):
+                close = {} if call.op in PRODUCTS or sums_in_an_order_of_strides(call, leaf) else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(ours, same, **close, msg=lambda text, leaf=leaf: f"{leaf}: {text}")
 
 
 @pytest.mark.parametrize("leading", [(0,), (0, 5), (3, 0), (4, 0, 5)])

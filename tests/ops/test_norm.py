@@ -10,6 +10,7 @@ from op_calls import Call, hold
 
 import transformer_fast as tfast
 from transformer_fast.reference.norm import layer_norm as reference
+from transformer_fast.testing import assert_as_exact_as_eager
 
 CENTRED = ["layer", "std"]
 KINDS = [*CENTRED, "rms"]
@@ -198,7 +199,12 @@ def test_rms_is_at_least_as_exact_as_models_write_it(dtype, written, device):
 def test_a_residual_may_have_gaps_between_its_rows(d, device):
     x, residual = torch.randn(9, d, device=device), torch.randn(9, 2 * d, device=device)[:, :d]
     found, expected = (tfast.layer_norm(x, None, None, residual=r) for r in (residual, residual.contiguous()))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert torch.equal(found[1], expected[1])
+    if device.type == "cpu":
+        assert torch.equal(found[0], expected[0])
+    else:  # Triton compiles another kernel for strides that 16 divides, whose threads hold other columns of a row.
+        exact = F.layer_norm(found[1].double(), (d,))
+        assert_as_exact_as_eager(found[0], F.layer_norm(found[1], (d,)), exact)
 
 
 def test_a_narrower_x_is_added_in_the_dtype_of_the_residual(device):
