@@ -9,6 +9,7 @@ from op_calls import assert_equal
 from test_norm import CENTRED, FUSED, KINDS, compare, norm
 
 import transformer_fast as tfast
+from transformer_fast.testing import fixed_dropout_seed
 from transformer_fast.triton.configs import NORM, NormConfig
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
@@ -120,3 +121,21 @@ def test_no_rows(kind, device):
     out, _, *gradients = call.trained()
     assert out.shape == (0, 16)
     assert torch.equal(gradients[call.leaves.index("weight")], torch.zeros(16, device=device))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_x_of_a_narrower_type_than_the_residual(kind, device):
+    """Autocast gives such an x. It is read as it is, and computes what its float32 copy computes, bit for bit."""
+    x, residual, weight = torch.randn(9, 40, device=device).half(), torch.randn(9, 40, device=device), torch.rand(40)
+    bias = None if kind == "rms" else torch.rand(40, device=device)
+    results = []
+    for given in (x, x.float()):
+        leaves = [t.detach().requires_grad_() for t in (given, residual, weight.to(device))]
+        with fixed_dropout_seed(2**40):
+            normed, summed = tfast.layer_norm(leaves[0], leaves[2], bias, kind=kind, residual=leaves[1], dropout_p=0.25)
+        grads = torch.autograd.grad((normed, summed), leaves, (residual, x.float()))
+        results.append([normed.detach(), summed.detach(), *grads])
+    assert results[0][2].dtype == torch.float16 and all(t.dtype == torch.float32 for t in results[0][:2])
+    results[1][2] = results[1][2].half()
+    for found, expected in zip(*results, strict=True):
+        assert_equal(found, expected)

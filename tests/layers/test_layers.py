@@ -33,6 +33,7 @@ def test_a_table_computed_elsewhere_is_honoured():
     assert torch.equal(out[:, :4], mine)
     assert torch.allclose(out[0, 4:], tfast.positional_table(6, D)[4:])
     assert torch.allclose(encoder(x, offset=5)[0], tfast.positional_table(11, D)[5:])
+    assert encoder(x[:0], offset=torch.zeros(0, dtype=torch.int64)).shape == (0, *x.shape[1:])
 
 
 def test_positions_past_max_len_keep_the_state_dict():

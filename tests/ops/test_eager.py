@@ -165,7 +165,7 @@ def test_what_somebody_watches_is_declined():
     x, native = torch.randn(3, 8), extension.module()
 
     def called(argument):
-        return native.layer_norm(argument, None, None, 1e-5, "layer", None, 0.0, None)
+        return native.layer_norm(False, argument, None, None, 1e-5, "layer", None, 0.0, None)
 
     for argument in (x.as_subclass(Subclass), torch.randn(3, 8, device="meta"), x.to_sparse(), x.int(), None, [1.0]):
         assert called(argument) is None
@@ -209,6 +209,6 @@ from transformer_fast import extension
 _C = extension.module()
 x = torch.ones(2, 8)
 with torch.inference_mode():
-    assert _C.layer_norm(x, None, None, 1e-5, "layer", None, 0.0, None) is not None
-assert _C.layer_norm(x, torch.nn.Parameter(torch.ones(8)), None, 1e-5, "layer", None, 0.0, None) is not None
+    assert _C.layer_norm(False, x, None, None, 1e-5, "layer", None, 0.0, None) is not None
+assert _C.layer_norm(False, x, torch.nn.Parameter(torch.ones(8)), None, 1e-5, "layer", None, 0.0, None) is not None
 """)

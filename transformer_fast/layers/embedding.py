@@ -143,7 +143,7 @@ class PositionalEncoder(SinusoidalTable):
         An integer tensor (B,) gives one offset per sequence.
         """
         if isinstance(offset, Tensor):
-            last = number(offset) if is_recorded_size(offset) else int(offset.max())
+            last = number(offset) if is_recorded_size(offset) else int(offset.max()) if offset.numel() else 0
         else:
             last = offset
         table, p = self.table(last + sizes(x)[-2]), fused_p(self.dropout)
