@@ -292,3 +292,18 @@ def test_a_wrong_call_raises_the_same_where_launches_are_checked_in_cpp(on_a_gpu
     with pytest.raises(error, match=says):
         call()
     assert not on_a_gpu
+
+
+def test_a_mode_that_records_a_call_gets_a_tensor_as_seed():
+    """A number would be the same one in each run of the recorded graph."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from transformer_fast.ops import seeds
+
+    class Watches(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    assert isinstance(seeds.draw_launch_seed(torch.device("cpu"), as_number=True), int)
+    with Watches():
+        assert isinstance(seeds.draw_launch_seed(torch.device("cpu"), as_number=True), torch.Tensor)

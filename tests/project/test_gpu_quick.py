@@ -81,7 +81,7 @@ def test_a_headline_case_is_recorded_once(tmp_path, capsys):
 
 
 def test_every_way_of_a_step_has_sizes_to_rehearse():
-    assert set(step.WAYS) == {"base", "bert"} and set(step.BASE) == set(step.BERT) == {"cuda", "cpu"}
+    assert set(step.WAYS) == set(step.MODELS) and set(step.BASE) == set(step.BERT) == {"cuda", "cpu"}
     assert set(step.LIMITS) <= {way for ways in step.WAYS.values() for way in ways}
 
 
