@@ -51,14 +51,18 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def apply_linears(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Compute ``module(x)`` for each module and its input; linear layers of one input run on one op."""
-    results: dict[int, Tensor] = {}
-    for x in {id(x): x for x in inputs}.values():
-        places = [place for place, given in enumerate(inputs) if given is x]
-        linears = [module for place in places if is_linear(module := modules[place])]
-        if 1 < len(linears) == len(places):
-            outputs = projections(x, [module.weight for module in linears], [module.bias for module in linears])
-        else:
-            outputs = tuple(apply_linear(modules[place], x) for place in places)
-        results.update(zip(places, outputs, strict=True))
-    return [results[place] for place in range(len(inputs))]
+    """Compute ``module(x)`` for each module and its input; linear layers of one input in a row run on one op."""
+    results: list[Tensor] = []
+    while len(results) < len(inputs):
+        start = end = len(results)
+        while end < len(inputs) and inputs[end] is inputs[start]:
+            end += 1
+        results += _of_one_input(modules[start:end], inputs[start])
+    return results
+
+
+def _of_one_input(modules: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
+    linears = [module for module in modules if is_linear(module)]
+    if len(linears) != len(modules):
+        return [apply_linear(module, x) for module in modules]
+    return projections(x, [module.weight for module in linears], [module.bias for module in linears])

@@ -74,10 +74,10 @@ def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
 
 def _cast_together(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
     """Results of :func:`projections` as one product; None for a call that needs none or is not plain."""
-    if not (isinstance(x, Tensor) and x.is_cuda and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")):
+    if torch.compiler.is_compiling() or not (isinstance(x, Tensor) and x.is_cuda and torch.is_grad_enabled()):
         return None
     module = extension.module()
-    if module is None or torch.compiler.is_compiling() or backends.current() == "reference":
+    if module is None or not torch.is_autocast_enabled("cuda") or backends.current() == "reference":
         return None
     return module.projections(x, tuple(weights), tuple(bias for bias in biases if bias is not None))
 
