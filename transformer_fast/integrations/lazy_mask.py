@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..masks import AttentionMask
 from ..masks.packing import PackedMask, Packing
+from ..tensor_cache import get_or_compute
 from ..tensors import made_when_read
 
 
@@ -99,9 +100,14 @@ class PackedLazyMask(LazyMask):
 
 
 def has_gaps(packing: Packing) -> bool:
-    """Return True if padding stands between two tokens of a sequence."""
-    sequences, steps = packing.indices // max(packing.length, 1), packing.indices.diff()
-    return bool(((steps != 1) & (sequences.diff() == 0)).any())
+    """Return True if padding stands between two tokens of a sequence. A packing is read once: reading waits for a
+    GPU."""
+
+    def read() -> bool:
+        sequences, steps = packing.indices // max(packing.length, 1), packing.indices.diff()
+        return bool(((steps != 1) & (sequences.diff() == 0)).any())
+
+    return get_or_compute(packing.indices, ("gaps", packing.length), (), read)
 
 
 def _sequences(packing: Packing) -> Tensor:

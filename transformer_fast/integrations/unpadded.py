@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,9 +78,8 @@ class Unpadded:
             if (batch, length) not in self._full:
                 self._full[batch, length] = packing_of(None, batch, length, device)
             return self._full[batch, length]
-        for known, packing in self._packings:
-            if known.shape == keep.shape and torch.equal(known, keep):
-                return packing
+        if (packing := self._known(keep)) is not None:
+            return packing
         packing = packing_of(keep, batch, length, device)
         if packing.total == 0:
             self.hold_back(NO_TOKEN)
@@ -91,6 +91,21 @@ class Unpadded:
                 return None
         self._packings.append((keep, packing))
         return packing
+
+    def _known(self, keep: Tensor) -> Packing | None:
+        """Packing of an equal mask. A view of memory that was seen before is not read, which would wait for a GPU."""
+        for known, packing in self._packings:
+            if _view(known) == _view(keep):
+                return packing
+        for known, packing in self._packings:
+            if known.shape == keep.shape and torch.equal(known, keep):
+                self._packings.append((keep, packing))
+                return packing
+        return None
+
+
+def _view(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.device, t.dtype, t.shape, t.stride()
 
 
 def current() -> Unpadded | None:

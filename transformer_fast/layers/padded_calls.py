@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from torch import Tensor, nn
 
 from ..masks.packing import PackedMask
+from ..tensor_cache import get_or_compute
 
 WITHOUT_PADDING = "_without_padding"
 """Name of the attribute that holds the :class:`PaddedCalls` of a module that skips padding."""
@@ -103,8 +104,11 @@ def check_sources(cross: PackedMask) -> None:
     """Raise StaysPaddedError if a sequence has queries and no keys.
 
     In most models, a query without keys attends to all padded keys; in a packed batch it would attend to nothing.
+    A pair of packings is read once: reading waits for a GPU.
     """
-    if bool(((cross.keys.cu_seqlens.diff() == 0) & (cross.queries.cu_seqlens.diff() > 0)).any()):
+    keys, queries = cross.keys.cu_seqlens, cross.queries.cu_seqlens
+    without_keys = lambda: bool(((keys.diff() == 0) & (queries.diff() > 0)).any())  # noqa: E731
+    if get_or_compute(keys, ("queries without keys",), (queries,), without_keys):
         raise StaysPaddedError(NO_SOURCE)
 
 
