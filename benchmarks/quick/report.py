@@ -50,12 +50,12 @@ def headline(rows: list[dict[str, Any]]) -> Iterator[str]:
 def steps(rows: list[dict[str, Any]]) -> Iterator[str]:
     if rows:
         yield "## Whole training steps, bf16 autocast, AdamW: wall time\n"
-        head = ["model", "way", "ms (20th to 80th percentile)", "tokens a second", "peak MB"]
+        head = ["model", "way", "ms (20th to 80th percentile)", "least", "tokens a second", "peak MB"]
         yield from table(
             head,
             [
                 [row["what"], row["way"], f"{row['ms']:.1f} ({row['p20_p80'][0]:.1f}-{row['p20_p80'][1]:.1f})",
-                 f"{row['tokens_per_second']:,}", f"{(row['peak_bytes'] or 0) / 1e6:,.0f}"]
+                 f"{row['least']:.1f}", f"{row['tokens_per_second']:,}", f"{(row['peak_bytes'] or 0) / 1e6:,.0f}"]
                 for row in rows
             ],
         )  # fmt: skip
@@ -75,9 +75,12 @@ def tiles(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def parity(rows: list[dict[str, Any]]) -> Iterator[str]:
-    if rows:
-        counts = Counter(row["passed"] for row in rows)
-        yield f"## Parity\n\n{counts[True]} of {len(rows)} tensors are within their gate. The others:\n"
+    if not rows:
+        return
+    counts = Counter(row["passed"] for row in rows)
+    yield f"## Parity\n\n{counts[True]} of {len(rows)} tensors are within their gate.\n"
+    if counts[False]:
+        yield "The others:\n"
         yield from table(
             ["op", "case", "dtype", "tensor", "error", "eager", "gate"],
             [

@@ -73,6 +73,21 @@ def test_the_figures_of_the_gpu_are_those_of_its_record() -> None:
             assert figure == f"{us[peer] / us[ours]:.{len(figure.partition('.')[2])}f}", (case, peer)
 
 
+def test_the_training_steps_on_a_gpu_are_those_of_its_record() -> None:
+    lines = (ROOT / "benchmarks/results/h200/step.jsonl").read_text().splitlines()
+    steps = {(row["what"], row["way"]): row for row in map(json.loads, lines)}
+    sentence = README.read_text().partition("A whole training step of the base")[2].partition("\n\n")[0]
+    named = [("base256", way) for way in ("ours", "ours packed", "eager", "nn.Transformer")]
+    named += [("bert", way) for way in ("ours", "sdpa")]
+    assert re.findall(r"(\d+) ms", sentence) == [f"{steps[name]['ms']:.0f}" for name in named]
+    page = (ROOT / "docs/results/gpu.md").read_text().partition("## Measured: whole training steps")[2]
+    rows = [line for line in page.partition("\n## ")[0].splitlines() if re.search(r"\d GB", line)]
+    for what, peer, line in zip(("base256", "base", "bert"), ("nn.Transformer",) * 2 + ("sdpa",), rows, strict=True):
+        found = re.findall(r"(\d+) ms\**\)? \((\d+)\), ([\d.]+) GB", line.replace("**", ""))
+        ways = [steps[what, way] for way in ("ours", "ours packed", "eager", peer)]
+        assert found == [(f"{w['ms']:.0f}", f"{w['least']:.0f}", f"{w['peak_bytes'] / 1e9:.1f}") for w in ways]
+
+
 def test_the_figures_of_what_is_swapped_on_a_gpu_are_those_of_its_record() -> None:
     """With padding the peer is mem-efficient, without padding flash: torch chooses these."""
     lines = (ROOT / "benchmarks/results/h200/headline.jsonl").read_text().splitlines()
