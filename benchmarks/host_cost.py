@@ -1,13 +1,14 @@
-"""Host time of an attention call in microseconds, without the bare launches of its kernels.
+"""Host time of a call of attention, a norm, dropout or linear layers in microseconds, without the bare launches of
+their Triton kernels.
 
     python benchmarks/host_cost.py [--by-triton]
 
-A call is all of ``tfast.attention(...)`` (or ``attention_packed``, ``attention_decode``) from Python: checks, the
+A call is all of ``tfast.attention(...)`` (or ``attention_packed``, ``layer_norm``, ...) from Python: checks, the
 autograd rule, the allocation of results and temporaries. "forward" is without gradients, "in training" with them, and
 "backward" is one ``torch.autograd.grad`` of a kept graph. Subtracted are the driver calls of the kernels, timed alone
 with ready arguments. From "backward" the time of PyTorch's engine is subtracted too, measured on a graph of one node
-of three inputs that computes nothing; the table shows it in its own line. With ``--by-triton`` no launch is repeated
-from an earlier call: Triton looks up each kernel anew.
+of as many inputs that computes nothing; the last line shows it for three inputs. With ``--by-triton`` no launch is
+repeated from an earlier call: Triton looks up each kernel anew.
 
 On a GPU, calls are made one after the other without waiting. Without a GPU, a driver that does nothing takes the
 launches. There, time is that of one thread, the minimum of many short rounds, since other programs only add time.
@@ -30,7 +31,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 import transformer_fast as tfast
-from transformer_fast import backends
+from transformer_fast import backends, extension, ops
 from transformer_fast.triton.launch_cache import launch_cache
 
 B, H, L, D = 4, 8, 32, 64
@@ -116,14 +117,18 @@ def bare_launches(call: Callable[[], object], device: str) -> float:
 
 
 def engine(leaves: list[torch.Tensor], device: str) -> float:
-    """Microseconds of a gradient that is only handed on: torch.autograd.grad of one node of three inputs."""
+    """Microseconds of a gradient that is only handed on: torch.autograd.grad of one node."""
     scalars = [torch.zeros((), device=t.device, requires_grad=True) for t in leaves]
-    joined, grad = torch.stack(scalars), torch.zeros(3, device=leaves[0].device)
+    joined, grad = torch.stack(scalars), torch.zeros(len(leaves), device=leaves[0].device)
     return least(lambda: torch.autograd.grad(joined, scalars, grad, retain_graph=True), device)
 
 
-def cases(device: str, dtype: torch.dtype) -> dict[str, Callable[..., torch.Tensor]]:
-    """Calls of (q, k, v) by name."""
+Case = tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]
+"""A call, and the shapes of its inputs."""
+
+
+def cases(device: str) -> dict[str, Case]:
+    """Calls by name, attention in both settings of dropout."""
     lengths = torch.randint(1, L + 1, (B,), device=device)
     padding = (torch.arange(L, device=device) < lengths[:, None])[:, None, None]
     mask = tfast.AttentionMask.lengths(lengths)
@@ -136,9 +141,31 @@ def cases(device: str, dtype: torch.dtype) -> dict[str, Callable[..., torch.Tens
         "keep mask": lambda p, *qkv: tfast.attention(*qkv, padded, dropout_p=p),
         "packed": lambda p, *qkv: tfast.attention_packed(*qkv, ends, ends, max_q=L, max_k=L, dropout_p=p),
     }
-    return {
-        f"{name}, dropout {p}": (lambda *qkv, c=c, p=p: c(p, *qkv)) for name, c in calls.items() for p in (0.0, 0.1)
-    }
+    found: dict[str, Case] = {}
+    for name, call in calls.items():
+        shape = (B * L, H, D) if name == "packed" else (B, H, L, D)
+        for p in (0.0, 0.1):
+            found[f"{name}, dropout {p}"] = (lambda *qkv, c=call, p=p: c(p, *qkv)), [shape] * 3
+    rows, width = (B * L, H * D), (H * D,)
+    found["LayerNorm"] = tfast.layer_norm, [rows, width, width]
+    found["residual, dropout 0.1, LayerNorm"] = (
+        lambda x, residual, w, b: tfast.layer_norm(x, w, b, residual=residual, dropout_p=0.1)[0],
+        [rows, rows, width, width],
+    )
+    projections = extension.module().projections
+
+    def by_autocast(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return sum(torch.nn.functional.linear(x, weight) for weight in weights)
+
+    def together(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return sum(projections(x, weights, ()) or (by_autocast(x, *weights),))
+
+    for name, call in (("3 linear layers by autocast", by_autocast), ("3 linear layers, one product", together)):
+        found[name] = call, [(8, 64)] + [(64, 64)] * 3
+    found["bias, ReLU, dropout 0.1"] = lambda x, b: ops.dropout(x, 0.1, bias=b, relu=True), [rows, width]
+    return found
 
 
 def main(by_triton: bool = False) -> None:
@@ -150,14 +177,14 @@ def main(by_triton: bool = False) -> None:
     launch_cache.enabled = launch_cache.enabled and not by_triton
     print(f"{'us a call over its launches':32} {'forward':>9} {'in training':>12} {'backward':>9}")
     with tfast.backend("triton"):
-        for name, call in cases(device, dtype).items():
-            shape = (B * L, H, D) if name.startswith("packed") else (B, H, L, D)
-            q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        for name, (call, shapes) in cases(device).items():
+            inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+            leaves = [t.clone().requires_grad_() for t in inputs]
             out = call(*leaves)
+            grad = torch.randn_like(out)
 
-            def forward(call=call, qkv=(q, k, v)) -> torch.Tensor:
-                return call(*qkv)
+            def forward(call=call, inputs=inputs) -> torch.Tensor:
+                return call(*inputs)
 
             def train(call=call, leaves=leaves) -> torch.Tensor:
                 return call(*leaves)
@@ -169,6 +196,7 @@ def main(by_triton: bool = False) -> None:
             ours = [least(call, device) - bare_launches(call, device) for call in (forward, train, backward)]
             ours[2] -= engine(leaves, device)
             print("{:32} {:9.1f} {:12.1f} {:9.1f}".format(name, *ours), flush=True)
+        leaves = [torch.zeros((), device=device, requires_grad=True) for _ in range(3)]
         lengths = torch.full((B,), L, dtype=torch.int32, device=device)
         q = torch.randn(B, H, 1, D, device=device, dtype=dtype)
         k, v = (torch.randn(B, H, L, D, device=device, dtype=dtype) for _ in range(2))

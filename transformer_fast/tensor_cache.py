@@ -3,7 +3,8 @@
 A write is detected by PyTorch's version counter: an op on the tensor or on one of its views. Writes through `.data`,
 DLPack, numpy or a replayed CUDA graph are not detected. So on a CPU the cache never decides a result alone: lengths and
 ids are read in every call, and cached weights have a `stamp`. On a GPU, lengths and ids in int32, mask bits and the
-list of tiles that hold work are cached without a stamp, because checking them would wait for the device.
+list of tiles that hold work are cached without a stamp, because checking them would wait for the device. What a packing
+says of itself is cached on every device: no other code writes to its tensors.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -46,10 +47,9 @@ class Needs {
 };
 
 // Marks gradients as not differentiable: a second derivative raises. A gradient that is one of `grads` itself stays
-// differentiable.
+// differentiable. `edges` are those of tensors that the gradients depend on beside `grads` and `saved`.
 inline void refuse_second_derivative(const std::string& op, const variable_list& gradients, const variable_list& grads,
-                                     const variable_list& saved) {
-  torch::autograd::edge_list edges;
+                                     const variable_list& saved, torch::autograd::edge_list edges = {}) {
   for (const variable_list* tensors : {&grads, &saved})
     for (const at::Tensor& tensor : *tensors)
       if (tensor.defined() && tensor.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(tensor));
@@ -96,6 +96,10 @@ struct Undifferentiable<name, implementation> {
 // True if an op declares that its backward uses only differentiable ops.
 template <typename Op>
 concept DifferentiableBackward = requires { Op::kDifferentiableBackward; };
+
+// True if an op declares that it saves copies of its inputs, which have no history.
+template <typename Op>
+concept SavesCopies = requires { Op::kSavesCopies; };
 
 // The number of saved tensors that are values of the computation; they come first. The others are masks and indices.
 template <typename Op>
@@ -157,7 +161,13 @@ class OpNode final : public torch::autograd::Node {
       if constexpr (!DifferentiableBackward<Op>) no_grad.emplace();
       gradients = Op::backward(grads, saved, options_, Needs(*this));
     }
-    if (at::GradMode::is_enabled()) refuse_second_derivative(name(), gradients, grads, saved);
+    if (at::GradMode::is_enabled()) {
+      torch::autograd::edge_list edges;
+      if constexpr (SavesCopies<Op>)
+        std::copy_if(next_edges().begin(), next_edges().end(), std::back_inserter(edges),
+                     [](const torch::autograd::Edge& edge) { return edge.is_valid(); });
+      refuse_second_derivative(name(), gradients, grads, saved, std::move(edges));
+    }
     return gradients;
   }
 

@@ -293,7 +293,7 @@ FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residua
       residual, weight, bias, kind, dropout_p, {seed, {}}, backend);
 }
 
-// The Triton kernels without the dispatcher. With dropout, x may have another type than the residual.
+// The Triton kernels without the dispatcher. With dropout, x may have 16 bits beside a float32 residual.
 FourTensors launched(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, const char* kind, double dropout_p, const Seed& seed) {
   const auto results = [&] {
@@ -335,7 +335,8 @@ py::object eager::layer_norm(bool by_triton, py::handle x_, py::handle weight_, 
   for (const OptionalTensor* t : {&weight, &bias})
     if (*t) arguments.require((*t)->dim() == 1 && (*t)->size(0) == d && (*t)->device() == x.device());
   if (residual) {
-    const bool fits = residual->scalar_type() == x.scalar_type() || (by_triton && dropout_p > 0);
+    const bool widens = by_triton && dropout_p > 0 && x.element_size() == 2 && residual->scalar_type() == at::kFloat;
+    const bool fits = residual->scalar_type() == x.scalar_type() || widens;
     arguments.require(fits && residual->sizes() == x.sizes() && residual->device() == x.device());
   }
   arguments.require(dropout_p == 0 || (residual && seed));

@@ -29,6 +29,9 @@ namespace {
 using eager::needs_gradient, eager::Needs;
 using torch::autograd::variable_list;
 
+// (..., columns) as a matrix.
+Tensor matrix_of(const Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+
 // Consecutive parts of a tensor along a dimension.
 std::vector<Tensor> parts_of(const Tensor& whole, const std::vector<int64_t>& sizes, int64_t dim) {
   if (sizes.size() == 1) return {whole};
@@ -45,8 +48,9 @@ Tensor exact_mm(const Tensor& a, const Tensor& b) {
 
 struct Projections {
   static constexpr const char* kName = "projections";
-  enum : size_t { kX, kWeight, kSaved };  // what is saved, cast
+  enum : size_t { kX, kWeight, kSaved };  // what is saved: x itself if it has autocast's type, else cast rows
   static constexpr size_t kValues = kSaved;
+  static constexpr bool kSavesCopies = true;
 
   struct Options {
     std::vector<int64_t> sizes;  // of x
@@ -58,26 +62,28 @@ struct Projections {
   // Of the inputs: x, the weights, and the biases.
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
-    const Tensor &x = saved[kX], &weight = saved[kWeight];
+    const at::AutoDispatchBelowADInplaceOrView below;  // parts of a gradient count their writes separately
+    const Tensor &weight = saved[kWeight], x = matrix_of(saved[kX]);
     const size_t layers = options.outs.size();
     std::vector<Tensor> of_layers;
     for (size_t i = 0; i < layers; ++i)
       of_layers.push_back(grads[i].defined() ? grads[i].reshape({-1, options.outs[i]})
                                              : at::zeros({x.size(0), options.outs[i]}, x.options()));
     const Tensor grad = layers == 1 ? of_layers[0] : at::cat(of_layers, 1);
-    const auto any = [&](size_t first) {
-      for (size_t i = first; i < first + layers; ++i)
-        if (needs[i]) return true;
-      return false;
-    };
-    variable_list gradients(1);
+    variable_list gradients(1 + layers * (options.has_bias ? 2 : 1));
     if (needs[0]) gradients[0] = in_type(grad.mm(weight), options.x).view(options.sizes);
-    const auto add_parts = [&](bool needed, const auto& compute) {
-      if (!needed) return gradients.resize(gradients.size() + layers);
-      for (Tensor& part : parts_of(compute(), options.outs, 0)) gradients.push_back(std::move(part));
+    // A layer whose output was not used has no gradient.
+    const auto set_parts = [&](size_t first, const auto& compute) {
+      const auto is_wanted = [&](size_t i) { return needs[first + i] && grads[i].defined(); };
+      bool any = false;
+      for (size_t i = 0; i < layers; ++i) any = any || is_wanted(i);
+      if (!any) return;
+      const std::vector<Tensor> parts = parts_of(compute(), options.outs, 0);
+      for (size_t i = 0; i < layers; ++i)
+        if (is_wanted(i)) gradients[first + i] = parts[i];
     };
-    add_parts(any(1), [&] { return exact_mm(grad.t(), x); });
-    if (options.has_bias) add_parts(any(1 + layers), [&] { return at::sum(grad, {0}, /*keepdim=*/false, at::kFloat); });
+    set_parts(1, [&] { return exact_mm(grad.t(), x); });
+    if (options.has_bias) set_parts(1 + layers, [&] { return at::sum(grad, {0}, /*keepdim=*/false, at::kFloat); });
     return gradients;
   }
 };
@@ -108,7 +114,7 @@ std::vector<Tensor> project(const Tensor& x, const std::vector<Tensor>& weights,
     const at::AutoDispatchBelowADInplaceOrView below;
     Tensor bias;
     std::tie(weight, bias) = cast_parameters(weights, biases, outs, dtype);
-    rows = in_type(x.reshape({-1, x.size(-1)}), dtype);
+    rows = in_type(matrix_of(x), dtype);
     const Tensor out = at::linear(rows, weight, bias.defined() ? std::optional(bias) : std::nullopt);
     std::vector<int64_t> sizes = x.sizes().vec();
     for (const Tensor& part : parts_of(out, outs, 1)) {
@@ -119,8 +125,8 @@ std::vector<Tensor> project(const Tensor& x, const std::vector<Tensor>& weights,
   variable_list inputs{x};
   inputs.insert(inputs.end(), weights.begin(), weights.end());
   inputs.insert(inputs.end(), biases.begin(), biases.end());
-  eager::record<Projections>(outputs, {rows, weight}, {x.sizes().vec(), x.scalar_type(), outs, !biases.empty()},
-                             inputs);
+  eager::record<Projections>(outputs, {x.scalar_type() == dtype ? x : rows, weight},
+                             {x.sizes().vec(), x.scalar_type(), outs, !biases.empty()}, inputs);
   return outputs;
 }
 

@@ -139,3 +139,15 @@ def test_x_of_a_narrower_type_than_the_residual(kind, device):
     results[1][2] = results[1][2].half()
     for found, expected in zip(*results, strict=True):
         assert_equal(found, expected)
+
+
+def test_x_of_another_type_is_not_widened_in_the_kernel_unless_it_has_16_bits(device):
+    """A float64 residual has no kernel, and a narrower residual rounds x first, as on a CPU."""
+    x, weight = torch.randn(3, 40, device=device), torch.ones(40, device=device)
+    with pytest.raises(tfast.BackendError):
+        tfast.layer_norm(x, weight, weight, residual=x.double(), dropout_p=0.1)
+    found = []
+    for given in (x, x.half()):
+        with fixed_dropout_seed(2**40):
+            found.append(tfast.layer_norm(given, weight, weight, residual=x.half(), dropout_p=0.1))
+    assert_equal(*found)

@@ -295,15 +295,18 @@ def test_a_wrong_call_raises_the_same_where_launches_are_checked_in_cpp(on_a_gpu
 
 
 def test_a_mode_that_records_a_call_gets_a_tensor_as_seed():
-    """A number would be the same one in each run of the recorded graph."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    """A number would be the same one in each run of the recorded graph. A mode that only watches gets the number that a
+    recomputation outside of it gets."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils.flop_counter import FlopCounterMode
 
     from transformer_fast.ops import seeds
 
-    class Watches(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return x + seeds.as_tensor(seeds.draw_launch_seed(x.device, as_number=True), x)
 
-    assert isinstance(seeds.draw_launch_seed(torch.device("cpu"), as_number=True), int)
-    with Watches():
-        assert isinstance(seeds.draw_launch_seed(torch.device("cpu"), as_number=True), torch.Tensor)
+    for settings in ({}, {"tracing_mode": "fake"}):
+        recorded = make_fx(drawn, **settings)(torch.zeros(1, dtype=torch.int64))
+        assert not torch.equal(*(recorded(torch.zeros(1, dtype=torch.int64)) for _ in range(2)))
+    with FlopCounterMode(display=False):
+        assert isinstance(seeds.draw_launch_seed(torch.device("cpu"), as_number=True), int)

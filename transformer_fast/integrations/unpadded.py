@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layers.padded_calls import NO_TOKEN, PaddedCalls
 from ..masks.packing import Packing, packing_of
 
+_View = tuple[Any, ...]
 _current: ContextVar[Unpadded | None] = ContextVar("unpadded", default=None)
 
 
@@ -36,7 +37,7 @@ class Unpadded:
         self.head_was_packed = False
         self._calls = calls
         self._noted: set[str] = set()
-        self._packings: list[tuple[Tensor, Packing]] = []
+        self._packings: list[tuple[_View, Tensor, Packing]] = []
         self._full: dict[tuple[int, int], Packing] = {}
         self._held_back = False
 
@@ -89,23 +90,25 @@ class Unpadded:
             if read.shape[0] != batch or not bool(keep.gather(1, read.to(keep.device)[:, None]).all()):
                 self.hold_back("the model's head reads a position that is padding")
                 return None
-        self._packings.append((keep, packing))
+        self._packings.append((_view(keep), keep, packing))
         return packing
 
     def _known(self, keep: Tensor) -> Packing | None:
         """Packing of an equal mask. A view of memory that was seen before is not read, which would wait for a GPU."""
-        for known, packing in self._packings:
-            if _view(known) == _view(keep):
+        view = _view(keep)
+        for seen, _, packing in self._packings:
+            if seen == view:
                 return packing
-        for known, packing in self._packings:
-            if known.shape == keep.shape and torch.equal(known, keep):
-                self._packings.append((keep, packing))
+        for seen, known, packing in self._packings:
+            if known.shape == keep.shape and seen == _view(known) and torch.equal(known, keep):
+                self._packings.append((view, keep, packing))
                 return packing
         return None
 
 
-def _view(t: Tensor) -> tuple[Any, ...]:
-    return t.data_ptr(), t.device, t.dtype, t.shape, t.stride()
+def _view(t: Tensor) -> _View:
+    """Memory and layout of a tensor, and how often it was written to (inference tensors do not count)."""
+    return t.data_ptr(), t.device, t.dtype, t.shape, t.stride(), None if t.is_inference() else t._version
 
 
 def current() -> Unpadded | None:

@@ -58,7 +58,8 @@ def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
     On a GPU, under autocast and in training, the layers are one product, and their parameters are cast by one kernel.
     Autocast itself takes one kernel for each parameter and one for each use of ``x``, and as many in the backward. The
     results are those of ``F.linear`` under autocast. The gradients of the parameters stay in float32; autocast rounds
-    them to 16 bits. The gradients of the parameters share their memory, as views.
+    them to 16 bits. The gradients of several layers share one buffer. A layer that is used again inside of one autocast
+    block is cast again, and each use keeps its cast; autocast keeps one.
 
     Args:
         x: (..., in).

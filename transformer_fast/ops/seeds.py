@@ -24,24 +24,31 @@ def draw_seed(device: torch.device) -> Tensor:
     ``torch.manual_seed`` governs the seed. A replayed CUDA graph draws a new seed. A compiled backward pass uses the
     seed of its forward pass, even if it recomputes other values.
     """
-    if _is_recorded():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return torch.ops.transformer_fast.draw_seed(device)
     if device == _CPU and (native := _native()):
         return native.draw_seed()  # the same number, drawn faster
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
+_RECORDING = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("PROXY", "FAKE", "FUNCTIONAL")]
+
+
 def _is_recorded() -> bool:
-    """Return True if a call is being compiled or a mode sees its operators."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Return True if a call is being compiled or traced. Modes that only watch, as they count operations, do not
+    count: a checkpoint may recompute a layer outside of them, with the same seed."""
+    if torch.compiler.is_compiling():
+        return True
+    some = torch._C._len_torch_dispatch_stack() > 0
+    return some and any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
 
 
 def draw_launch_seed(device: torch.device, as_number: bool) -> int | Tensor:
     """Draw the seed of one dropout mask; with ``as_number`` the seed may be an int instead of a tensor.
 
     An int is drawn on the host, from torch's CPU generator, which saves a kernel on the device. ``torch.manual_seed``
-    governs both generators. During CUDA graph capture, in compiled calls and where a mode may record the call, the
-    result is the tensor of :func:`draw_seed`, because each replay must draw a new seed.
+    governs both generators. During CUDA graph capture and where the call is compiled or traced, the result is the
+    tensor of :func:`draw_seed`, because each replay must draw a new seed.
     """
     on_cuda = device.type == "cuda"
     if _is_recorded() or not (as_number or on_cuda) or (on_cuda and torch.cuda.is_current_stream_capturing()):
