@@ -250,9 +250,23 @@ ROWS = (
     Fault(
         name="the gradients of a kernel may be differentiated again, to nothing",
         path="csrc/ops/node.h",
-        old="if (at::GradMode::is_enabled()) refuse_second_derivative(name(), gradients, grads, saved);",
+        old="refuse_second_derivative(name(), gradients, grads, saved, std::move(edges));",
         new="",
         tests=("tests/ops/test_eager.py", "tests/ops/test_every_op.py"),
+    ),
+    Fault(
+        name="the gradient of a sum of projections may be differentiated again, to nothing",
+        path="csrc/ops/node.h",
+        old="[](const torch::autograd::Edge& edge) { return edge.is_valid(); });",
+        new="[](const torch::autograd::Edge&) { return false; });",
+        tests=("tests/ops/test_projections.py",),
+    ),
+    Fault(
+        name="projections save a view of a 16-bit input, whose writes are not counted",
+        path="csrc/ops/projections.cpp",
+        old="{x.scalar_type() == dtype ? x : rows, weight}",
+        new="{rows, weight}",
+        tests=("tests/ops/test_projections.py",),
     ),
     Fault(
         name="a tensor of inference mode is saved as it is",
