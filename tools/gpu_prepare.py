@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from cuda_check import cuda_home, environment
-from stand_in_gpu import CACHE, ROOT
+from stand_in_gpu import CACHE, ROOT, USED
 
 PACKAGES = ("torch==2.11.0", "triton==3.6.0", "numpy==2.5.*", "setuptools", "ninja", "pytest", "pytest-benchmark",
             "pytest-xdist", "hypothesis", "transformers==5.17.0", "matplotlib", "safetensors", "sacrebleu",
@@ -42,17 +42,29 @@ def main() -> None:
     subprocess.run([python, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=variables, check=True)
     command = [python, "tools/stand_in_gpu.py", "--processes", str(options.processes)]
     variables |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(CACHE)}
+    (CACHE / USED).unlink(missing_ok=True)
     compiled = subprocess.run(command, cwd=ROOT, env=variables, check=False)
     ARCHIVE.parent.mkdir(exist_ok=True)
-    # Kernels run without their .source files, which are three quarters of the cache.
-    with tarfile.open(ARCHIVE, "w:gz") as tar:
-        tar.add(CACHE, CACHE.name, filter=lambda file: None if file.name.endswith(".source") else file)
+    pack(CACHE, ARCHIVE)
     libraries = sorted(path.name for path in (ROOT / "transformer_fast").glob("*.so"))
     size = ARCHIVE.stat().st_size / 1e6
     print(f"{ARCHIVE.relative_to(ROOT)} ({size:.0f} MB) and transformer_fast/: {', '.join(libraries)}")
     print(f"made in {time.monotonic() - start:.0f} s. There, and build/results.tgz comes back:\n{COMMANDS}")
     if compiled.returncode:
         sys.exit("some pieces failed, as said above: their kernels are compiled there, or fail there too")
+
+
+def pack(cache: Path, archive: Path) -> None:
+    """Archive the entries of a cache that were looked up, without those of earlier kernels, and without .source files:
+    kernels run without them, and they are three quarters of the cache."""
+    with tarfile.open(archive, "w:gz") as tar:
+        for entry in sorted(set((cache / USED).read_text().split())):
+            if (cache / entry).is_dir():
+                tar.add(
+                    cache / entry,
+                    f"{cache.name}/{entry}",
+                    filter=lambda file: None if file.name.endswith(".source") else file,
+                )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from benchmarks.quick.record import CACHE, Kernels
 
 STUB = Path(tempfile.gettempdir()) / "transformer_fast-stub"
 MULTIPROCESSORS = 132
+USED = "used.txt"
+"""File in the cache that names the entries which were looked up."""
 FUNCTIONS = (
     "cuInit", "cuLaunchKernelEx", "cuLaunchKernel", "cuGetErrorString", "cuPointerGetAttribute",
     "cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute",
@@ -68,6 +70,7 @@ def install() -> Kernels:
     import host_cost
     from triton.backends.nvidia import driver as nvidia
 
+    note_used_entries()
     nvidia.CudaUtils()  # its module belongs into the cache
     host_cost.pretend_to_have_a_gpu(nvidia.CudaLauncher)
     import transformer_fast.triton.launcher as launcher  # before the kernels' modules import its names
@@ -75,6 +78,22 @@ def install() -> Kernels:
     launcher.architecture_of = lambda _: "sm90"
     launcher.multiprocessors_of = lambda _: MULTIPROCESSORS
     return Kernels().listen()
+
+
+def note_used_entries() -> None:
+    """Append the folder of each entry of the cache that this process looks up to a file in the cache."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    used, start = Path(knobs.cache.dir) / USED, FileCacheManager.__init__
+    used.parent.mkdir(parents=True, exist_ok=True)
+
+    def noting(self: FileCacheManager, key: str, *args: Any, **kwargs: Any) -> None:
+        with used.open("a") as file:
+            file.write(f"{key}\n")
+        start(self, key, *args, **kwargs)
+
+    FileCacheManager.__init__ = noting
 
 
 def smoke() -> Iterator[Piece]:

@@ -220,3 +220,18 @@ def test_commands_for_the_gpu_machine_are_short_and_understood(monkeypatch):
         monkeypatch.setattr(gpu, "gpu_obstacle", lambda: "torch sees no GPU")
         with pytest.raises(SystemExit, match="nothing was run"):  # options that are unknown end otherwise
             gpu.main(options)
+
+
+def test_only_the_entries_of_this_run_are_packed(tmp_path):
+    """The cache keeps the kernels of earlier sources, and the archive must travel."""
+    import gpu_prepare
+
+    cache = tmp_path / "cache"
+    for entry in ("used", "earlier"):
+        (cache / entry).mkdir(parents=True)
+        for name in ("kernel.cubin", "kernel.source"):
+            (cache / entry / name).write_text(name)
+    (cache / gpu_prepare.USED).write_text("used\nused\nnever made\n")
+    gpu_prepare.pack(cache, tmp_path / "cache.tgz")
+    with tarfile.open(tmp_path / "cache.tgz") as tar:
+        assert sorted(tar.getnames()) == ["cache/used", "cache/used/kernel.cubin"]
