@@ -124,7 +124,9 @@ def measure(what: str, way: str, device: str) -> dict[str, Any]:
     for _ in range(WARM_UP - 1):
         step()
     if on_gpu and in_graph:
-        step = replayed(step)
+        from transformer_fast.generation.graphs import record
+
+        step = record(step)
     warm = finish() - started
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -148,26 +150,6 @@ def measure(what: str, way: str, device: str) -> dict[str, Any]:
         "losses": [float(first), float(last)],
         "warm_up_seconds": round(warm, 1),
     }
-
-
-def replayed(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Capture a step that has run before; the function returned replays it."""
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):  # gradients belong to the stream of their capture
-        step()
-    torch.cuda.current_stream().wait_stream(beside)
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay() -> Any:
-        graph.replay()
-        return loss
-
-    return replay
 
 
 def alone(way: str) -> bool:

@@ -107,6 +107,7 @@ struct Dropout {
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
+    if (!needs[0] && !needs[1]) return {Tensor(), Tensor(), grads[0]};
     const bool native = is_native(options.backend);
     const bool direct = eager::is_plain_eager(grads, !native) && eager::is_plain_eager(saved, !native);
     const OptionalTensor y = or_none(saved[kY]);
@@ -114,10 +115,9 @@ struct Dropout {
     Tensor grad_x, grad_bias;
     if (direct && !native) {
       const at::AutoDispatchBelowADInplaceOrView below;
-      if (needs[0] || needs[1])
-        std::tie(grad_x, grad_bias) =
-            std::tuple_cat(launch_dropout_backward(grads[0], y, options.relu, options.p, seed, needs[1]));
-    } else if (needs[0] || needs[1]) {
+      std::tie(grad_x, grad_bias) =
+          std::tuple_cat(launch_dropout_backward(grads[0], y, options.relu, options.p, seed, needs[1]));
+    } else {
       std::tie(grad_x, grad_bias) = below_autograd<"dropout_backward", dropout_op::backward>(
           direct, grads[0], y, options.relu, options.p, seed.on_device_of(grads[0]), needs[1], options.backend);
     }

@@ -88,9 +88,6 @@ Tensor transposed(const Tensor& matrix) {
   return result;
 }
 
-// (..., columns) as a matrix.
-Tensor rows_of(const Tensor& tensor) { return tensor.reshape_symint({-1, tensor.sym_size(-1)}); }
-
 struct Linear {
   static constexpr const char* kName = "linear";
   static constexpr size_t kSaved = 2;  // input and weight, each if the other needs a gradient
@@ -104,16 +101,16 @@ struct Linear {
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
     const Tensor &grad = grads[0], &x = saved[0], &weight = saved[1];
-    const Tensor grad_rows = rows_of(grad);
+    const Tensor grad_rows = matrix_of(grad);
     variable_list gradients(3);
     const bool direct = eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
     if (at::GradMode::is_enabled() || (options.direct && !direct)) {
       if (needs[0]) gradients[0] = grad.matmul(weight);
-      if (needs[1]) gradients[1] = grad_rows.t().mm(rows_of(x));
+      if (needs[1]) gradients[1] = grad_rows.t().mm(matrix_of(x));
     } else {
       if (needs[0]) gradients[0] = below_autograd<"linear", linear_forward>(direct, grad, weight.t(), OptionalTensor());
       if (needs[1])
-        gradients[1] = below_autograd<"linear_grad_weight", linear_grad_weight>(direct, grad_rows, rows_of(x));
+        gradients[1] = below_autograd<"linear_grad_weight", linear_grad_weight>(direct, grad_rows, matrix_of(x));
     }
     if (needs[2]) gradients[2] = grad_rows.sum(0);
     return gradients;

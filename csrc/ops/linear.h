@@ -5,6 +5,9 @@
 
 namespace transformer_fast {
 
+// (..., columns) as a matrix.
+inline Tensor matrix_of(const Tensor& tensor) { return tensor.reshape_symint({-1, tensor.sym_size(-1)}); }
+
 // Product by oneDNN, for a weight (out, in) with any strides or in oneDNN's own layout; not recorded for autograd.
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu = false);
 

@@ -7,9 +7,9 @@
 // parameters are not rounded to 16 bits on their way.
 #include "eager.h"
 #include "eager_call.h"
+#include "linear.h"
 #include "node.h"
 #include "operator.h"
-#include "tensors.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_foreach_copy.h>
@@ -28,9 +28,6 @@ namespace {
 
 using eager::needs_gradient, eager::Needs;
 using torch::autograd::variable_list;
-
-// (..., columns) as a matrix.
-Tensor matrix_of(const Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
 // Consecutive parts of a tensor along a dimension.
 std::vector<Tensor> parts_of(const Tensor& whole, const std::vector<int64_t>& sizes, int64_t dim) {
