@@ -30,8 +30,8 @@ ROWS = (
     Fault(
         name="subclasses inherit a role",
         path=PACKAGE + "layers/hooks.py",
-        old="return getattr(type(module), role, None) is type(module) and is_plain(module)",
-        new="return getattr(type(module), role, None) is not None and is_plain(module)",
+        old="return getattr(type(module), role, None) is type(module) and",
+        new="return getattr(type(module), role, None) is not None and",
         tests=HOOKS,
     ),
     Fault(

@@ -51,7 +51,7 @@ def _is_as_swapped(module: nn.Module) -> bool:
     if not is_plain(module) or not isinstance(module, Accelerated):
         return is_plain(module)
     # A subclass of an accelerated class, such as a parametrization makes, has the pattern of its base class.
-    return "pattern_and_class" in vars(type(module)) and pattern_of(module).fits(module)
+    return "pattern" in vars(type(module)) and pattern_of(module).fits(module)
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:

@@ -7,10 +7,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..layers import dropout
+from ..layers.hooks import is_as_made
 from . import sdpa
+from .made import FormerClass, Made, change_of, forget, former_classes, make_class, say
 from .rebinding import PREFIX, Obstacle, Rebinding
 
 
@@ -51,16 +54,8 @@ Held = tuple[tuple[str, Any], ...]
 """Attributes of a module that hold a replaced function, or a function that calls one, with their values."""
 
 
-class Redirected:
-    """First base of a class whose methods call this package's functions; the last base is the module's former class."""
-
-    made_from: tuple[type[nn.Module], Held, tuple[str, ...]]
-    """Former class, attributes that hold functions, and names of the replacements."""
-
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        # The class is made at run time, so a pickle stores how to make the class again.
-        _, _, *rest = super().__reduce_ex__(protocol)
-        return _rebuild, type(self).made_from, *rest
+class Redirected(Made):
+    """First base of a class whose methods call this package's functions."""
 
 
 @dataclasses.dataclass
@@ -116,7 +111,7 @@ def redirected_class(module: nn.Module, names: tuple[str, ...]) -> type[nn.Modul
     held = _attributes_to_redirect(module, names)
     for name, _ in held:
         module.__dict__.pop(PREFIX + name, None)  # left over from an earlier class of this package
-    return _class(type(module), held, names)
+    return _remade(type(module), held, names)
 
 
 def _attributes_to_redirect(module: nn.Module, names: tuple[str, ...]) -> Held:
@@ -134,22 +129,47 @@ def _rebinding(names: tuple[str, ...]) -> Rebinding:
     return Rebinding(pairs, f"{PREFIX}{'_'.join(names)}_")
 
 
-@functools.cache
 def _methods(original: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
+    return _methods_of(original, names, former_classes(original))
+
+
+@functools.cache
+def _methods_of(original: type[nn.Module], names: tuple[str, ...], former: tuple[FormerClass, ...]) -> dict[str, Any]:
     return _rebinding(names).methods(original)
 
 
+def _remade(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> type[nn.Module]:
+    return _class(original, held, names, former_classes(original))
+
+
 @functools.cache
-def _class(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> type[nn.Module]:
-    return type(original.__name__, (Redirected, original), {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "made_from": (original, held, names),
-        **_methods(original, names),
+def _class(
+    original: type[nn.Module], held: Held, names: tuple[str, ...], former: tuple[FormerClass, ...]
+) -> type[nn.Module]:
+    methods = _methods(original, names)
+    redirected = methods.get("forward", original.forward)
+
+    @functools.wraps(redirected)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_as_made(type(self)):
+            return redirected(self, *args, **kwargs)
+        if type(self) is not made or torch.compiler.is_compiling():
+            return original.forward(self, *args, **kwargs)
+        say(f"accelerate: a {original.__name__} runs its own code: {change_of(self)}")
+        self.__class__ = original  # since the made class holds copies of all methods
+        forget(self)
+        return self.forward(*args, **kwargs)
+
+    made = make_class(
+        (Redirected,),
+        original,
+        (_remade, held, names),
+        former,
+        **{**methods, "forward": forward},
         **{PREFIX + name: staticmethod(value) for name, value in held},
         **{name: _attribute(name, value, names) for name, value in held},
-    })  # fmt: skip
+    )
+    return made
 
 
 def _attribute(name: str, held: Any, names: tuple[str, ...]) -> property:
@@ -170,8 +190,3 @@ def _attribute(name: str, held: Any, names: tuple[str, ...]) -> property:
         self.__dict__[name] = self.__dict__[second] = value
 
     return property(get, put)
-
-
-def _rebuild(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> nn.Module:
-    made = _class(original, held, names)
-    return made.__new__(made)

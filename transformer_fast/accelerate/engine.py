@@ -14,14 +14,15 @@ from ..dialects.common import LastWeights
 from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
 from ..ops.linear import is_faster
-from .calls import Redirected, calls_of, redirected_class
+from .calls import calls_of, redirected_class
 from .explained import explained
 from .huggingface import Attention, give_attention
+from .made import Made, author_class, change_of, forget, hold, watched_class
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, output_layers
-from .packed import Packed, pack
+from .packed import pack
 from .patterns import PATTERNS
-from .patterns.base import Accelerated, Pattern, accelerated_class
+from .patterns.base import Pattern, accelerated_class
 from .probe import probe, signature
 from .rebinding import Obstacle
 from .report import ALREADY, LOCK, Report, Row
@@ -131,10 +132,13 @@ class _Walk:
         for name, child in module._modules.items():
             if child is not None:
                 self.visit(child, f"{path}.{name}" if path else name)
+        if isinstance(module, Made) and change_of(module):
+            module.__class__ = author_class(type(module))
+            forget(module)
         was = type(module)
         if id(module) in self.output_layers and was is not OutputLayer and not self._obstacle(module, "cross_entropy"):
             self._swap(path, module, OutputLayer, FUSED_LOSS)
-        elif isinstance(module, Accelerated | Redirected | Packed) or _is_ours(was):
+        elif isinstance(module, Made) or _is_ours(was):
             self._add_unchanged(path, module, ALREADY)
             self.fused.add(id(module))
         elif was is nn.Linear:
@@ -191,7 +195,10 @@ class _Walk:
                 continue
             reason = self._obstacle(module, "attention") or self._probe(module, pattern)
             if not reason:
+                for child in pattern.inlined_children(module):
+                    self._watch(child)
                 self._swap(path, module, accelerated_class(pattern, module), f"fused {pattern.name}")
+                hold(module)
                 return
         if id(module) in self.attention.layers:
             self.fused.add(id(module))
@@ -228,15 +235,24 @@ class _Walk:
         backend, why = backends.choose(op, device, dtype)
         return f"no kernel here: {why}" if backend == "reference" and backends.current() == "auto" else ""
 
+    def _watch(self, module: nn.Module) -> None:
+        """Note changes of a module that its fused parent computes."""
+        if not isinstance(module, Made) and not type(module).__module__.startswith("torch."):
+            self._set_class(module, watched_class(type(module)), {})
+            hold(module)
+
     def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str, stays: str = "") -> None:
         self.report.rows.append(Row(path, _name(type(module)), name, stays))
         computed = [name for name, value in vars(made).items() if isinstance(value, LastWeights)]
         left = {name: module.__dict__[name] for name in computed if name in module.__dict__}
-        self.report._originals.append((module, type(module), made, left))
-        module.__class__ = made
+        self._set_class(module, made, left)
         for name in left:
             setattr(module, name, module.__dict__.pop(name))
         self.fused.add(id(module))
+
+    def _set_class(self, module: nn.Module, made: type[nn.Module], left: dict[str, Any]) -> None:
+        self.report._originals.append((module, type(module), made, left))
+        module.__class__ = made
 
     def _add_unchanged(self, path: str, module: nn.Module, reason: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), None, reason))

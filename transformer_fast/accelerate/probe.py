@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..layers.dropout import KINDS as DROPOUTS
 from ..layers.hooks import HOOKS
+from .made import former_classes, names_read_by, own_attributes
 from .patterns.base import Accelerated, Keywords, Part, Pattern, accelerated_class, pattern_of
 from .surroundings import DrawsNumbersError, quiet
 from .witness import Witness
@@ -61,15 +62,28 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
 
 
 def signature(module: nn.Module, pattern: Pattern) -> Any:
-    """Cache key of a probe's outcome: classes, plain attributes and shapes, not values."""
+    """Cache key of a probe's outcome: classes, the attributes that their code reads, and shapes, not values."""
+    boxes = {child for child, _ in _black_boxes(module, pattern)}
     described: list[Any] = [type(child) for child, _ in _black_boxes(module, pattern)]
-    seen = {child for child, _ in _black_boxes(module, pattern)}  # named_modules skips these
-    for name, child in module.named_modules(seen):
-        plain = tuple((k, v) for k, v in child.__dict__.items() if isinstance(v, int | float | str | bool))
+    inside = list(module.named_modules(boxes))  # without the black boxes
+    names = names_read_by(type(child) for _, child in inside)
+    for name, child in inside:
+        attributes = tuple((k, _described(v)) for k, v in own_attributes(child) if names is None or k in names)
         tensors = {**child._parameters, **child._buffers}
         shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in tensors.items())
-        described.append((name, type(child), plain, shapes))
+        described.append((name, type(child), former_classes(type(child)), attributes, shapes))
     return tuple(described)
+
+
+def _described(value: Any, depth: int = 4) -> Any:
+    """Value as part of a cache key: equal only for values of the same type."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if depth and isinstance(value, dict):
+        return dict, tuple((_described(k, depth - 1), _described(v, depth - 1)) for k, v in value.items())
+    if depth and isinstance(value, list | tuple):
+        return type(value), tuple(_described(inner, depth - 1) for inner in value)
+    return type(value), value if isinstance(value, Hashable) else repr(value)
 
 
 def _black_boxes(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Module, Part]]:
@@ -107,8 +121,8 @@ def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[],
     def setting(training: bool, everything: tuple[nn.Module, str] | None = None) -> Callable[[], None]:
         def apply() -> None:
             trial.train(training)
-            for dropout in dropouts:
-                setattr(*dropout, float(dropout == everything))
+            for module, name in dropouts:  # in the dictionary: a made class would note a change
+                module.__dict__[name] = float((module, name) == everything)
 
         return apply
 

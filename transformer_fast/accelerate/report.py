@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..dialects.common import LAST_WEIGHTS
 from ..layers.padded_calls import PaddedCalls
+from .made import forget
 
 LOCK = threading.RLock()
 """Lock, held while a model is changed."""
@@ -139,7 +139,7 @@ class Report:
             for module, original, fast, attributes in reversed(self._originals):
                 if type(module) is fast:
                     module.__class__ = original
-                    module.__dict__.pop(LAST_WEIGHTS, None)
+                    forget(module)
                     module.__dict__.update(attributes)
             self._originals.clear()
             for change in reversed(self._changes):

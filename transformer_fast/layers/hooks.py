@@ -10,6 +10,11 @@ from torch.nn.modules import module as _module
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
+CHANGED = "_transformer_fast_changed"
+"""Attribute of a module that is no longer what its class was made for: the proven values, by name of an attribute."""
+FORMER_CLASSES = "former_classes"
+"""Attribute of a class that ``accelerate`` made: the classes of the module's author, whose code it stands for."""
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes that hold the hooks of a module."""
 
@@ -17,11 +22,11 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
     """Return True if calling a module would only run the forward of its class, so that a parent need not call it.
 
-    A plain module has no hooks, its ``forward`` was not replaced on the instance, and it was not compiled in place. No
-    global hook is set. If kinds are given, the module's class must be exactly one of them; a subclass, a parametrized
-    module and an adapter are then not plain.
+    A plain module has no hooks, its ``forward`` was not replaced on the instance, no attribute that its code reads was
+    changed since ``accelerate``, and it was not compiled in place. No global hook is set. If kinds are given, the
+    module's class must be exactly one of them; a subclass, a parametrized module and an adapter are then not plain.
     """
-    if (kinds and type(module) not in kinds) or "forward" in module.__dict__:
+    if (kinds and type(module) not in kinds) or "forward" in module.__dict__ or CHANGED in module.__dict__:
         return False
     if module._compiled_call_impl is not None or _module._has_any_global_hook():
         return False
@@ -51,4 +56,18 @@ def in_role(role: str) -> Callable[[type[Kind]], type[Kind]]:
 
 def has_role(module: nn.Module, role: str) -> bool:
     """Return True for a plain module whose class, not a base class, was marked by :func:`in_role`."""
-    return getattr(type(module), role, None) is type(module) and is_plain(module)
+    return getattr(type(module), role, None) is type(module) and is_plain(module) and is_as_made(type(module))
+
+
+def is_as_made(kind: type[nn.Module]) -> bool:
+    """Return True unless a class was made from a class whose attributes were changed since.
+
+    A compiled graph holds the answer of the time at which it was compiled.
+    """
+    for former in getattr(kind, FORMER_CLASSES, ()):
+        if former.now != former.proven and not former.is_unchanged():
+            return False
+    return True
+
+
+is_as_made._dynamo_marked_constant = True  # type: ignore[attr-defined] # as torch.compiler.assume_constant_result

@@ -9,21 +9,16 @@ from typing import Any
 
 from torch import nn
 
+from ..made import FormerClass, Made, former_classes, make_class
+
 Forward = Callable[..., Any]
 
 
-class Packed:
-    """First base of such a class; the second base is the module's former class."""
+class Packed(Made):
+    """First base of such a class; the last base is the module's former class."""
 
     made_by: tuple[str, type[nn.Module]]
     """Name of the module's part, and its former class."""
-
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        # The class is made at run time, so a pickle stores how to make the class again.
-        make, args, *rest = super().__reduce_ex__(protocol)
-        part, base = type(self).made_by
-        args = (base, *args[1:]) if args and args[0] is type(self) else args
-        return _rebuild, (part, make, args), *rest
 
 
 _FORWARDS: dict[str, Callable[[type[nn.Module]], Forward]] = {}
@@ -39,23 +34,19 @@ def part(name: str) -> Callable[[Callable[[type[nn.Module]], Forward]], Callable
     return register
 
 
-@functools.cache
 def packed_class(name: str, base: type[nn.Module]) -> type[nn.Module]:
     """Return the class for a module with the part of this name."""
+    return _packed_class(base, name)
+
+
+def _packed_class(base: type[nn.Module], name: str) -> type[nn.Module]:
+    return _class(base, name, former_classes(base))
+
+
+@functools.cache
+def _class(base: type[nn.Module], name: str, former: tuple[FormerClass, ...]) -> type[nn.Module]:
     forward = functools.wraps(base.forward)(_FORWARDS[name](base))  # Trainer and torch.export read the signature
-    return type(base.__name__, (Packed, base), {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "forward": forward,
-        "made_by": (name, base),
-    })  # fmt: skip
-
-
-def _rebuild(name: str, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
-    module = make(*args)
-    module.__class__ = packed_class(name, type(module))
-    return module
+    return make_class((Packed,), base, (_packed_class, name), former, forward=forward, made_by=(name, base))
 
 
 class Arguments:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dialects.common import LAST_WEIGHTS, LastWeights
+from ...dialects.common import LastWeights
 from ...layers import dropout
 from ...layers.embedding import is_lookup
-from ...layers.hooks import in_role, is_plain
+from ...layers.hooks import CHANGED, in_role, is_plain
 from ...layers.padded_calls import padded_calls
 from ...layers.torch_modules import Embedding
 from ...tensors import takes_fused_ops
+from ..made import FormerClass, Made, author_class, change_of, former_classes, is_as_proven, make_class, say
 
 Kind = Callable[[nn.Module], bool]
 """Test for a child module."""
@@ -132,28 +133,48 @@ class Pattern:
         """Compute a module's output on the fused ops; None if the module's own forward must run."""
         raise NotImplementedError
 
-    def unfused_forward(self, m: Any, *args: Any, **kwargs: Any) -> Any:
-        """Variant of ``fused_forward`` for tensors that the fused ops do not take; None if the module's own forward
-        must run."""
-        return None
+    def own_forward(
+        self, m: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], ours: dict[str, Any]
+    ) -> Any:
+        """Call a module's own forward, for a module or an input that ``fused_forward`` does not take.
+
+        Args:
+            m: the module.
+            forward: the forward of the module's former class.
+            args, kwargs: arguments of the call.
+            ours: arguments of the call that are ``keywords`` of the pattern.
+        """
+        return forward(m, *args, **kwargs)
 
     def fits(self, m: Any) -> bool:
         """Return True if a module still has the same parts and no skipped call would be observed by a hook."""
         fused = []
-        if (members := self.members(m)) is None:
+        if not is_as_proven(m) or (members := self.members(m)) is None:
             return False
         for part, member in members:
+            if CHANGED in member.__dict__:
+                return False
             if part.fused:
                 fused.append(member)
             pattern = pattern_of(member) if part.fused or part.swapped else None
             if pattern is not None and not pattern.fits(member):
                 return False
-        return self.inlined(m) == getattr(type(m), "inlined", ()) and all(map(is_plain, fused))
+        children = self.inlined_children(m)
+        return (
+            all(map(is_plain, fused))
+            and all(map(is_as_proven, children))
+            and tuple(author_class(type(child)) for child in children) == type(m).inlined
+        )
 
-    def inlined(self, m: Any) -> tuple[type[nn.Module], ...]:
-        """Return the classes of fused children that only the probe has compared."""
+    def inlined_children(self, m: Any) -> list[nn.Module]:
+        """Fused children that only the probe has compared."""
         found = (m._modules.get(name) for name, part in self.parts.items() if part.any_class)
-        return tuple(type(child) for child in found if child is not None)
+        return [child for child in found if child is not None]
+
+    def change(self, m: Any) -> str:
+        """Describe what has changed in a module, or in a child that it fuses, since it was proven; "" for nothing."""
+        fused = [member for part, member in self.members(m) or () if part.fused]
+        return next(filter(None, map(change_of, (m, *fused))), "")
 
 
 _PATTERNS: dict[str, Pattern] = {}
@@ -163,28 +184,34 @@ SWAPPED = "swapped"
 """Role of a class made by :func:`accelerated_class`."""
 
 
-class Accelerated:
-    """First base of a swapped class; the last base is the module's former class."""
+class Accelerated(Made):
+    """First base of a class whose forward runs on the fused ops.
 
-    pattern_and_class: tuple[Pattern, type[nn.Module]]
+    Attributes:
+        pattern: the pattern that computes the module.
+        inlined: classes of the children that only the probe has compared.
+    """
+
+    pattern: Pattern
     inlined: tuple[type[nn.Module], ...]
-
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        # The class is made at run time, so a pickle stores how to make the class again.
-        _, _, state, *rest = super().__reduce_ex__(protocol)
-        pattern, original = type(self).pattern_and_class
-        state = {key: None if key == LAST_WEIGHTS else value for key, value in state.items()}
-        return _rebuild, (pattern.name, original, type(self).inlined), state, *rest
 
 
 def accelerated_class(pattern: Pattern, module: nn.Module) -> type[nn.Module]:
     """Return the fused class for a module with this pattern."""
-    return _accelerated_class(pattern, type(module), pattern.inlined(module))
+    inlined = tuple(author_class(type(child)) for child in pattern.inlined_children(module))
+    return _remade(type(module), pattern.name, inlined)
+
+
+def _remade(original: type[nn.Module], pattern: str, inlined: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+    return _accelerated_class(_PATTERNS[pattern], original, inlined, former_classes(original))
 
 
 @functools.cache
 def _accelerated_class(
-    pattern: Pattern, original: type[nn.Module], inlined: tuple[type[nn.Module], ...]
+    pattern: Pattern,
+    original: type[nn.Module],
+    inlined: tuple[type[nn.Module], ...],
+    former: tuple[FormerClass, ...],
 ) -> type[nn.Module]:
     parameters = parameters_of(original)
     names = names_of(original) if pattern.named else None
@@ -192,38 +219,41 @@ def _accelerated_class(
 
     @functools.wraps(original.forward)  # for torch.export, which reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        served = takes_fused_ops(*args, *kwargs.values(), *self._parameters.values())
+        ours: dict[str, Any] = {}
         if pattern.named:
-            ordered, ours = _by_name(names, args, kwargs)
+            ordered, given = _by_name(names, args, kwargs)
         else:
-            ours = {name: kwargs.pop(name) for name in keywords if name in kwargs} if kwargs else {}
-            ordered = _in_order(parameters, args, kwargs) if kwargs else args
-        if ordered is not None and pattern.fits(self):
-            compute = pattern.fused_forward if served else pattern.unfused_forward
-            result = compute(self, *ordered, **ours)
+            if kwargs and keywords:
+                ours = {name: kwargs.pop(name) for name in keywords if name in kwargs}
+            ordered, given = _in_order(parameters, args, kwargs) if kwargs else args, ours
+        served = takes_fused_ops(*args, *kwargs.values(), *self._parameters.values())
+        if served and ordered is not None and pattern.fits(self):
+            result = pattern.fused_forward(self, *ordered, **given)
             if result is not None:
                 return result
-        if not torch.compiler.is_compiling() and (calls := padded_calls(self)) is not None:
-            calls.add(f"a {original.__name__} runs its own forward: it has a hook, or an unknown submodule or input")
-        return original.forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            if changed := pattern.change(self):
+                say(f"accelerate: a {original.__name__} runs its own code: {changed}")
+            if (calls := padded_calls(self)) is not None:
+                calls.add(
+                    f"a {original.__name__} runs its own forward: it has a hook, or an unknown submodule or input"
+                )
+        return pattern.own_forward(self, original.forward, args, kwargs, ours)
 
-    made = type(original.__name__, (Accelerated, *pattern.bases, original), {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "forward": forward,
-        "pattern_and_class": (pattern, original),
-        "inlined": inlined,
+    made = make_class(
+        (Accelerated, *pattern.bases),
+        original,
+        (_remade, pattern.name, inlined),
+        former,
+        forward=forward,
+        pattern=pattern,
+        inlined=inlined,
+        probabilities=pattern.dropouts,
         **{name: LastWeights() for name in pattern.weights},
-    })  # fmt: skip
+    )
     for role in (SWAPPED, *pattern.roles):
         in_role(role)(made)
     return made
-
-
-def _rebuild(name: str, original: type[nn.Module], inlined: tuple[type[nn.Module], ...] = ()) -> nn.Module:
-    made = _accelerated_class(_PATTERNS[name], original, inlined)
-    return made.__new__(made)
 
 
 def _in_order(parameters: tuple[inspect.Parameter, ...] | None, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
@@ -288,7 +318,7 @@ def pattern_of(module: nn.Module) -> Pattern | None:
     """Return the pattern that a module was swapped by; None for an unswapped module or a subclass of a swapped
     class."""
     kind = type(module)
-    return kind.pattern_and_class[0] if getattr(kind, SWAPPED, None) is kind else None  # type: ignore[attr-defined]
+    return kind.pattern if getattr(kind, SWAPPED, None) is kind else None  # type: ignore[attr-defined]
 
 
 def swapped_by(pattern: Pattern | type[Pattern]) -> Kind:

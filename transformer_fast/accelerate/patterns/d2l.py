@@ -80,7 +80,7 @@ class D2lHeads(Pattern):
     )
 
     def matches(self, m: Any) -> bool:
-        return super().matches(m) and isinstance(m.num_heads, int)
+        return super().matches(m) and type(m.num_heads) is int
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         q, k, v = (torch.randn(2, n, linear.in_features) for n, linear in zip((5, 4, 4), (m.W_q, m.W_k, m.W_v)))

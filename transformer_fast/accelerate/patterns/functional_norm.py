@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...layers.dropout import dropout_of_any as fused_dropout
 from .base import parameters_of
 from .norm import Norm
 
@@ -50,10 +49,7 @@ class FunctionalNorm(Norm):
         normed = x if residual is None else residual
         cast = normed.is_cuda and torch.is_autocast_enabled("cuda")  # to float32
         if cast or normed.dtype != gain.dtype or normed.shape[-1:] != gain.shape:  # left to its own code
-            if residual is None:
-                return None
-            summed = fused_dropout(x, dropout_p, residual=residual)
-            return m(summed), summed
+            return None
         return ops.layer_norm(x, gain, shift, self._eps(m), residual=residual, dropout_p=dropout_p)
 
     def _weights(self, m: Any) -> tuple[Tensor, Tensor | None]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import ops
-from ...layers.dropout import apply_dropout
+from ...layers.dropout import apply_dropout, dropout_of_any
 from ...layers.hooks import TAKES_RESIDUAL
 from ...layers.norm import norm_and_sum, unsummed
 from ...layers.torch_modules import LayerNorm, RMSNorm
+from ..made import is_as_proven
 from .base import DROPOUT, Part, Pattern, children, pattern_of
 
 
@@ -42,14 +42,17 @@ class Norm(Pattern):
         gain, shift = getattr(m, self.gain), getattr(m, self.shift)
         return ops.layer_norm(x, gain, shift, m.eps, kind=self.kind, residual=residual, dropout_p=dropout_p)
 
-    def unfused_forward(self, m: Any, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
-        if residual is None:
-            return None
-        summed = residual + F.dropout(x, dropout_p)
-        return m(summed), summed
+    def own_forward(
+        self, m: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], ours: dict[str, Any]
+    ) -> Any:
+        if ours.get("residual") is None:
+            return forward(m, *args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        summed = dropout_of_any(x, ours.get("dropout_p", 0.0), residual=ours["residual"])
+        return forward(m, summed), summed
 
     def fits(self, m: Any) -> bool:
-        return True  # a norm has no parts, and only the fused forward takes a residual
+        return is_as_proven(m)  # a norm has no parts
 
 
 def width_of(norm: nn.Module) -> int | None:

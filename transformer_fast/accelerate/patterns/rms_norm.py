@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...layers.dropout import dropout_of_any as fused_dropout
 from .norm import Norm
 
 GAINS = ("weight", "scale", "gain", "gamma", "g", "alpha")
@@ -39,10 +38,7 @@ class RmsNorm(Norm):
     def fused_forward(self, m: Any, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
         gain = getattr(m, self.gain)
         if (x if residual is None else residual).dtype != gain.dtype:  # authors' result dtypes differ
-            if residual is None:
-                return None
-            summed = fused_dropout(x, dropout_p, residual=residual)
-            return m(summed), summed
+            return None
         return ops.layer_norm(x, gain, None, getattr(m, self.eps), kind="rms", residual=residual, dropout_p=dropout_p)
 
 

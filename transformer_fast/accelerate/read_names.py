@@ -1,0 +1,121 @@
+"""Names that the code of a module's ``forward`` may read, by its byte code.
+
+An attribute that no such name reaches cannot change what a call computes: a flag of a trainer, a name for a log.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+_ANY = {"__dict__", "vars", "__getattribute__", "attrgetter", "methodcaller", "__getattr__", "dir", "locals"}
+"""Names of ways to read attributes whose names the code does not contain."""
+_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW")
+
+
+@functools.cache
+def names_read(kind: type[nn.Module]) -> frozenset[str] | None:
+    """Names in the code of ``forward`` and of the functions that it reaches; None if it may read any attribute.
+
+    A name is that of a variable or an attribute, or a string. The walk follows methods of the class, and functions of
+    the globals that are not torch's or the standard library's.
+    """
+    bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in bases):
+        return None
+    names: set[str] = set()
+    seen: set[types.FunctionType] = set()
+    todo = list(_functions(vars(base).get("forward") for base in bases))
+    while todo:
+        function = todo.pop()
+        if function in seen or is_applied_to_subclasses(function):
+            continue
+        seen.add(function)
+        found = _names_of(function.__code__)
+        if found is None:
+            return None
+        names |= found
+        todo.extend(_functions(vars(base).get(name) for base in bases for name in found))
+        todo.extend(filter(_is_followed, _functions((*_globals(function, found), *_contents(function)))))
+    return frozenset(names)
+
+
+def is_applied_to_subclasses(function: Any) -> bool:
+    """Return True for a decorator by ``__init_subclass__``, such as transformers' gradient checkpointing: a made class
+    gets it too."""
+    code = getattr(function, "__code__", None)
+    return hasattr(function, "__wrapped__") and code is not None and ".__init_subclass__." in code.co_qualname
+
+
+def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
+    """Python functions among values: functions, methods, properties, partials, and what decorators wrap."""
+    for value in values:
+        if isinstance(value, property):
+            yield from _functions((value.fget,))
+        elif isinstance(value, functools.partial):
+            yield from _functions((value.func,))
+        elif isinstance(value, staticmethod | classmethod | types.MethodType | functools.partialmethod):
+            yield from _functions((getattr(value, "__func__", getattr(value, "func", None)),))
+        elif isinstance(value, types.FunctionType):
+            yield value
+            if hasattr(value, "__wrapped__"):
+                yield from _functions((value.__wrapped__,))
+
+
+def _is_followed(function: types.FunctionType) -> bool:
+    package = (function.__module__ or "").partition(".")[0]
+    return package != "torch" and package not in sys.stdlib_module_names
+
+
+def _globals(function: types.FunctionType, names: frozenset[str]) -> Iterator[Any]:
+    """Values of a function's globals, and of the modules among them, that have one of the names."""
+    values = [function.__globals__[name] for name in names if name in function.__globals__]
+    yield from values
+    for module in values:
+        if isinstance(module, types.ModuleType):
+            yield from (vars(module)[name] for name in names if name in vars(module))
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+
+
+@functools.cache
+def _names_of(code: types.CodeType) -> frozenset[str] | None:
+    """Names and strings of a code object and the code inside it; None if it may read an attribute of another name."""
+    strings = [value for value in code.co_consts if isinstance(value, str)]
+    names = {*code.co_names, *strings}
+    if not _ANY.isdisjoint(code.co_names) or not _reads_constants(code):
+        return None
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            if (found := _names_of(inner)) is None:
+                return None
+            names |= found
+    return frozenset(names)
+
+
+def _reads_constants(code: types.CodeType) -> bool:
+    """Return True if each ``getattr`` and ``hasattr`` has a constant name: ``getattr(a.b, "name")``."""
+    if not {"getattr", "hasattr"} & {*code.co_names}:
+        return True
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "CACHE", "PUSH_NULL")]
+    for place, step in enumerate(steps):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in ("getattr", "hasattr"):
+            after = steps[place + 1 :]
+            if not after or after[0].opname not in _LOADS:
+                return False
+            rest = [other for other in after[1:] if other.opname not in ("LOAD_ATTR", "LOAD_METHOD")][:1]
+            if not rest or rest[0].opname != "LOAD_CONST" or not isinstance(rest[0].argval, str):
+                return False
+    return True
