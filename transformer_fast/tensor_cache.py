@@ -2,9 +2,9 @@
 
 A write is detected by PyTorch's version counter: an op on the tensor or on one of its views. Writes through `.data`,
 DLPack, numpy or a replayed CUDA graph are not detected. So on a CPU the cache never decides a result alone: lengths and
-ids are read in every call, and cached weights have a `stamp`. On a GPU, lengths and ids in int32, mask bits and the
-list of tiles that hold work are cached without a stamp, because checking them would wait for the device. What a packing
-says of itself is cached on every device: no other code writes to its tensors.
+ids are read in every call, and cached weights have a stamp (`stamp_of`). On a GPU, lengths and ids in int32, mask bits
+and the list of tiles that hold work are cached without a stamp, because checking them would wait for the device. What a
+packing says of itself is cached on every device: no other code writes to its tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,19 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8
+
 ENTRIES = 32
 """Maximum number of results per tensor; the oldest is dropped. The limit bounds a buffer that is sliced anew in each
 call."""
+WHOLE = 2**12
+"""Integers up to which a stamp reads all of a weight."""
+BLOCK = 8
+"""Adjacent integers that a stamp reads of a larger weight: one cache line, if they have 64 bits."""
+PRIMES = 251, 127, 61, 47, 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2
+"""Distances between blocks, in blocks; the first one that leaves a block in every row is used."""
+COLUMN = BLOCK * 31
+"""Rows of a weight whose columns are all read. A weight with more rows may have a distance as large as that."""
 
 
 def get_or_compute(
@@ -79,6 +89,45 @@ def results_of(base: Tensor) -> dict[Any, Any]:
     if type(results) is not _Results:
         results = base._tensor_cache = _Results()  # type: ignore[attr-defined]
     return results
+
+
+def stamp_of(weight: Tensor) -> tuple[int, ...]:
+    """Numbers that change if a weight (out, in) on a CPU is written to, even if PyTorch does not count the write.
+
+    The bits of the weight are read as integers of up to 64 bits: two values of fp32, four of 16 bits. A weight of up to
+    4,096 integers is read whole. Of a larger one, a block of 8 adjacent integers is read in every row, in columns that
+    change from row to row. The stamp is the sum of the integers, or of the blocks, times their positions, modulo 2^64.
+
+    Seen are a write to any whole row, to a whole column of at least 248 rows, to all of the weight, and a permutation
+    of rows or columns. Of a larger weight, a write to single values is seen only if it changes a block: at worst one
+    value in 251. A transposed weight is read as it lies in memory, where columns are rows. The time is that of one
+    or two cache lines per row: 0.2 to 0.9 ms for (30,000, 768), 3 ms for (128,000, 4,096).
+    """
+    if not weight.is_contiguous():
+        weight = weight.t() if weight.t().is_contiguous() else weight.contiguous()
+    bits = _bits(weight)
+    rows, width = bits.shape
+    count = rows * width
+    if count <= WHOLE:
+        read = bits.reshape(-1, 1)
+    else:
+        most = min(width - BLOCK, max(rows, COLUMN))
+        # Blocks move through all columns unless the width is a multiple of the prime.
+        stride = BLOCK * next((p for p in PRIMES if BLOCK * p <= most and width % p), 1)
+        read = bits.as_strided((1 + (count - BLOCK) // stride, BLOCK), (stride, 1))
+    positions = torch.arange(1, 2 * len(read) + 1, 2, device=bits.device)
+    return tuple(torch.mv(read.long().t(), positions).tolist())
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """Contiguous values as the widest integers that divide their rows and their offset.
+
+    Values of 64 bits are two integers each: a sum modulo 2^64 would not see an even number of signs change.
+    """
+    size = weight.element_size()
+    start, row = size * weight.storage_offset(), size * weight.shape[1]
+    kinds = _INTEGERS if size < 8 else _INTEGERS[1:]
+    return weight.view(next(kind for kind in kinds if not (start % kind.itemsize or row % kind.itemsize)))
 
 
 class _Results(dict[Any, Any]):

@@ -103,9 +103,11 @@ def test_the_gradient_of_logits_after_the_step_is_that_of_before() -> None:
     assert_same(found[1].clone(), found[0])
 
 
-@pytest.mark.parametrize("way", ["in place", "data", "data and a step", "hidden", "freed"])
+@pytest.mark.parametrize(
+    "way", ["in place", "data", "data and a step", "hidden", "data of hidden", "freed", "data of the bias"]
+)
 def test_logits_after_another_change_say_so(way: str) -> None:
-    _, fast = pair()
+    _, fast = pair(bias=True)
     _, targets = batch()
     x = torch.randn(5, D, dtype=torch.float64)
     logits = fast.lm_head(x)
@@ -113,6 +115,10 @@ def test_logits_after_another_change_say_so(way: str) -> None:
     with torch.no_grad():
         if way == "in place":
             fast.lm_head.weight.mul_(0.5)
+        elif way == "data of hidden":
+            x.data[2] += 1.0
+        elif way == "data of the bias":
+            fast.lm_head.bias.data[V // 2] += 1.0
         elif way.startswith("data"):
             fast.lm_head.weight.data.mul_(0.5)
             if way == "data and a step":
@@ -125,6 +131,16 @@ def test_logits_after_another_change_say_so(way: str) -> None:
         logits.argmax(-1)
     with pytest.raises(RuntimeError, match="these logits are computed when they are read"):
         F.cross_entropy(logits, targets.view(-1)[:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row", [0, 1, 1234, 2999])
+def test_a_row_of_a_large_weight_that_changed_says_so(row: int, dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.randn(3000, 64, dtype=dtype))
+    logits = lazy_logits.linear(torch.randn(5, 64, dtype=dtype), weight, None)
+    weight.data[row] += 5
+    with pytest.raises(RuntimeError, match="these logits are computed when they are read"):
+        logits.argmax(-1)
 
 
 def test_a_parameter_with_other_memory_changes_nothing() -> None:

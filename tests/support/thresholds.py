@@ -22,11 +22,12 @@ from torch import Tensor, nn
 import transformer_fast as tfast
 from transformer_fast.accelerate.lazy_logits import LazyLogits
 from transformer_fast.generation.sampling import Sampler
-from transformer_fast.generation.weights import WHOLE, WeightLayout, prepack, stamp_of
+from transformer_fast.generation.weights import WeightLayout, prepack
 from transformer_fast.layers import Linear
 from transformer_fast.ops.attention import check_backend
 from transformer_fast.ops.cross_entropy import CHUNK_ELEMENTS
 from transformer_fast.ops.dropout import dropout
+from transformer_fast.tensor_cache import WHOLE, stamp_of
 from transformer_fast.testing import ULPS, assert_as_exact_as_eager, fixed_dropout_seed
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +237,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "transformer_fast/generation/cache.py:BLOCK": lambda n: generated(3, n),
     "transformer_fast/generation/weights.py:NARROW": lambda n: step_linear(30, inputs=n, most=100),
     "transformer_fast/generation/weights.py:FEW_ROWS": step_linear,
-    "transformer_fast/generation/weights.py:WHOLE": stamped,
+    "transformer_fast/tensor_cache.py:WHOLE": stamped,
     "transformer_fast/generation/weights.py:COPIED_ROWS": step_linear,
     "transformer_fast/generation/weights.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
     # models
@@ -261,7 +262,7 @@ OTHERS: dict[str, str] = {
     "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
     "transformer_fast/accelerate/probe.py:_ROWS": "rows of a trial's embedding",
     "transformer_fast/accelerate/report.py:_SHOWN": "paths in a line",
-    "transformer_fast/generation/weights.py:BLOCK": "values that are read side by side",
+    "transformer_fast/tensor_cache.py:BLOCK": "values that are read side by side",
     "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",
     "transformer_fast/accelerate/rebinding.py:_DEEPEST": "the depth of a search in code",
     "transformer_fast/reference/dropout.py:MASK32": "32 bits",

@@ -10,7 +10,8 @@ the loss is lazy too, a :class:`LazyGradient`: it holds the gradients of hidden,
 linear layer returns them. Any other use computes the gradient of the logits.
 
 Logits read after an optimizer's step have their values from before the step: a hook on the optimizers copies the
-weights for lazy tensors that are still alive. After any other change of the weights, reading raises an error.
+weights for lazy tensors that are still alive. After any other change of the weights, reading raises an error. Writes
+that PyTorch does not count are seen as far as :func:`transformer_fast.tensor_cache.stamp_of` says: those to whole rows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.nn import Parameter
 
 from .. import backends, ops
 from ..ops import eager
+from ..tensor_cache import stamp_of
 from ..tracing import is_traced
 from .lazy_tensor import VIEWS, Lazy, Node, cast, make_nothing
 
@@ -67,17 +69,15 @@ class _Linear(Node):
             self._seen = self._state()
 
     def _is_unchanged(self) -> bool:
-        versions, sample = self._state()
-        return versions == self._seen[0] and torch.equal(sample, self._seen[1])
+        return self._state() == self._seen
 
-    def _state(self) -> tuple[list[int], Tensor]:
-        """Version counters, which every change raises except one through ``.data``; and some values, which show such a
-        change."""
+    def _state(self) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Version counters, which every change raises except one through ``.data``; and stamps, which show such a
+        change as far as ``stamp_of`` says."""
         tensors = [t for t in (self.rows, self.weight, self.bias) if t is not None]
         sizes = [t.untyped_storage().nbytes() for t in tensors]  # sharding frees the memory of gathered weights
-        steps = [max(1, n // 16) for n in self.weight.shape]
-        sample = self.weight[:: steps[0], :: steps[1]].nan_to_num(0.5) if all(sizes) else self.weight.new_empty(0)
-        return [*sizes, *(t._version for t in tensors)], sample
+        stamps = [stamp_of(t.reshape(-1, t.shape[-1] if t.dim() > 1 else 1)) for t in tensors] if all(sizes) else []
+        return [*sizes, *(t._version for t in tensors)], stamps
 
 
 _alive: weakref.WeakSet[_Linear] = weakref.WeakSet()

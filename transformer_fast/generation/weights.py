@@ -22,7 +22,7 @@ from ..layers.linear import is_linear
 from ..layers.torch_modules import Embedding
 from ..models import Decoder, Encoder
 from ..ops.linear import linear
-from ..tensor_cache import get_or_compute
+from ..tensor_cache import get_or_compute, stamp_of
 
 NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
 """Rows up to which the native product is the fastest, by vector unit."""
@@ -39,12 +39,6 @@ EMBEDDINGS = (nn.Embedding, Embedding)
 """Classes whose weight may be read without calling them."""
 _PARENTS = (Encoder, EncoderLayer, Decoder, DecoderLayer, MultiHeadAttention, PositionalEncoder, nn.ModuleList)
 """Classes that call a child, or leave its work to a cache, so that a `StepLinear` can replace it."""
-WHOLE = 2**12
-"""Pairs of values up to which a stamp reads all of a weight."""
-BLOCK = 8
-"""Adjacent pairs of values that a stamp reads of a larger weight: one cache line."""
-PRIMES = 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2
-"""Distances between blocks, in blocks; the first one that leaves a block in every row is used."""
 INT8_INPUTS = 2**17
 """Inputs up to which 32 bits hold the sum of int8 products."""
 
@@ -172,26 +166,6 @@ class StepFeedForward:
         """Apply the network: x (..., d_model) -> (..., d_model)."""
         inner = self.linear_1(x)
         return self.linear_2(inner if self.activation == "relu" else ACTIVATIONS[self.activation](inner))
-
-
-def stamp_of(weight: Tensor) -> tuple[int, ...]:
-    """Numbers that change if a weight (out, in), fp32, is written to, even if PyTorch does not count the write.
-
-    A small weight is read whole, as the sum of its bits times their positions. Of a larger one, one block of values per
-    row is read, in columns that change from row to row. A write to a whole row changes a block. So does a write to a
-    whole column of at least 31 rows (248 rows if the width is odd), and so does a permutation of rows or columns. The
-    sums are exact, modulo 2^64. A write to single values of a large weight may be missed.
-    """
-    weight = weight if weight.is_contiguous() else weight.contiguous()
-    rows, width = weight.shape
-    paired = width % 2 == 0 and weight.storage_offset() % 2 == 0
-    bits, width = (weight.view(torch.int64), width // 2) if paired else (weight.view(torch.int32), width)
-    count = rows * width
-    if count <= WHOLE:
-        return (int((bits.view(-1) * torch.arange(1, 2 * count, 2)).sum()),)
-    # Blocks move through all columns unless the width is a multiple of the prime.
-    stride = BLOCK * next((p for p in PRIMES if BLOCK * (p + 1) <= width and width % p), 1)
-    return tuple(bits.as_strided((1 + (count - BLOCK) // stride, BLOCK), (stride, 1)).sum(0).tolist())
 
 
 def native_rows(most: int, inputs: int) -> int:
