@@ -165,7 +165,7 @@ def test_a_model_whose_loss_is_somewhere_else() -> None:
 
 def test_nobody_gets_it_who_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without fused_loss no output changes its type, and no optimizer gets a hook."""
-    monkeypatch.setattr(lazy_logits, "_watch_optimizers", pytest.fail)
+    monkeypatch.setattr(lazy_logits, "watch_optimizers", pytest.fail)
     m = Gpt()
     assert "fused loss" not in str(tfast.accelerate(m))
     ids, targets = batch()

@@ -19,7 +19,7 @@ from .explained import explained
 from .huggingface import Attention, give_attention
 from .made import Made, author_class, change_of, forget, hold, watched_class
 from .output_layer import NAME as FUSED_LOSS
-from .output_layer import OutputLayer, output_layers
+from .output_layer import OutputLayer, Watching, output_layers
 from .packed import pack
 from .patterns import PATTERNS
 from .patterns.base import Pattern, accelerated_class
@@ -52,7 +52,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
     Args:
         model: any module; the module itself may be swapped too.
         fused_loss: skip logits that only ``F.cross_entropy`` reads, in training on a CPU. The output layer then returns
-            a subclass of Tensor, and every optimizer of the process gets a hook before its step.
+            a subclass of Tensor, and every optimizer of the process has a hook before its step until the last such
+            model is undone.
         packed: skip the padding of a batch. The layers of a model compute tokens only, and outputs are 0 at padding;
             see docs/packed.md.
 
@@ -74,6 +75,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
     with LOCK:
         walk = _Walk(model, fused_loss)
+        if fused_loss:
+            walk.report._changes.append(Watching())
         try:
             walk.give_attention()
             walk.visit(model, "")

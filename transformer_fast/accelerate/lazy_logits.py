@@ -16,7 +16,6 @@ that PyTorch does not count are seen as far as :func:`transformer_fast.tensor_ca
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +31,7 @@ from ..ops import eager
 from ..tensor_cache import stamp_of
 from ..tracing import is_traced
 from .lazy_tensor import VIEWS, Lazy, Node, cast, make_nothing
+from .report import LOCK
 
 _aten = torch.ops.aten
 
@@ -45,8 +45,9 @@ class _Linear(Node):
         self.weight, self.bias, self.needs = weight.detach(), None if bias is None else bias.detach(), needs
         self.token = object()  # the graph refers to the linear layer by this token, without keeping it alive
         self._seen = self._state()
-        _watch_optimizers()
         _alive.add(self)
+        if _hook is None:  # undone since the forward pass
+            self.keep_weights()
 
     def computed(self, base: Tensor | None) -> Tensor:
         self.check()
@@ -83,17 +84,38 @@ class _Linear(Node):
 _alive: weakref.WeakSet[_Linear] = weakref.WeakSet()
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Hook every optimizer: copy weights that lazy logits still need before the step."""
+_hook: Any = None  # handle of the hook on the optimizers
+
+
+def watch_optimizers() -> None:
+    """Hook every optimizer, once: copy weights that lazy logits still need before the step."""
+    global _hook
+    if _hook is not None:
+        return
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     def before_step(*_: Any) -> None:
         if not torch.compiler.is_compiling():
-            for linear in list(_alive):
-                linear.keep_weights()
+            _keep_all_weights()
 
-    register_optimizer_step_pre_hook(before_step)
+    with LOCK:
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(before_step)
+
+
+def leave_optimizers() -> None:
+    """Remove the hook. Lazy tensors that are still alive get copies of their weights."""
+    global _hook
+    with LOCK:
+        if _hook is not None:
+            _hook.remove()
+            _hook = None
+            _keep_all_weights()
+
+
+def _keep_all_weights() -> None:
+    for linear in list(_alive):
+        linear.keep_weights()
 
 
 class LazyLogits(Lazy):
@@ -274,6 +296,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: (V, d) in hidden's dtype.
         bias: (V,) or None.
     """
+    watch_optimizers()
     return _LazyLinear.apply(hidden, weight, bias)
 
 

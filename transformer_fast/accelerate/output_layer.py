@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class OutputLayer(Linear):
             return super().forward(input)
         if not self._skips_logits(input):
             return super().forward(input)
+        _used.add(self)
         return lazy_logits.linear(input, self.weight, self.bias)
 
     def _skips_logits(self, x: Any) -> bool:
@@ -56,6 +58,19 @@ class OutputLayer(Linear):
             and is_plain(self)
             and lazy_logits.takes_fused_ops()
         )
+
+
+_used: weakref.WeakSet[OutputLayer] = weakref.WeakSet()
+"""Layers that have made lazy logits: those of copies and of loaded models too, which no report knows."""
+
+
+class Watching:
+    """The hook on the optimizers, a change of ``accelerate``. The first lazy logits register it."""
+
+    def undo(self) -> None:
+        """Remove the hook unless an output layer is left that has made lazy logits."""
+        if not any(isinstance(layer, OutputLayer) for layer in list(_used)):
+            lazy_logits.leave_optimizers()
 
 
 def output_layers(model: nn.Module) -> set[int]:
