@@ -48,8 +48,8 @@ ROWS = (
     Fault(
         name="undo leaves the hook on the optimizers",
         path="transformer_fast/accelerate/engine.py",
-        old="        if fused_loss:\n            walk.report",
-        new="        if False:\n            walk.report",
+        old="            if fused_loss:\n                walk.report",
+        new="            if False:\n                walk.report",
         tests=("tests/accelerate/test_loss_undo.py",),
     ),
     Fault(

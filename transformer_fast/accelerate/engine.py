@@ -75,10 +75,10 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
     with LOCK:
         walk = _Walk(model, fused_loss)
-        if fused_loss:
-            walk.report._changes.append(Watching())
         try:
             walk.give_attention()
+            if fused_loss:
+                walk.report._changes.append(Watching())
             walk.visit(model, "")
             if packed:
                 walk.pack()
