@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -208,3 +210,38 @@ def test_two_trainings_do_not_share_a_folder(corpus: dict[str, str], run_copy: P
     ):
         train(checkpointed_config(corpus, run_copy), Silent())
     assert train(checkpointed_config(corpus, run_copy, max_steps=7), Silent()).step == 7
+
+
+class Messages(Silent):
+    """Progress that keeps its messages."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.seen.append(text)
+
+
+NO_LOCKS = "ENOLCK", "ENOSYS", "EOPNOTSUPP", "ENOTSUP", "EINVAL", "EIO"
+
+
+@pytest.mark.parametrize("name", [*NO_LOCKS, "EWOULDBLOCK", "EAGAIN", "EACCES"])
+def test_a_file_system_without_locks(
+    name: str, corpus: dict[str, str], run_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    progress, config = Messages(), checkpointed_config(corpus, run_copy, max_steps=7)
+    if name in NO_LOCKS:
+        assert train(config, progress).step == 7
+        assert [text for text in progress.seen if "locked" in text] == [
+            f"{run_copy} cannot be locked ({os.strerror(getattr(errno, name))}): "
+            "nothing stops a second training in this folder"
+        ]
+        with pytest.warns(UserWarning, match="cannot be locked"), RunFolder(run_copy).writing():
+            pass
+    else:
+        with pytest.raises(CheckpointError, match="another process is training in"):
+            train(config, progress)

@@ -19,6 +19,7 @@ disagree.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -26,7 +27,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ from .text import PathLike
 FORMAT = 1
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 SCRATCH = ".tmp-"
+LOCKED = errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES
+"""Errors of a lock that another process has. File systems without locks give others: ENOLCK, ENOSYS, EOPNOTSUPP."""
 
 Tensors = dict[str, Tensor]
 Scores = dict[str, float]  # validation scores: "valid_loss", in nats per token, and "bleu", as far as measured
@@ -140,8 +144,11 @@ class RunFolder:
         return self.config.exists()
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self, message: Callable[[str], object] = warnings.warn) -> Iterator[None]:
         """Create the folder, lock it against other trainings, and remove files of a killed training.
+
+        Args:
+            message: called with a text where the file system has no locks; the folder is used without one.
 
         Raises:
             CheckpointError: the folder cannot be created or written, or another process is training in it.
@@ -153,8 +160,14 @@ class RunFolder:
             try:
                 # The operating system releases the lock when the process ends, even if it is killed.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise CheckpointError(f"another process is training in {self.root}; choose another folder") from None
+            except OSError as error:
+                if error.errno in LOCKED:
+                    raise CheckpointError(
+                        f"another process is training in {self.root}; choose another folder"
+                    ) from None
+                message(
+                    f"{self.root} cannot be locked ({error.strerror}): nothing stops a second training in this folder"
+                )
             for left_over in self.root.glob(SCRATCH + "*"):
                 _remove(left_over)
             yield

@@ -73,7 +73,8 @@ def train(
     with process_group(choose_device(config)) as ranks:
         progress = Silent() if ranks.rank else progress or TerminalProgress()
         try:
-            with contextlib.nullcontext() if ranks.rank else folder.writing(), interruptible() as interrupted:
+            writing = contextlib.nullcontext() if ranks.rank else folder.writing(progress.message)
+            with writing, interruptible() as interrupted:
                 return _Run(config, folder, progress, build, clock, ranks, translation).run(interrupted)
         finally:
             progress.close()
