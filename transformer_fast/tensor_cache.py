@@ -95,8 +95,9 @@ def stamp_of(weight: Tensor) -> tuple[int, ...]:
     """Numbers that change if a weight (out, in) on a CPU is written to, even if PyTorch does not count the write.
 
     The bits of the weight are read as integers of up to 64 bits: two values of fp32, four of 16 bits. A weight of up to
-    4,096 integers is read whole. Of a larger one, a block of 8 adjacent integers is read in every row, in columns that
-    change from row to row. The stamp is the sum of the integers, or of the blocks, times their positions, modulo 2^64.
+    4,096 integers, or with fewer than 8 in a row, is read whole. Of a larger one, a block of 8 adjacent integers is
+    read in every row, in columns that change from row to row. The stamp is the sum of the integers, or of the blocks,
+    times their positions, modulo 2^64.
 
     Seen are a write to any whole row, to a whole column of at least 248 rows, to all of the weight, and a permutation
     of rows or columns. Of a larger weight, a write to single values is seen only if it changes a block: at worst one
@@ -108,7 +109,7 @@ def stamp_of(weight: Tensor) -> tuple[int, ...]:
     bits = _bits(weight)
     rows, width = bits.shape
     count = rows * width
-    if count <= WHOLE:
+    if count <= WHOLE or width < BLOCK:
         read = bits.reshape(-1, 1)
     else:
         most = min(width - BLOCK, max(rows, COLUMN))

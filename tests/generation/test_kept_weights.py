@@ -103,6 +103,14 @@ def test_stamps_see_rows_columns_and_orders(dtype: torch.dtype, shape: tuple[int
         assert [n for n in range(count) if not changed(weight, lambda w, d=dim, n=n: w.select(d, n).add_(1))] == []
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 9, 12, 15, 17, 31, 33])
+def test_stamps_see_the_first_and_the_last_rows_of_narrow_weights(width: int) -> None:
+    rows = 9001
+    weight = torch.randn(rows, width)
+    ends = [*range(9), *range(rows - 9, rows)]
+    assert [row for row in ends if not changed(weight, lambda w, row=row: w[row].add_(1))] == []
+
+
 def test_stamps_see_every_value_that_is_read() -> None:
     small, large = torch.randn(SMALL), torch.randn(LARGE)
     ids = torch.randperm(small.numel())[:200].tolist()

@@ -136,10 +136,10 @@ def step_linear(rows: int, inputs: int = 20, outputs: int = 33, most: int = 0) -
 
 
 def stamped(pairs: int) -> None:
-    """Test a weight of this many pairs of values: one row, then all, are written to in a way that is not counted."""
-    weight = torch.randn(pairs, 2)
+    """Test a weight of this many pairs of values: one value, then all, are written to in a way that is not counted."""
+    weight = torch.randn(1, 2 * pairs)
     before = stamp_of(weight)
-    weight.data[pairs // 2].add_(1.0)
+    weight.data[0, pairs].add_(1.0)
     if pairs <= WHOLE:
         assert stamp_of(weight) != before
     weight.numpy()[:] *= 1.5
