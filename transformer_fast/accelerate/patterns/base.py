@@ -148,28 +148,24 @@ class Pattern:
 
     def fits(self, m: Any) -> bool:
         """Return True if a module still has the same parts and no skipped call would be observed by a hook."""
-        fused = []
         if not is_as_proven(m) or (members := self.members(m)) is None:
             return False
+        inlined = []
         for part, member in members:
-            if CHANGED in member.__dict__:
+            if CHANGED in member.__dict__ or (part.fused and not is_plain(member)):
                 return False
-            if part.fused:
-                fused.append(member)
+            if part.any_class:
+                if not is_as_proven(member):
+                    return False
+                inlined.append(author_class(type(member)))
             pattern = pattern_of(member) if part.fused or part.swapped else None
             if pattern is not None and not pattern.fits(member):
                 return False
-        children = self.inlined_children(m)
-        return (
-            all(map(is_plain, fused))
-            and all(map(is_as_proven, children))
-            and tuple(author_class(type(child)) for child in children) == type(m).inlined
-        )
+        return tuple(inlined) == type(m).inlined
 
     def inlined_children(self, m: Any) -> list[nn.Module]:
         """Fused children that only the probe has compared."""
-        found = (m._modules.get(name) for name, part in self.parts.items() if part.any_class)
-        return [child for child in found if child is not None]
+        return [member for part, member in self.members(m) or () if part.any_class]
 
     def change(self, m: Any) -> str:
         """Describe what has changed in a module, or in a child that it fuses, since it was proven; "" for nothing."""
