@@ -248,6 +248,19 @@ def test_the_log_and_the_report_name_the_change(caplog: pytest.LogCaptureFixture
     )
 
 
+def test_the_report_names_the_change() -> None:
+    m = FORMS["annotated encoder"][0]()
+    report = tfast.accelerate(m)
+    before = str(report)
+    for layer in m.layers:
+        layer.self_attn.h = 4
+    line = "3 AnnotatedAttention run their own code: its attribute h was set after accelerate"
+    assert str(report) == f"{before}\n{line}"
+    for layer in m.layers:
+        layer.self_attn.h = 2
+    assert str(report) == before
+
+
 def test_copies_of_a_changed_module_and_undo() -> None:
     make, arguments = FORMS["annotated attention"]
     m = make().eval()

@@ -371,8 +371,3 @@ def test_a_batch_without_padding_is_computed_as_before() -> None:
         keep = torch.ones(4, TARGET, dtype=torch.bool)
         found = (outcome(m, lambda m: m(*given_), keep) for m in (model, padded))
         assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
-
-
-def test_a_model_without_a_stack_says_so() -> None:
-    report = tfast.accelerate(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), packed=True)
-    assert any("no stack of layers in it can skip padding" in row.why for row in report.left)

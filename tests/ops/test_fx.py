@@ -183,7 +183,6 @@ def test_quantisation_of_a_graph() -> None:
     x, results = torch.randn(N, L, E), []
     fast = copy.deepcopy(plain)
     assert len(tfast.accelerate(fast).swapped) >= 2
-    fast[0].__class__ = fast[2].__class__ = nn.Linear  # quantisation looks for this very class
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of torchao
         for model in (fast, plain):

@@ -261,7 +261,7 @@ OTHERS: dict[str, str] = {
     "csrc/ops/generation.cpp:kMost": "the largest number that an argument may be",
     "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
     "transformer_fast/accelerate/probe.py:_ROWS": "rows of a trial's embedding",
-    "transformer_fast/accelerate/report.py:_SHOWN": "paths in a line",
+    "transformer_fast/accelerate/report_text.py:WIDTH": "columns of a printed report",
     "transformer_fast/tensor_cache.py:BLOCK": "values that are read side by side",
     "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",
     "transformer_fast/accelerate/rebinding.py:_DEEPEST": "the depth of a search in code",

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..layers import dropout
 from ..layers.hooks import is_as_made
+from ..layers.scripted_as import scripted_as
 from . import sdpa
 from .made import FormerClass, Made, change_of, forget, former_classes, make_class, say
 from .rebinding import PREFIX, Obstacle, Rebinding
@@ -73,6 +74,14 @@ class Calls:
     def __bool__(self) -> bool:
         return bool(self.found or self.obstacles)
 
+    def __or__(self, other: Calls) -> Calls:
+        """Calls of both."""
+        names = [name for name in REPLACEMENTS if name in self.found or name in other.found]
+        return Calls(
+            {name: [*self.found.get(name, ()), *other.found.get(name, ())] for name in names},
+            self.obstacles | other.obstacles,
+        )
+
     def keep(self, obstacle: Callable[[str], str]) -> None:
         """Keep torch's function wherever ``obstacle(op)`` is not empty."""
         for name in list(self.found):
@@ -115,7 +124,7 @@ def redirected_class(module: nn.Module, names: tuple[str, ...]) -> type[nn.Modul
 
 
 def _attributes_to_redirect(module: nn.Module, names: tuple[str, ...]) -> Held:
-    rebinding = _rebinding(names)
+    rebinding = rebinding_of(names)
     return tuple(
         (name, value)
         for name, value in module.__dict__.items()
@@ -124,7 +133,8 @@ def _attributes_to_redirect(module: nn.Module, names: tuple[str, ...]) -> Held:
 
 
 @functools.cache
-def _rebinding(names: tuple[str, ...]) -> Rebinding:
+def rebinding_of(names: tuple[str, ...]) -> Rebinding:
+    """Maker of copies of functions that call the replacements of these names."""
     pairs = [pair for name in names for pair in REPLACEMENTS[name].pairs]
     return Rebinding(pairs, f"{PREFIX}{'_'.join(names)}_")
 
@@ -135,7 +145,7 @@ def _methods(original: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any
 
 @functools.cache
 def _methods_of(original: type[nn.Module], names: tuple[str, ...], former: tuple[FormerClass, ...]) -> dict[str, Any]:
-    return _rebinding(names).methods(original)
+    return rebinding_of(names).methods(original)
 
 
 def _remade(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> type[nn.Module]:
@@ -149,7 +159,7 @@ def _class(
     methods = _methods(original, names)
     redirected = methods.get("forward", original.forward)
 
-    @functools.wraps(redirected)
+    @scripted_as(redirected, same_signature=True)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_as_made(type(self)):
             return redirected(self, *args, **kwargs)
@@ -166,6 +176,7 @@ def _class(
         (_remade, held, names),
         former,
         **{**methods, "forward": forward},
+        __jit_unused_properties__=[*getattr(original, "__jit_unused_properties__", ()), *(name for name, _ in held)],
         **{PREFIX + name: staticmethod(value) for name, value in held},
         **{name: _attribute(name, value, names) for name, value in held},
     )
@@ -178,7 +189,7 @@ def _attribute(name: str, held: Any, names: tuple[str, ...]) -> property:
     The value is read under a second name with a default in the class. torch.compile of torch 2.11 mistakes a look-up of
     the attribute's own name in ``__dict__`` for a call of the property.
     """
-    copy, second = _rebinding(names).value(held), PREFIX + name
+    copy, second = rebinding_of(names).value(held), PREFIX + name
 
     def get(self: nn.Module) -> Any:
         if name in self._modules:

@@ -14,13 +14,16 @@ from ..dialects.common import LastWeights
 from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
 from ..ops.linear import is_faster
+from .attention_rows import attention_rows
 from .calls import calls_of, redirected_class
 from .explained import explained
+from .held_objects import HeldObjects, redirected_objects
 from .huggingface import Attention, give_attention
 from .made import Made, author_class, change_of, forget, hold, watched_class
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, Watching, output_layers
 from .packed import pack
+from .padding_notes import padding_notes
 from .patterns import PATTERNS
 from .patterns.base import Pattern, accelerated_class
 from .probe import probe, signature
@@ -43,8 +46,7 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
     ``F.dropout`` keeps its code; the calls are redirected to the fused functions. Models of Hugging Face transformers
     get ``attn_implementation="transformer_fast"``, in copies of their configs. Linear layers use the faster of
     PyTorch's matrix libraries. On a GPU, dropout alone stays torch's. Call ``accelerate`` before the model is compiled
-    or sharded, and after it was quantised. A second call lists the modules that are swapped already, and swaps modules
-    added since.
+    or sharded. A second call lists the modules that are swapped already, and swaps modules added since.
 
     Nothing outside the model changes: no default dtype, random state or backend, in any thread. Calls in several
     threads take turns. A call that ends with an exception (also KeyboardInterrupt) undoes its changes.
@@ -58,8 +60,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
             see docs/packed.md.
 
     Returns:
-        A report to print: module path, former class, new class, or the reason against a swap. ``report.undo()`` undoes
-        all changes.
+        A report to print: attention first, then modules by kind, with former class, new class, or the reason against a
+        swap. ``report.undo()`` undoes all changes.
 
     Raises:
         TypeError: if ``model`` is not a module.
@@ -80,10 +82,11 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
             if fused_loss:
                 walk.report._changes.append(Watching())
             walk.visit(model, "")
+            walk.tell_of_attention()
             if packed:
                 walk.pack()
             if fused_loss and not walk.output_layers:
-                walk.note("fused_loss: no output layer on a CPU was found")
+                walk.report.notes.append("fused_loss: no output layer on a CPU was found")
             walk.report._explain = functools.partial(_explain, model, packed)
             walk.report.rows.sort(key=lambda row: walk.order[row.path])
             return walk.report
@@ -117,6 +120,7 @@ class _Walk:
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.attention = Attention()
+        self.held = HeldObjects()
 
     def give_attention(self) -> None:
         def obstacle(part: nn.Module) -> str:
@@ -162,14 +166,17 @@ class _Walk:
         narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters())
         return narrow and self.device.type == "cpu" and not self.output_layers
 
+    def tell_of_attention(self) -> None:
+        """Add the attention modules, in place of the rows of the models of transformers around them."""
+        report = self.report
+        report.attention = attention_rows(self.model, report.rows, self.attention)
+        said = {row.why for row in report.attention}
+        report._told = [row for row in self.attention.rows if row.now or row.why in said or row.why == ALREADY]
+
     def pack(self) -> None:
         """Let stacks of layers skip padding."""
         if not pack(self.model, self.report, lambda attention: id(attention) in self.attention.layers):
-            self.note("packed: no stack of layers in it can skip padding")
-
-    def note(self, reason: str) -> None:
-        """Add a row about the model."""
-        self._add_unchanged("", self.model, reason)
+            self.report.notes += padding_notes(self.model, self.report.attention)
 
     def _visit_linear(self, path: str, module: nn.Linear) -> None:
         if id(module) not in self.applied and is_faster(module.weight) and not _is_replaced(module):
@@ -185,38 +192,59 @@ class _Walk:
             self._swap(path, module, swap.made, f"layers.{swap.made.__name__}")
 
     def _visit_other(self, path: str, module: nn.Module) -> None:
-        family = next((base for base in SWAPS if isinstance(module, base)), None)
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+            self._add_unchanged(path, module, "its sizes are not known before its first call")
+            return
+        family = next((base for base in type(module).__mro__ if _is_torchs(base)), None)
         reason = f"a subclass of nn.{family.__name__} may compute something else" if family else "unknown structure"
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-            self._add_unchanged(path, module, "its sizes are not known before its first call")
-            return
         for pattern in PATTERNS:
             if not _matches(pattern, module):
                 continue
-            reason = self._obstacle(module, "attention") or self._probe(module, pattern)
-            if not reason:
+            obstacle = self._obstacle(module, "attention")
+            difference = obstacle or self._probe(module, pattern)
+            if not difference:
                 for child in pattern.inlined_children(module):
                     self._watch(child)
                 self._swap(path, module, accelerated_class(pattern, module), f"fused {pattern.name}")
                 hold(module)
                 return
+            if obstacle or not family:  # else it has these names from torch's class
+                reason = difference
         if id(module) in self.attention.layers:
             self.fused.add(id(module))
-            return
-        calls = calls_of(module)
+        elif not self._redirect(path, module) and id(module) not in self.attention.parts:
+            self._add_unchanged(path, module, reason)
+
+    def _redirect(self, path: str, module: nn.Module) -> bool:
+        """Redirect calls of torch's functions in a module and in the objects that it holds; False if there are none."""
+        calls, held = calls_of(module), self.held.calls_of(module)
         calls.keep(lambda op: "its forward was replaced" if _is_replaced(module) else self._device_obstacle(module, op))
+        held.keep(lambda op: self._device_obstacle(module, op))
         made = None
         try:
             made = redirected_class(module, tuple(calls.found)) if calls.found else None
         except Obstacle as obstacle:
             calls.keep(lambda op, why=str(obstacle): why)
+        for change in self.held.changes(module, tuple(held.found)):
+            self.report._changes.append(change)
+            change.put()
+        both = calls | held
         if made is not None:
-            self._swap(path, module, made, calls.ours(), calls.stays())
-        elif calls or id(module) not in self.attention.parts:
-            self._add_unchanged(path, module, calls.stays() or reason)
+            self._swap(path, module, made, both.ours(), both.stays())
+        elif held.found:
+            self.report.rows.append(Row(path, _name(type(module)), both.ours(), both.stays()))
+            self.fused.add(id(module))
+        elif both:
+            self._add_unchanged(path, module, both.stays())
+        elif any(redirected_objects(module)):
+            self._add_unchanged(path, module, ALREADY)
+            self.fused.add(id(module))
+        else:
+            return False
+        return True
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
         key = pattern, signature(module, pattern)
@@ -269,6 +297,12 @@ def _is_ours(kind: type[nn.Module]) -> bool:
     """Return True for a module whose class in this package runs on the fused ops."""
     plain = ("transformer_fast.reference", "transformer_fast.translation")
     return kind.__module__.startswith("transformer_fast.") and not kind.__module__.startswith(plain)
+
+
+def _is_torchs(kind: type[nn.Module]) -> bool:
+    """Return True for a class of ``torch.nn`` that computes something, no container."""
+    containers = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return kind.__module__.startswith("torch.nn.modules") and kind not in containers
 
 
 def _matches(pattern: Pattern, module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..dialects.common import LAST_WEIGHTS, LastWeights
 from ..layers.hooks import CHANGED, FORMER_CLASSES, is_as_made
 from ..layers.padded_calls import WITHOUT_PADDING
+from ..layers.scripted_as import annotations_of
 from .read_names import names_read
 
 HELD = "_transformer_fast_held"
@@ -164,6 +165,7 @@ def make_class(
         "__module__": former.__module__,
         "__qualname__": former.__qualname__,
         "__doc__": former.__doc__,
+        "__annotations__": annotations_of(former),
         "former": former,
         "recipe": recipe,
         FORMER_CLASSES: classes,

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from ..ops.linear import linear, projections
 from .by_torch import by_torch
 from .hooks import is_plain
+from .quantised_as import QuantisedAs
 
 
 class Linear(nn.Linear):
     """``nn.Linear`` by the faster of PyTorch's two libraries (:func:`transformer_fast.ops.linear`)."""
+
+    parametrizations = QuantisedAs(nn.Linear)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer: x (..., in_features) -> (..., out_features)."""

@@ -34,6 +34,7 @@ from .feed_forward import linear_relu_dropout
 from .hooks import LOOKS_UP, TAKES_RESIDUAL, in_role, is_plain
 from .linear import apply_linear, is_linear
 from .norm import post_norm, pre_norm
+from .scripted_as import scripted_as
 from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 
 
@@ -41,6 +42,7 @@ from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 class LayerNorm(_norm.LayerNorm):
     """``nn.LayerNorm``, optionally fused with the dropout and the residual addition before it."""
 
+    @scripted_as(nn.LayerNorm.forward)
     def forward(
         self, input: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -65,6 +67,7 @@ class LayerNorm(_norm.LayerNorm):
 class RMSNorm(_norm.RMSNorm):
     """``nn.RMSNorm``, optionally fused with the dropout and the residual addition before it."""
 
+    @scripted_as(nn.RMSNorm.forward)
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -88,6 +91,7 @@ class RMSNorm(_norm.RMSNorm):
 class Embedding(nn.Embedding):
     """``nn.Embedding`` without ``max_norm``, ``scale_grad_by_freq`` and ``sparse``."""
 
+    @scripted_as(nn.Embedding.forward)
     def forward(self, input: Tensor) -> Tensor:
         """Look up ids (..., L), int -> (..., L, embedding_dim). Raises IndexError for an id outside the table (on
         CPU)."""
@@ -104,6 +108,7 @@ class Embedding(nn.Embedding):
 class MultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` without ``add_bias_kv`` and ``add_zero_attn``."""
 
+    @scripted_as(nn.MultiheadAttention.forward)
     def forward(
         self,
         query: Tensor,
@@ -230,6 +235,7 @@ class _Layer(nn.Module):
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """``nn.TransformerEncoderLayer``; dropout, residual addition and the next norm run as one op."""
 
+    @scripted_as(nn.TransformerEncoderLayer.forward)
     def forward(
         self,
         src: Tensor,
@@ -250,6 +256,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """``nn.TransformerDecoderLayer``; dropout, residual addition and the next norm run as one op."""
 
+    @scripted_as(nn.TransformerDecoderLayer.forward)
     def forward(
         self,
         tgt: Tensor,

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ...layers.quantised_as import NAME as QUANTISED_AS
+from ...layers.scripted_as import scripted_as
 from ..made import FormerClass, Made, former_classes, make_class
 
 Forward = Callable[..., Any]
@@ -45,8 +47,11 @@ def _packed_class(base: type[nn.Module], name: str) -> type[nn.Module]:
 
 @functools.cache
 def _class(base: type[nn.Module], name: str, former: tuple[FormerClass, ...]) -> type[nn.Module]:
-    forward = functools.wraps(base.forward)(_FORWARDS[name](base))  # Trainer and torch.export read the signature
-    return make_class((Packed,), base, (_packed_class, name), former, forward=forward, made_by=(name, base))
+    # Trainer and torch.export read the signature.
+    forward = scripted_as(base.forward, same_signature=True)(_FORWARDS[name](base))
+    quantised_as = {QUANTISED_AS: vars(base)[QUANTISED_AS]} if QUANTISED_AS in vars(base) else {}
+    recipe = _packed_class, name
+    return make_class((Packed,), base, recipe, former, forward=forward, made_by=(name, base), **quantised_as)
 
 
 class Arguments:

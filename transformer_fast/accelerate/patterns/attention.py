@@ -34,6 +34,7 @@ class Heads(Pattern):
     """
 
     keywords = ("cache",)
+    attends = True
 
     def __init__(self, name: str, *linears: str, head_axis: bool = True, weights: tuple[str, ...] = ()) -> None:
         super().__init__(name)
@@ -120,6 +121,7 @@ class TensorflowHeads(Pattern):
 
     parts = children(wq=LINEAR, wk=LINEAR, wv=LINEAR, dense=LINEAR)
     keywords = ("need_weights",)
+    attends = True
     roles = (TAKES_NEED_WEIGHTS,)
 
     def matches(self, m: Any) -> bool:

@@ -23,6 +23,7 @@ from ...layers import dropout
 from ...layers.embedding import is_lookup
 from ...layers.hooks import CHANGED, in_role, is_plain
 from ...layers.padded_calls import padded_calls
+from ...layers.scripted_as import scripted_as
 from ...layers.torch_modules import Embedding
 from ...tensors import takes_fused_ops
 from ..made import FormerClass, Made, author_class, change_of, former_classes, is_as_proven, make_class, say
@@ -84,6 +85,8 @@ class Pattern:
     """Roles of ``layers.hooks`` in which a fused parent may compute a module swapped by this pattern."""
     padding: str | None = None
     """Reason why a layer or stack keeps padding; "" if it may skip padding; None if the module is no layer or stack."""
+    attends: bool = False
+    """True for attention itself; False for modules around attention."""
     passed_on: tuple[str, ...] = ()
     """Arguments that a named ``fused_forward`` takes in ``**others`` and passes on unchanged."""
 
@@ -213,7 +216,7 @@ def _accelerated_class(
     names = names_of(original) if pattern.named else None
     keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
 
-    @functools.wraps(original.forward)  # for torch.export, which reads the signature
+    @scripted_as(original.forward, same_signature=True)  # torch.export reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ours: dict[str, Any] = {}
         if pattern.named:
@@ -231,9 +234,8 @@ def _accelerated_class(
             if changed := pattern.change(self):
                 say(f"accelerate: a {original.__name__} runs its own code: {changed}")
             if (calls := padded_calls(self)) is not None:
-                calls.add(
-                    f"a {original.__name__} runs its own forward: it has a hook, or an unknown submodule or input"
-                )
+                why = changed or "it has a hook, or an unknown submodule or input"
+                calls.add(f"a {original.__name__} runs its own forward: {why}")
         return pattern.own_forward(self, original.forward, args, kwargs, ours)
 
     made = make_class(

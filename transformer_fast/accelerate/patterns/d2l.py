@@ -56,6 +56,7 @@ class D2lAttention(Pattern):
     arguments = 4
     weights = ("attention_weights",)
     roles = (SCALED_DOT_PRODUCT,)
+    attends = True
 
     def matches(self, m: Any) -> bool:
         if not super().matches(m) or m._buffers:
@@ -78,6 +79,7 @@ class D2lHeads(Pattern):
     parts = children(
         W_q=LINEAR, W_k=LINEAR, W_v=LINEAR, W_o=LINEAR, attention=Part(swapped_by(D2lAttention), fused=True)
     )
+    attends = True
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and type(m.num_heads) is int

@@ -1,0 +1,209 @@
+"""Reasons in a report: attention that is not fused, subclasses of torch's classes, and layers that keep padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+
+D = 8
+
+
+class OwnAttention(nn.Module):
+    """Attention by plain products, under names that no text has."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.one, self.dropout = nn.Linear(D, D), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.one(x) @ x.mT).softmax(-1)
+        return (F.dropout(weights, self.dropout, self.training) if self.dropout else weights) @ x
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.norm = attention, nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))
+
+
+class AttentionBlock(Block):
+    """Block that is named after the attention inside it."""
+
+
+class Sdpa(OwnAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.one(x)
+        return F.scaled_dot_product_attention(q, q, x)
+
+
+class Inside(Sdpa):
+    """Attention that the redirection leaves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0
+
+
+class OtherAttention(nn.MultiheadAttention):
+    """Subclass, whose code may be its own."""
+
+
+class Wider(nn.Linear):
+    """Square linear layer with a factor: its parameters have the names and shapes of GPT-2's ``Conv1D``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+UNKNOWN = "its structure is unknown, and no call of F.scaled_dot_product_attention is found in its code"
+FIRST = {
+    "its own": (
+        lambda: Stack(Block(OwnAttention()), Block(OwnAttention())),
+        [f"attention: not fused in 2 OwnAttention: {UNKNOWN}", "(layers.*.attention)"],
+    ),
+    "its own, with our dropout": (
+        lambda: Stack(AttentionBlock(OwnAttention(0.5))),
+        [f"attention: not fused in 1 OwnAttention: {UNKNOWN}", "(layers.0.attention)"],
+    ),
+    "one of two": (
+        lambda: Stack(AttentionBlock(OwnAttention()), AttentionBlock(Sdpa())),
+        [
+            "attention: fused in 1 of 2 modules (Sdpa, through F.scaled_dot_product_attention)",
+            f"  not fused in 1 OwnAttention: {UNKNOWN}", "(layers.0.attention)",
+        ],
+    ),
+    "behind super()": (
+        lambda: Block(Inside()),
+        ["attention: not fused in 1 Inside: Inside.forward calls it through super(), in Sdpa.forward (attention)"],
+    ),
+    "a subclass": (
+        lambda: OtherAttention(D, 2),
+        [
+            "attention: not fused in 1 OtherAttention: a subclass of nn.MultiheadAttention may compute something else",
+            "(the model)",
+        ],
+    ),
+    "of torch, with a part that the kernel lacks": (
+        lambda: nn.Sequential(nn.MultiheadAttention(D, 2, add_zero_attn=True), nn.MultiheadAttention(D, 2)),
+        [
+            "attention: fused in 1 of 2 modules (nn.MultiheadAttention)",
+            "  not fused in 1 nn.MultiheadAttention: it uses add_zero_attn, which the kernel does not have (0)",
+        ],
+    ),
+    "of this package": (
+        lambda: tfast.Transformer(11, 11, D, 1, 2, 0.1),
+        ["attention: fused in 3 of 3 modules (MultiHeadAttention, of this package)"],
+    ),
+    "none": (
+        lambda: nn.Sequential(nn.LayerNorm(D)), ["attention: not fused: no attention was found in this model"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_lines_are_about_attention(name: str) -> None:
+    make, expected = FIRST[name]
+    report = tfast.accelerate(make())
+    assert " ".join(str(report).split()).startswith(" ".join(" ".join(expected).split()) + " ")
+
+
+def test_a_second_call_says_the_same_about_attention() -> None:
+    for make, _ in FIRST.values():
+        model = make()
+        first, again = tfast.accelerate(model), tfast.accelerate(model)
+        assert [(row.path, row.now is None) for row in first.attention] == [
+            (row.path, row.now is None) for row in again.attention
+        ]
+
+
+@pytest.mark.parametrize("size", [4, 1024])
+def test_a_subclass_of_linear_is_called_so(size: int) -> None:
+    """From some size on oneDNN may be the faster library, and then the weight's names are those of a known module."""
+    report = tfast.accelerate(nn.Sequential(Wider(size, size)))
+    assert [(row.path, row.why) for row in report.left] == [("0", "a subclass of nn.Linear may compute something else")]
+
+
+LAYERS = {
+    "its own attention": (
+        lambda: Stack(Block(OwnAttention()), Block(OwnAttention())),
+        ["packed: padding stays in layers (2 Block): the attention of OwnAttention is not fused"],
+    ),
+    "its own layers": (
+        lambda: Stack(Block(Sdpa()), Block(Sdpa()), Block(Sdpa())),
+        ["packed: padding stays in layers (3 Block): the structure of Block is unknown, and its code may read padding"],
+    ),
+    "layers of torch without their stack": (
+        lambda: Stack(*(nn.TransformerEncoderLayer(D, 2, 16) for _ in range(2))),
+        [
+            "packed: padding stays in layers (2 TransformerEncoderLayer): no nn.TransformerEncoder or "
+            "nn.TransformerDecoder is around them"
+        ],
+    ),
+    "two lists": (
+        lambda: nn.ModuleDict({"encoder": Stack(Block(Sdpa()), Block(Sdpa())), "decoder": Stack(OwnAttention())}),
+        [
+            "packed: padding stays in encoder.layers (2 Block): the structure of Block is unknown, and its code may "
+            "read padding",
+            "packed: padding stays in decoder.layers.0 (1 OwnAttention): the attention of OwnAttention is not fused",
+        ],
+    ),
+    "one module": (
+        lambda: nn.MultiheadAttention(D, 2),
+        ["packed: padding stays in the model (1 MultiheadAttention): the structure of MultiheadAttention is unknown, "
+         "and its code may read padding"],
+    ),
+    "nothing": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
+        ["packed: padding stays: no attention was found in this model"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_layers_that_keep_padding_are_named(name: str) -> None:
+    make, expected = LAYERS[name]
+    report = tfast.accelerate(make(), packed=True)
+    assert report.notes == expected
+    assert "".join("".join(expected).split()) in "".join(str(report).split())
+    assert not tfast.accelerate(make()).notes
+
+
+def test_a_stack_that_skips_padding_has_no_note() -> None:
+    layer = nn.TransformerEncoderLayer(D, 2, 16, batch_first=True)
+    report = tfast.accelerate(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), packed=True)
+    assert not report.notes and "2 TransformerEncoderLayer" in str(report)
+
+
+def test_a_change_of_attention_alone_is_a_change() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.LlamaConfig(vocab_size=9, num_key_value_heads=2, **sizes)
+    layer = nn.ModuleList([transformers.LlamaModel(config).layers[0].self_attn])
+    report = tfast.accelerate(layer)
+    first, numbers, *_ = str(report).splitlines()
+    assert first == "attention: fused in 1 of 1 modules (LlamaAttention, through transformers' interface)"
+    assert numbers == "0 modules swapped, 0 left; nothing to gain in 4 Linear, 1 ModuleList"
+
+
+def test_packing_a_model_that_was_swapped_is_a_change() -> None:
+    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    swapped = len(tfast.accelerate(stack).swapped)
+    report = tfast.accelerate(stack, packed=True)
+    assert f"0 modules swapped, {swapped} on the fused ops already, 0 left" in str(report)
+    assert "2 TransformerEncoderLayer -> without padding" in " ".join(str(report).split())

@@ -1,0 +1,102 @@
+"""Rows of a report about attention: the modules of a model that attend, and whether the kernels compute them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..integrations import dispatch
+from ..layers import torch_modules
+from .calls import REPLACEMENTS, Redirected
+from .held_objects import redirected_objects
+from .huggingface import Attention
+from .patterns.base import pattern_of
+from .row import ALREADY, Row
+
+UNKNOWN = "its structure is unknown, and no call of F.scaled_dot_product_attention is found in its code"
+_STAYS = re.compile(rf"its {re.escape(REPLACEMENTS['attention'].theirs)} stays: (.*?)(?:; its |$)")
+_NAMED = re.compile("attention|attn", re.IGNORECASE)
+
+
+def attention_rows(model: nn.Module, rows: list[Row], interface: Attention) -> list[Row]:
+    """One row per attention module, in order; ``now`` is the way to the kernels, None if there is none.
+
+    Attention is a module that looks up transformers' interface, an ``nn.MultiheadAttention``, a module that was swapped
+    as attention, code that reaches ``F.scaled_dot_product_attention``, and any other module named "attention" without
+    such a module inside.
+
+    Args:
+        model: model after its modules were swapped.
+        rows: rows of the report so far.
+        interface: outcome for transformers' attention interface.
+    """
+    return list(_Search(rows, interface).inside(model, ""))
+
+
+class _Search:
+    def __init__(self, rows: list[Row], interface: Attention) -> None:
+        self.reasons = {row.path: row.why for row in rows if row.now is None or row.why}
+        self.parts = {row.path: row.why for row in interface.rows}
+        self.interface = interface
+        self.seen: set[int] = set()
+
+    def inside(self, module: nn.Module, path: str) -> Iterator[Row]:
+        """Rows of a module and of the modules inside it."""
+        if id(module) in self.seen:
+            return
+        self.seen.add(id(module))
+        own = self._row(module, path)
+        if own is not None:
+            yield own
+        if own is not None and not _is_redirected(module):  # else code inside it may attend too
+            return
+        found = False
+        for name, child in module._modules.items():
+            if child is not None:
+                for row in self.inside(child, f"{path}.{name}" if path else name):
+                    found = True
+                    yield row
+        if own is None and not found and _NAMED.search(type(module).__name__):
+            yield Row(path, type(module).__name__, None, self._reason(path))
+
+    def _row(self, module: nn.Module, path: str) -> Row | None:
+        name, why = type(module).__name__, self.reasons.get(path, "")
+        if type(module) is torch_modules.MultiheadAttention:
+            return Row(path, f"nn.{name}", "")
+        if isinstance(module, nn.MultiheadAttention):
+            return Row(path, f"nn.{name}" if type(module) is nn.MultiheadAttention else name, None, self._reason(path))
+        if _is_redirected(module):
+            return Row(path, name, f"through {REPLACEMENTS['attention'].theirs}")
+        if stays := _STAYS.search(why):
+            return Row(path, name, None, stays[1])
+        pattern = pattern_of(module)
+        if pattern is not None and pattern.attends:
+            return Row(path, name, "by its structure")
+        if dispatch.calls_the_interface(type(module)):
+            if id(module) in self.interface.layers:
+                return Row(path, name, "through transformers' interface")
+            return Row(path, name, None, self._part(path))
+        ours = type(module).__module__.startswith("transformer_fast.")
+        if why == ALREADY and ours and _NAMED.search(name):
+            return Row(path, name, "of this package")
+        return None
+
+    def _part(self, path: str) -> str:
+        """Reason of the model of transformers around a module."""
+        while path not in self.parts and path:
+            path = path.rpartition(".")[0]
+        return self.parts.get(path, "")
+
+    def _reason(self, path: str) -> str:
+        why = self.reasons.get(path, "").partition(";")[0]
+        if why == ALREADY:
+            return "an earlier call left it"
+        return self._part(path) or (UNKNOWN if why in ("", "unknown structure") else why)
+
+
+def _is_redirected(module: nn.Module) -> bool:
+    """Return True if calls of torch's attention in a module's code, or in objects that it holds, are redirected."""
+    own = isinstance(module, Redirected) and "attention" in type(module).recipe[2]
+    return own or any("attention" in type(value).made_from[1] for value in redirected_objects(module))

@@ -1,0 +1,23 @@
+"""Row of a report: one module."""
+
+from __future__ import annotations
+
+import dataclasses
+
+ALREADY = "it runs on the fused ops already"
+"""Reason for a module that was swapped earlier or that belongs to this package."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One module: path in the model, former class, new class (None: unchanged), and the reason to leave it."""
+
+    path: str
+    was: str
+    now: str | None
+    why: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Reason to leave the module, without details of this single module."""
+        return self.why.partition(";")[0]
