@@ -10,14 +10,13 @@ from accelerated import pair, seems_on_gpu, seen
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast.integrations import dispatch
-from transformer_fast.integrations.lazy_bias import LazyBias
 
 transformers = pytest.importorskip("transformers", minversion="5")
 import huggingface_models as models  # noqa: E402
 
 NAME = "transformer_fast"
-NOW = f"attn_implementation={NAME}"
+OURS = {"eager": f"{NAME}_eager", "sdpa": f"{NAME}_sdpa"}
+NOW = {kind: f"attn_implementation={name}" for kind, name in OURS.items()}
 ENCODER, DECODER = "model.encoder", "model.decoder"
 PARTS: dict[str, dict[str, str]] = {  # the parts of a model that get our attention, with their classes
     "BertForMaskedLM": {"bert": "BertModel"},
@@ -77,8 +76,8 @@ def test_every_model(name: str) -> None:
     """Compare outputs and gradients, the attention that ran, the report, a second call, and undo."""
     model, fast, report = pair(make(name))
     parts, before = PARTS[name], implementations(model)
-    rows = {row.path: row.was for row in report.swapped if row.now == NOW}
     first = "eager" if "GptOss" in name else "sdpa"
+    rows = {row.path: row.was for row in report.swapped if row.now == NOW[first]}
     assert rows == {path: f"{kind} ({first})" for path, kind in parts.items()}
     assert_same(fast, model, name)
     calls = calls_of(fast, name)
@@ -86,7 +85,7 @@ def test_every_model(name: str) -> None:
     assert implementations(model) == before
     again = tfast.accelerate(fast)
     already = {row.path: row.was for row in again.already if NAME in row.was}
-    assert not again.swapped and already == {path: f"{kind} ({NAME})" for path, kind in parts.items()}
+    assert not again.swapped and already == {path: f"{kind} ({OURS[first]})" for path, kind in parts.items()}
     again.undo()
     assert calls_of(fast, name) == calls
     report.undo()
@@ -101,9 +100,9 @@ def test_what_would_be_refused_is_named_with_the_reason(name: str, path: str, ki
     _, fast, report = pair(make(name))
     (row,) = [row for row in report.left if row.path == path and f"{kind}Model (" in row.was]
     assert f"its {kind}Attention computes attention or uses masks by itself" in row.why
-    assert fast.get_submodule(path).config._attn_implementation != NAME
+    assert fast.get_submodule(path).config._attn_implementation == "eager"
     if hasattr(fast, "encoder"):
-        assert fast.encoder.config._attn_implementation == fast.config.encoder._attn_implementation == NAME
+        assert fast.encoder.config._attn_implementation == fast.config.encoder._attn_implementation == OURS["sdpa"]
         assert fast.encoder.config is fast.config.encoder and fast.decoder.config is fast.config.decoder
 
 
@@ -112,7 +111,7 @@ def test_a_model_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model, fast = make(BERT), make(BERT)
     seems_on_gpu(seems_on_gpu(fast, monkeypatch).bert, monkeypatch)
     report = tfast.accelerate(fast)
-    assert {row.path: row.was for row in report.swapped if row.now == NOW} == {"bert": "BertModel (sdpa)"}
+    assert {row.path: row.was for row in report.swapped if row.now == NOW["sdpa"]} == {"bert": "BertModel (sdpa)"}
     assert any(row.was == "nn.Dropout" and "not measured on a GPU" in row.why for row in report.left)
     assert calls_of(fast, BERT) == ["ours"] * 2 and calls_of(model, BERT) == ["torch"] * 2
 
@@ -158,12 +157,12 @@ def test_a_part_of_a_model(name: str, path: str, calls: int) -> None:
     fast = copy.deepcopy(model)
     part = fast.get_submodule(path)
     report = tfast.accelerate(part)
-    assert [row.path for row in report.swapped if row.now == NOW] == [""]
-    assert fast.config._attn_implementation == "sdpa" and part.config._attn_implementation == NAME
+    assert [row.path for row in report.swapped if row.now == NOW["sdpa"]] == [""]
+    assert fast.config._attn_implementation == "sdpa" and part.config._attn_implementation == OURS["sdpa"]
     assert calls_of(fast, name).count("ours") == calls
     assert_same(fast, model, name)
     tfast.accelerate(fast)
-    assert set(implementations(fast)) == {NAME}
+    assert set(implementations(fast)) == {OURS["sdpa"]}
     assert_same(fast, model, name)
 
 
@@ -181,7 +180,7 @@ class Sentences(nn.Module):
 
 def test_a_module_that_holds_models_of_transformers() -> None:
     model, fast, report = pair(Sentences())
-    assert {row.path for row in report.swapped if row.now == NOW} == {"text.bert", "image.vit"}
+    assert {row.path for row in report.swapped if row.now == NOW["sdpa"]} == {"text.bert", "image.vit"}
     assert fast.config is fast.text.config and "its BloomAttention" in str(report)
     arguments = given(BERT), given("ViTForImageClassification")
     torch.testing.assert_close(fast(*arguments), model(*arguments))
@@ -203,21 +202,27 @@ def test_modes_and_a_change_of_mind() -> None:
     assert set(implementations(fast)) == {"sdpa"}
 
 
-def test_a_bias_of_relative_positions_is_not_made_dense_when_the_name_is_set_later() -> None:
-    """The classes of T5's layers are copies after their dropout was redirected."""
-    encoder = models.make(case("T5ForConditionalGeneration"), "eager", dropout_rate=0.1).encoder
-    encoder.config._attn_implementation_internal = "flex_attention"  # so that accelerate leaves it
-    assert not [row for row in tfast.accelerate(encoder).swapped if row.now == NOW]
-    encoder.config._attn_implementation_internal = "eager"
-    encoder.set_attn_implementation(NAME)
-    assert isinstance(encoder.block[0].layer[0].SelfAttention.compute_bias(300, 300), LazyBias)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_packed_decoder_whose_mask_is_left_out(causal: bool) -> None:
+    """Only the source has padding. Whether the decoder is causal is said by its layers."""
+    model = make("MarianMTModel")
+    for layer in model.model.decoder.layers:
+        layer.self_attn.is_causal = causal
+    fast = copy.deepcopy(model)
+    report = tfast.accelerate(fast, packed=True)
+    assert_same(fast, model, "MarianMTModel")
+    assert not report.padded_calls.reasons
 
 
-def test_a_part_that_stays_is_not_noted_as_one_that_may() -> None:
-    """Compiled code asks for the class of a config, so another part must not answer for Bloom."""
-    both = nn.ModuleList([make("BloomForCausalLM"), make(BERT)])
-    for config in (transformers.BloomConfig, transformers.BertConfig):
-        if dispatch._CHECKED in vars(config):
-            delattr(config, dispatch._CHECKED)
-    tfast.accelerate(both)
-    assert not dispatch.is_checked(both[0].config) and dispatch.is_checked(both[1].config)
+def test_code_that_asks_for_sdpa_by_name_always_gets_a_mask() -> None:
+    """Gemma 4 drops queries of its last layers, unless the mask of "sdpa" is left out."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    settings = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": kinds}
+    model = models.scattered(models.make(case("Gemma4ForCausalLM"), **settings), std=0.3)
+    fast = copy.deepcopy(model)
+    report = tfast.accelerate(fast)
+    assert f"attn_implementation={NAME}" in {row.now for row in report.swapped}
+    assert set(implementations(fast)) == {NAME}
+    ids = torch.randint(4, 40, (2, 7))
+    ours, theirs = (m(input_ids=ids, use_cache=False, logits_to_keep=3).logits for m in (fast, model))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)

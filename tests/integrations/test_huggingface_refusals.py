@@ -1,4 +1,4 @@
-"""Models whose layers do not call the attention interface: refused ones, and supported ones."""
+"""Models whose layers do not call the attention interface: refused when they ask for a mask."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ def refused(model: str = "BloomModel", layer: str = "BloomAttention") -> Any:
     return pytest.raises(NotImplementedError, match=words)
 
 
-def test_when_it_is_made(tmp_path: Path) -> None:
-    with refused():
-        bloom(attn_implementation=NAME)
+def test_at_its_first_call(tmp_path: Path) -> None:
     config = config_of("BloomForCausalLM")
     config._attn_implementation = NAME
-    with refused():
-        transformers.BloomForCausalLM(config)
     bloom().save_pretrained(tmp_path)
-    with refused():
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+    for model in (
+        bloom(attn_implementation=NAME),
+        transformers.BloomForCausalLM(config),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME),
+    ):
+        for _ in range(2):
+            with refused():
+                model(input_ids=IDS)
 
 
-def test_when_it_is_given_the_name_later_and_it_stays_as_it_was() -> None:
+def test_transformers_does_not_give_it_the_name_later() -> None:
     model = bloom(attn_implementation="eager").eval()
     expected = model(input_ids=IDS).logits
-    with refused():
-        model.set_attn_implementation(NAME)
+    model.set_attn_implementation(NAME)  # warns
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(input_ids=IDS).logits, expected)
 
@@ -79,28 +80,16 @@ def test_compiled_first_it_is_as_eager() -> None:
     torch.testing.assert_close(logits[:, 1:], expected[:, 1:])
 
 
-@pytest.mark.parametrize("name", ["GPTJ", "Mpt", "Falcon"])
-def test_no_bare_error_from_a_table_of_layers(name: str) -> None:
-    with refused(r"\w+Model", f"{name}Attention"):
-        transformers.AutoModelForCausalLM.from_config(config_of(f"{name}ForCausalLM"), attn_implementation=NAME)
-
-
 def test_one_part_of_two() -> None:
     case, made = models.named("EncoderDecoderModel", "Bert", "XGLM"), transformers.AutoModelForSeq2SeqLM.from_config
-    with refused("XGLMModel", "XGLMAttention"):
-        made(models.config_of(case), attn_implementation=NAME)
-    eager = made(models.config_of(case), attn_implementation="eager").eval()
     given = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]]), "decoder_input_ids": IDS[:, :3]}
-    expected = eager(**given).logits
     with refused("XGLMModel", "XGLMAttention"):
-        eager.set_attn_implementation(NAME)
-    assert eager.encoder.config._attn_implementation == "eager"
+        made(models.config_of(case), attn_implementation=NAME)(**given)
+    eager = made(models.config_of(case), attn_implementation="eager").eval()
+    expected = eager(**given).logits
     eager.set_attn_implementation({"encoder": NAME, "decoder": "eager"})
     assert (eager.encoder.config._attn_implementation, eager.decoder.config._attn_implementation) == (NAME, "eager")
     torch.testing.assert_close(eager(**given).logits, expected)
-    with refused("XGLMModel", "XGLMAttention"):
-        eager.set_attn_implementation({"encoder": "eager", "decoder": NAME})
-    assert eager.encoder.config._attn_implementation == NAME
 
 
 class Settings(transformers.PretrainedConfig):
@@ -121,8 +110,10 @@ class Mixing(nn.Module):
 
 def eager_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, sharpness: Any = None
-) -> None:
+) -> tuple[Tensor, None]:
     """Eager attention of a model's file, with an argument that only this model knows."""
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    return (softmax_of(scores if attention_mask is None else scores + attention_mask) @ value).transpose(1, 2), None
 
 
 class Calling(nn.Module):
@@ -133,7 +124,7 @@ class Calling(nn.Module):
         self.config, self.is_causal, self.sharpness = config, False, sharpness
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
         heads = x.unsqueeze(1)
         return attend(self, heads, heads, heads, attention_mask, sharpness=self.sharpness)[0].flatten(2)
 
@@ -164,10 +155,17 @@ def ours() -> Settings:
 
 def test_remote_code_that_nobody_listed() -> None:
     with refused("Handwritten", "Mixing"):
-        Handwritten(ours(), Mixing())
+        Handwritten(ours(), Mixing())(IDS)
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([[1, 1, 1, 0]])], ids=["none", "right"])
+def test_a_layer_with_attention_of_its_own_beside_ours_gets_the_mask_of_eager(padding: Tensor | None) -> None:
     config = ours()
-    with refused("Handwritten", "Mixing"):
-        Handwritten(config, Calling(config), Mixing())
+    torch.manual_seed(0)
+    model = Handwritten(config, Calling(config), Mixing())
+    logits = model(IDS, padding)
+    config._attn_implementation = "eager"
+    torch.testing.assert_close(logits[:, :3], model(IDS, padding)[:, :3])
 
 
 def test_an_argument_that_only_one_model_has() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +114,48 @@ def test_no_mask_becomes_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) ->
     model.generate(**given, max_new_tokens=6, do_sample=False, disable_compile=True)
 
 
-def test_a_mask_that_a_model_changes_is_a_tensor() -> None:
-    """Reading, slicing or writing a mask gives transformers' own dense mask, which attention then reads."""
-    pattern = masking_utils.sliding_window_causal_mask_function(3)
-    given = {"batch_size": 2, "q_length": 5, "kv_length": 7, "q_offset": 2, "kv_offset": 0, "mask_function": pattern}
-    expected = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
-    lazy = lazy_mask.LazyMask(lazy_mask.bounds_of(pattern, 2), (2, 1, 5, 7), torch.device("cpu"))
-    assert lazy.shape == expected.shape and lazy.dtype == torch.bool
-    assert torch.equal(lazy[..., 1:], expected[..., 1:]) and torch.equal(~lazy, ~expected)
-    lazy[:, :, 0] = True
-    assert lazy.mask.keep_mask[:, :, 0].all() and torch.equal(lazy.mask.keep_mask[:, :, 1:], expected[:, :, 1:])
+PATTERN = {
+    "batch_size": 2, "q_length": 5, "kv_length": 7, "q_offset": 2, "kv_offset": 0,
+    "mask_function": masking_utils.sliding_window_causal_mask_function(3),
+}  # fmt: skip
+
+
+def lazy_of(kind: str) -> tuple[lazy_mask.LazyMask, Tensor]:
+    """Return a mask in normal form, and the mask of transformers that it stands for."""
+    theirs = {"sdpa": masking_utils.sdpa_mask, "eager": masking_utils.eager_mask}[kind]
+    ours = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[f"{NAME}_{kind}"](**PATTERN, dtype=torch.float64)
+    return ours, theirs(**PATTERN, dtype=torch.float64)
+
+
+READS: list[Callable[[Tensor], Any]] = [
+    lambda m: m[..., 1:], lambda m: m.logical_not(), lambda m: m + 1, lambda m: 1 + m, lambda m: m.expand(2, 3, 5, 7),
+    lambda m: torch.where(m == 0, 1, 2), lambda m: m.to(torch.float16), lambda m: m.contiguous(),
+    lambda m: m.detach() + 1, lambda m: m.clone().zero_(), lambda m: torch.cat([m, m]),
+]  # fmt: skip
+WRITES: list[Callable[[Tensor], Any]] = [
+    lambda m: m.__setitem__((..., 0), 0), lambda m: m[:, :, 1].fill_(1), lambda m: m.masked_fill_(m == 0, 1),
+    lambda m: m.detach().zero_(), lambda m: m.expand(2, 1, 5, 7).zero_(), lambda m: m.data.zero_(),
+    lambda m: m.numpy().fill(0), lambda m: torch.logical_not(m, out=m), lambda m: m.contiguous().zero_(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_a_mask_is_that_of_transformers_to_all_who_read_it(kind: str, inference: bool) -> None:
+    """Readers leave the normal form. After a writer, attention reads what was written."""
+    with torch.inference_mode(inference):
+        for read in READS:
+            lazy, expected = lazy_of(kind)
+            assert (lazy.shape, lazy.dtype, lazy.device) == (expected.shape, expected.dtype, expected.device)
+            assert torch.equal(read(lazy), read(expected)) and torch.equal(lazy.dense(), expected)
+            assert lazy.mask.window_offset is not None
+        for write in WRITES:
+            lazy, expected = lazy_of(kind)
+            expected = expected.clone()  # from an expanded one
+            write(lazy)
+            write(expected)
+            read_by_attention = lazy.mask.keep_mask if kind == "sdpa" else lazy.mask.additive_bias
+            assert torch.equal(read_by_attention, expected)
 
 
 def test_a_pattern_whose_meaning_changed_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +319,9 @@ def test_relative_positions_are_never_a_dense_tensor(name: str, monkeypatch: pyt
     if name == "SwitchTransformers":
         settings |= {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
     for model in both(f"{name}ForConditionalGeneration", **settings):
+        model(
+            input_ids=ids[:1], decoder_input_ids=ids[:1]
+        )  # some encoders run before the model asks for its first mask
         seen: list[object] = []
         attention = model.train().encoder.block[1].layer[0].SelfAttention
         attention.register_forward_pre_hook(

@@ -297,5 +297,5 @@ def test_tensors_that_this_package_makes_keep_modules_fused() -> None:
         waiting += kind.__subclasses__()
     ours = [kind for kind in kinds if kind.__module__.startswith("transformer_fast.")]
     assert len(ours) >= 4 and all(getattr(kind, "made_when_read", False) for kind in ours)
-    mask = lazy_mask.LazyMask(tfast.AttentionMask.causal(), (1, 1, 3, 3), torch.device("cpu"))
+    mask = lazy_mask.LazyMask(tfast.AttentionMask.causal(), (1, 1, 3, 3), torch.device("cpu"), torch.bool)
     assert takes_fused_ops(mask)

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast.integrations.transformers as integration
+from transformer_fast.integrations import dispatch
 from transformer_fast.testing import errors
 
 ULPS = 8.0
-EQUAL, UNTOUCHED, REFUSED, NOT_MADE = "equal", "equal, nothing to replace", "refused", "not made"
+EQUAL, UNTOUCHED, ALONE = "equal", "equal, nothing to replace", "equal, by attention of its own"
+REFUSED, NO_SUCH_LAYER, NOT_MADE = "refused", "its layers are chosen from a table", "not made"
 
 
 def sides(case: models.Case) -> list[str]:
@@ -29,6 +31,8 @@ def sides(case: models.Case) -> list[str]:
 
 def verdict(case: models.Case) -> tuple[str, str]:
     """Return (verdict, message of the refusal or reason why the model cannot be made).
+
+    Attention of its own is compared with eager alone: it may see what comes later, or have no fp64.
 
     Raises:
         AssertionError: where the numbers are not those of eager, or a causal model sees what comes later.
@@ -43,15 +47,27 @@ def verdict(case: models.Case) -> tuple[str, str]:
         return NOT_MADE, f"{type(error).__name__}: {error}"
     calls: list[None] = []
     try:
+        model = models.make(case, integration.NAME)
+    except KeyError as error:
+        assert error.args == (integration.NAME,)
+        return NO_SUCH_LAYER, str(error)
+    model.load_state_dict(eager.state_dict())
+    try:
         with _counted(calls):
-            model = models.make(case, integration.NAME)
-            model.load_state_dict(eager.state_dict())
-            three = Three(model, eager, copy.deepcopy(eager).double())
             for side in sides(case):
-                _hold(case, three, side)
+                _logits(model, models.inputs(case, side))
+            if calls:
+                three = Three(model, eager, copy.deepcopy(eager).double())
+                for side in sides(case):
+                    _hold(case, three, side)
+                return EQUAL, ""
     except NotImplementedError as error:
         return REFUSED, str(error)
-    return (EQUAL if calls else UNTOUCHED), ""
+    for side in sides(case):
+        expected = _logits(eager, models.inputs(case, side))
+        torch.testing.assert_close(_logits(model, models.inputs(case, side)), expected, equal_nan=True)
+    layers = {type(m): None for m in model.modules() if not hasattr(m, "post_init")}
+    return (ALONE if dispatch.obstacle(nn.Module, layers, {}) else UNTOUCHED), ""
 
 
 class Three:

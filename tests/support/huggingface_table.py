@@ -33,7 +33,12 @@ def label(what: str, why: str, case: models.Case) -> str:
     if what == sweep.NOT_MADE:
         return f"not tried: {models.NOT_MADE.get(case.name, why)}"
     if what != sweep.REFUSED:
-        return {sweep.EQUAL: "equal to eager", sweep.UNTOUCHED: "equal: it has no attention to replace"}[what]
+        return {
+            sweep.EQUAL: "equal to eager",
+            sweep.UNTOUCHED: "equal: it has no attention to replace",
+            sweep.ALONE: "equal, by attention of its own: it asks for no mask",
+            sweep.NO_SUCH_LAYER: "not made: a `KeyError` of its table of layers",
+        }[what]
     missing = re.search(r"has no (.*?) \(", why)
     return f"refused: {missing[1]}" if missing else "refused: attention of its own"
 

@@ -44,9 +44,9 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
     and masks keep the meaning that they have at each module. A hand-written module is swapped only if its numbers agree
     with the fused op's on random input. Any other module whose code calls ``F.scaled_dot_product_attention`` or
     ``F.dropout`` keeps its code; the calls are redirected to the fused functions. Models of Hugging Face transformers
-    get ``attn_implementation="transformer_fast"``, in copies of their configs. Linear layers use the faster of
-    PyTorch's matrix libraries. On a GPU, dropout alone stays torch's. Call ``accelerate`` before the model is compiled
-    or sharded. A second call lists the modules that are swapped already, and swaps modules added since.
+    get our attention, in copies of their configs, and keep their masks. Linear layers use the faster of PyTorch's
+    matrix libraries. On a GPU, dropout alone stays torch's. Call ``accelerate`` before the model is compiled or
+    sharded. A second call lists the modules that are swapped already, and swaps modules added since.
 
     Nothing outside the model changes: no default dtype, random state or backend, in any thread. Calls in several
     threads take turns. A call that ends with an exception (also KeyboardInterrupt) undoes its changes.

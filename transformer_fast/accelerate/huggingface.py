@@ -2,7 +2,8 @@
 
 The config of a layer names its attention implementation. Many modules, and other models, may share one config. So the
 modules of a model get copies of their configs, and only the copies name our implementation. Other models are not
-affected.
+affected. A copy names the variant whose masks are those of the former implementation: modules that do not use our
+attention, also ones put in later, get the mask that the plain model gives them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from torch import nn
 
 from ..integrations import dispatch
 from ..integrations import transformers as integration
+from ..integrations.lazy_bias import with_lazy_bias
+from ..integrations.names import NAME, NAMES, is_ours
 from .report import ALREADY, Attribute, Row
-
-NOW = f"attn_implementation={integration.NAME}"
-_REPLACED = ("eager", "sdpa")
-"""Default implementations, which ours may replace; any other name is the user's choice and stays."""
 
 
 @dataclasses.dataclass
@@ -32,6 +31,8 @@ class Part:
         configs: configs of its modules, by id.
         calls: True if one of its layers calls transformers' attention interface.
         obstacle: reason to keep its implementation, or "".
+        always: configs, by id, of models whose code asks for "sdpa" by name, to know that a mask may be left out. Under
+            another name it takes a missing mask for one that is not needed, so these models always get a mask.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Part:
     configs: dict[int, Any]
     calls: bool = False
     obstacle: str = ""
+    always: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def implementations(self) -> set[Any]:
@@ -50,13 +52,38 @@ class Part:
         """Classes of its layers."""
         return list(dict.fromkeys(type(m) for m in self.modules if m is not self.module or not _is_model(m)))
 
+    def name_for(self, config: Any) -> str:
+        """Name of our attention in place of a config's implementation."""
+        return NAME if id(config) in self.always else NAMES[config._attn_implementation]
+
     def row(self) -> Row | None:
         """Row of the report; None for a model without attention through the interface."""
         if not self.calls and not self.obstacle:
             return None
         used = ", ".join(sorted(map(str, self.implementations)))
         was = f"{type(self.module).__name__} ({used})"
-        return Row(self.path, was, None if self.obstacle else NOW, self.obstacle)
+        names = sorted({self.name_for(c) for c in self.configs.values() if c._attn_implementation in NAMES})
+        now = f"attn_implementation={', '.join(names)}"
+        return Row(self.path, was, None if self.obstacle else now, self.obstacle)
+
+
+@dataclasses.dataclass
+class _Class:
+    """A change of a module's class."""
+
+    module: nn.Module
+    new: type[nn.Module]
+    old: type[nn.Module] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.old = type(self.module)
+
+    def put(self) -> None:
+        self.module.__class__ = self.new
+
+    def undo(self) -> None:
+        if type(self.module) is self.new:
+            self.module.__class__ = self.old
 
 
 @dataclasses.dataclass
@@ -84,7 +111,9 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], chang
     """
     done = Attention()
     parts = list(_parts(model))
+    always = {key for part in parts if dispatch.asks_for("sdpa", part.modules) for key in part.configs}
     for part in parts:
+        part.always = always
         _judge(part, obstacle)
     _share_obstacles(parts)
     ours = [part for part in parts if not part.obstacle]
@@ -102,26 +131,20 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], chang
         if part.calls and part.obstacle in ("", ALREADY):
             done.layers.update(id(m) for m in part.modules if dispatch.calls_the_interface(type(m)))
     if any(part.calls for part in ours):
-        changes += _changes(model, parts)
-        for change in changes:
+        for change in _changes(model, parts):
+            changes.append(change)
             change.put()
-        for part in ours:
-            dispatch.prepare(part.kinds, {integration.NAME})
-            # A model that stays shares its config with the part around it, so the part's name says nothing about the
-            # model.
-            if _is_model(part.module) and part.module.config._attn_implementation == integration.NAME:
-                dispatch.mark(type(part.module), part.module.config)
     return done
 
 
 def _judge(part: Part, obstacle: Callable[[nn.Module], str]) -> None:
     kinds = part.kinds
     part.calls = any(map(dispatch.calls_the_interface, kinds))
-    others = part.implementations - {*_REPLACED, integration.NAME, None}
+    others = {name for name in part.implementations if not is_ours(name)} - {*NAMES, None}
     refused = dispatch.obstacle(type(part.module), kinds, integration.SPARSE)
     if not part.calls:
         part.obstacle = refused if _is_model(part.module) else ""
-    elif part.implementations == {integration.NAME}:
+    elif all(map(is_ours, part.implementations)):
         part.obstacle = ALREADY
     elif others:
         part.obstacle = f'attn_implementation="{min(others)}" was chosen for it'
@@ -142,19 +165,24 @@ def _share_obstacles(parts: list[Part]) -> None:
                 again = True
 
 
-def _changes(model: nn.Module, parts: list[Part]) -> list[Attribute]:
+def _changes(model: nn.Module, parts: list[Part]) -> list[Any]:
     """Copy the config of each module, and name our attention in the copies of parts that may use it."""
     stays = {key for part in parts if part.obstacle not in ("", ALREADY) for key in part.configs}
     memo: dict[int, Any] = {}
-    changes = [Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _configs_in(m)]
+    changes: list[Any] = [
+        Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _configs_in(m)
+    ]
     # The config of a part without attention of its own names our attention if all parts inside use it.
-    todo = [c for part in parts if not part.obstacle and (part.calls or not stays) for c in part.configs.values()]
-    for config in todo:  # the loop adds the configs inside these configs
+    ours = [part for part in parts if not part.obstacle and (part.calls or not stays)]
+    todo = [(config, part) for part in ours for config in part.configs.values()]
+    for config, part in todo:  # the loop adds the configs inside these configs
         if id(config) not in stays:
-            if config._attn_implementation in _REPLACED:
-                memo[id(config)]._attn_implementation_internal = integration.NAME
+            if config._attn_implementation in NAMES:
+                memo[id(config)]._attn_implementation_internal = part.name_for(config)
             stays.add(id(config))
-            todo.extend(filter(_is_config, vars(config).values()))
+            todo.extend((inner, part) for inner in vars(config).values() if _is_config(inner))
+    layers = {id(m): m for part in ours for m in part.modules}.values()
+    changes += [_Class(m, made) for m in layers if (made := with_lazy_bias(type(m))) is not type(m)]
     return changes
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -39,18 +37,16 @@ def uses_masks_by_itself(layer: type[nn.Module]) -> bool:
     )
 
 
-@functools.cache
-def adds_to_its_mask(layer: type[nn.Module]) -> bool:
-    """Return True if a layer extends its mask by a tensor of the same dtype: it expects an additive mask."""
-    code = getattr(inspect.unwrap(layer.forward), "__code__", None)
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)] if code is not None else []
-    pairs = itertools.pairwise(steps)
-    return any(first[1] == "attention_mask" and second == ("LOAD_ATTR", "dtype") for first, second in pairs)
-
-
-@functools.cache
 def own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
-    """Arguments that only the eager attention in a layer's file has."""
+    """Arguments that only the eager attention in a layer's file has. torch.compile does not trace into it."""
+    return _own_arguments(layer)
+
+
+own_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in tracing.py
+
+
+@functools.cache
+def _own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
     file = vars(sys.modules.get(layer.__module__, types))
     eager = file.get("eager_attention_forward") if calls_the_interface(layer) else None
     if not isinstance(eager, types.FunctionType):
@@ -61,20 +57,26 @@ def own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
 @functools.cache
 def keywords_of(layer: type[nn.Module]) -> frozenset[str]:
     """Names of keyword arguments in the calls of a layer's methods."""
-    codes = (code for base in _own_bases(layer) for f in _functions(vars(base).values()) for code in _codes(f.__code__))
-    tuples = (constant for code in codes for constant in code.co_consts if isinstance(constant, tuple))
+    tuples = (constant for constant in _constants(layer) if isinstance(constant, tuple))
     return frozenset(name for names in tuples for name in names if isinstance(name, str))
 
 
-def is_layer(value: Any) -> bool:
-    """Return True for a class of modules."""
-    return isinstance(value, type) and issubclass(value, nn.Module)
+@functools.cache
+def strings_of(layer: type[nn.Module]) -> frozenset[str]:
+    """Strings in the code of a layer's methods, also those in tuples."""
+    return keywords_of(layer).union(text for text in _constants(layer) if isinstance(text, str))
+
+
+def _constants(layer: type[nn.Module]) -> Iterator[Any]:
+    for function in _methods(layer):
+        for code in _codes(function.__code__):
+            yield from code.co_consts
 
 
 @functools.cache
 def names_of(layer: type[nn.Module]) -> frozenset[str]:
     """All names that the methods of a layer use; none for torch's own layers."""
-    functions = [function for base in _own_bases(layer) for function in _functions(vars(base).values())]
+    functions = list(_methods(layer))
     names: set[str] = set()
     seen: set[types.FunctionType] = set()
     while functions:
@@ -89,19 +91,20 @@ def names_of(layer: type[nn.Module]) -> frozenset[str]:
     return frozenset(names)
 
 
-def named_by_init(cls: type[nn.Module]) -> Iterator[Any]:
-    """Values of the globals used by the constructors of a class: layers that it makes, tables that it reads."""
-    for base in _own_bases(cls):
-        for function in _functions([vars(base).get("__init__")]):
-            for code in _codes(function.__code__):
-                yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+def _methods(layer: type[nn.Module]) -> Iterator[types.FunctionType]:
+    """Methods of a layer, without those of torch's and transformers' base classes.
 
-
-def _own_bases(cls: type[nn.Module]) -> Iterator[type]:
-    """Classes that a layer or model inherits from, without torch's and transformers' base classes."""
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] != "torch" and not base.__module__.startswith("transformers.modeling_"):
-            yield base
+    A method that overrides another hides it, unless it has a closure, through which it may call the other (super).
+    """
+    hidden: set[str] = set()
+    for base in layer.__mro__:
+        if base.__module__.partition(".")[0] == "torch" or base.__module__.startswith("transformers.modeling_"):
+            continue
+        for name, value in vars(base).items():
+            for function in _functions([value]) if name not in hidden else ():
+                yield function
+                if not getattr(value, "__closure__", None) and not hasattr(value, "__wrapped__"):
+                    hidden.add(name)
 
 
 def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:

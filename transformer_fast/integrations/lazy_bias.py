@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from ..masks import AttentionMask
 from ..masks.distance import relative_buckets
 from ..tensors import made_when_read
 from ..tracing import is_traced
+from .layer_code import calls_the_interface
+from .names import is_ours
 
 WORTH_IT = 256 * 256
 """Minimum number of scores per head for a lazy bias. With fewer scores, as in a step of generation, reading a dense
@@ -59,34 +62,57 @@ class LazyBias(Tensor):
         return function(*args, **kwargs)
 
 
-def make_lazy(layer: type[nn.Module], names: set[str]) -> None:
-    """Make an attention layer like T5's return a :class:`LazyBias`, under an implementation in `names`.
+class LazyBiased:
+    """First base of the class of an attention layer that returns a :class:`LazyBias`; the second is its former class.
 
-    Other layers do not change. Calls that are compiled, traced, checkpointed or small use the dense bias.
+    Calls that are compiled, traced, checkpointed or small, and those under another implementation, use the dense bias.
     """
-    compute = vars(layer).get("compute_bias")
-    if compute is None or not hasattr(layer, "_relative_position_bucket") or hasattr(compute, "__wrapped__"):
-        return
 
-    @functools.wraps(compute)
+    made_from: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        # The class is made at run time, so a pickle stores how to make the class again.
+        _, _, *rest = super().__reduce_ex__(protocol)
+        return _rebuild, (type(self).made_from,), *rest
+
     def compute_bias(self: Any, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the bias (1, H, Lq, Lk)."""
         offset = kwargs.get("past_seen_tokens", args[1] if len(args) > 1 else 0)
         lazy = (
             not (torch.compiler.is_compiling() or is_traced())
-            and self.config._attn_implementation in names
+            and is_ours(self.config._attn_implementation)
             and all(type(n) is int for n in (query_length, key_length, offset))
             and query_length * key_length >= WORTH_IT
             and not (getattr(self, "gradient_checkpointing", False) and self.training)
-            and _is_t5s(layer, *_numbers(self))
+            and _is_t5s(self.made_from, *_numbers(self))
         )
         if not lazy:
-            return compute(self, query_length, key_length, *args, **kwargs)
+            return super().compute_bias(query_length, key_length, *args, **kwargs)  # type: ignore[misc]
         weight = self.relative_attention_bias.weight
         _, max_distance, bidirectional = _numbers(self)
         mask = AttentionMask.relative(weight, max_distance, bidirectional, offset)
         return LazyBias(mask, (1, weight.shape[1], query_length, key_length), weight)
 
-    layer.compute_bias = compute_bias  # type: ignore[attr-defined]
+
+@functools.cache
+def with_lazy_bias(layer: type[nn.Module]) -> type[nn.Module]:
+    """Class for an attention layer like T5's; other classes, and classes made at run time, stay."""
+    file = sys.modules.get(layer.__module__)
+    if not hasattr(layer, "_relative_position_bucket") or getattr(file, layer.__qualname__, None) is not layer:
+        return layer
+    if not (hasattr(layer, "compute_bias") and calls_the_interface(layer)):
+        return layer
+    return type(layer.__name__, (LazyBiased, layer), {
+        "__module__": layer.__module__,
+        "__qualname__": layer.__qualname__,
+        "__doc__": layer.__doc__,
+        "made_from": layer,
+    })  # fmt: skip
+
+
+def _rebuild(layer: type[nn.Module]) -> nn.Module:
+    made = with_lazy_bias(layer)
+    return made.__new__(made)
 
 
 def _numbers(module: Any) -> tuple[int, int, bool]:

@@ -11,59 +11,116 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..layers.padded_calls import StaysPaddedError
 from ..masks import AttentionMask
 from ..masks.packing import PackedMask, Packing
 from ..tensor_cache import get_or_compute
 from ..tensors import made_when_read
 
+_LAYOUT = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex,
+    Tensor.is_contiguous, Tensor.element_size, Tensor.get_device, Tensor.is_inference, Tensor.detach,
+    Tensor.requires_grad_,
+}  # fmt: skip
+"""Methods that a mask answers without its dense tensor, as it does attributes."""
+_VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "H", "mT", "mH", "real", "imag")}
+"""Attributes that hold the dense tensor."""
+_UNCOUNTED = {
+    Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage,
+}  # fmt: skip
+"""Ways to a tensor's memory on which its version does not count what is written."""
+
+
+_CONTENT = _VIEWS | _UNCOUNTED
+
+
+class _Content:
+    """Mask that several tensors share.
+
+    Attributes:
+        normal: mask in normal form.
+        dense: the dense tensor, once something has read it.
+        version: version of the dense tensor when it was computed; writing to it, or to a view of it, changes that.
+    """
+
+    def __init__(self, normal: AttentionMask) -> None:
+        self.normal = normal
+        self.dense: Tensor | None = None
+        self.version = 0
+
 
 @made_when_read
 class LazyMask(Tensor):
-    """Bool keep mask (B, 1, Lq, Lk) that is computed only when something other than our attention reads it.
+    """Mask (B, 1, Lq, Lk) of transformers that is computed only when something other than our attention reads it.
+
+    To every reader it is the mask that transformers would have made: for "sdpa" bool, True = kept; for "eager" 0 where
+    a key is kept and the least number of the dtype where not, to be added to the scores.
 
     Attributes:
-        mask: mask for the kernels. After the dense tensor was computed, and may have been written to, ``mask`` is that
-            tensor.
         call: the :class:`~.unpadded.Unpadded` call in which the mask was made; None outside of such a call.
     """
 
-    mask: AttentionMask
     call: Any = None
+    _content: _Content
 
     @staticmethod
-    def __new__(cls, mask: AttentionMask, shape: tuple[int, int, int, int], device: torch.device) -> LazyMask:
-        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        lazy.mask = mask
+    def __new__(
+        cls, mask: AttentionMask, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+    ) -> LazyMask:
+        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        lazy._content = _Content(mask)
         return lazy
+
+    @property
+    def mask(self) -> AttentionMask:
+        """Mask for the kernels: the normal form, or the dense tensor if something has written to that."""
+        dense = self._content.dense
+        if dense is None or dense._version == self._content.version:
+            return self._content.normal
+        return AttentionMask(keep_mask=dense) if self.dtype == torch.bool else AttentionMask(additive_bias=dense)
 
     def __repr__(self, **_: Any) -> str:
-        return f"LazyMask({self.mask}, shape={tuple(self.shape)})"
+        return f"{type(self).__name__}({self.mask}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def dense(self) -> Tensor:
-        """Compute the dense tensor."""
-        keep = self.mask.keep_mask
-        if keep is None or keep.shape != self.shape:
-            keep = self.mask.dense(*self.shape[2:], self.device).expand(self.shape).contiguous()
-            self.mask = AttentionMask(keep_mask=keep)
-        return keep
+        """Compute the dense tensor, once."""
+        content = self._content
+        if content.dense is None:
+            with torch.inference_mode(False):  # tensors of that mode do not count what is written to them
+                keep = content.normal.dense(*self.shape[2:], self.device).expand(self.shape)
+                if self.dtype == torch.bool:
+                    content.dense = keep.clone(memory_format=torch.contiguous_format)
+                else:
+                    kept = torch.zeros((), dtype=self.dtype, device=self.device)
+                    content.dense = torch.where(keep, kept, torch.finfo(self.dtype).min)
+            content.version = content.dense._version
+        return content.dense
 
-    def alias(self) -> Tensor:
-        """Another tensor of the same mask, for reentrant checkpoints; an alias if the dense tensor exists."""
-        if self.mask.keep_mask is not None:
-            return self.dense().detach()
-        lazy = self.again()
-        lazy.call = self.call
+    def alias(self) -> LazyMask:
+        """Another tensor of the same mask, for reentrant checkpoints."""
+        shape, dtype, device = self.shape, self.dtype, self.device
+        lazy = Tensor._make_wrapper_subclass(type(self), shape, dtype=dtype, device=device)
+        lazy.__dict__.update(self.__dict__)
         return lazy
 
-    def again(self) -> LazyMask:
-        """Make another tensor of the same mask."""
-        return LazyMask(self.mask, tuple(self.shape), self.device)
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Here and not in __torch_dispatch__, whose views do not count what is written to them.
+        attribute = function.__name__ in ("__get__", "__set__") and function not in _CONTENT
+        if attribute or function in _LAYOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs or {})
+        if function in _UNCOUNTED:
+            args[0].dense()
+            args[0]._content.version = -1
+        args, kwargs = tree_map_only(LazyMask, lambda lazy: lazy.dense(), (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:
             return args[0].alias()
-        args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyMask, lambda lazy: lazy.dense(), (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -72,9 +129,11 @@ class PackedLazyMask(LazyMask):
 
     Attributes:
         packed: mask for the kernels.
+        by_layer: True in place of a mask that the model left out: ``is_causal`` of the layer says what its tokens see.
     """
 
     packed: PackedMask
+    by_layer: bool
 
     @property
     def has_gaps(self) -> bool:
@@ -82,21 +141,21 @@ class PackedLazyMask(LazyMask):
         return has_gaps(self.packed.queries) or has_gaps(self.packed.keys)
 
     @staticmethod
-    def __new__(cls, packed: PackedMask, device: torch.device) -> PackedLazyMask:
+    def __new__(cls, packed: PackedMask, device: torch.device, dtype: torch.dtype, by_layer: bool = False) -> Any:
         shape = 1, 1, packed.queries.total, packed.keys.total
-        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        lazy.packed = packed
+        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        lazy.packed, lazy.by_layer = packed, by_layer
         return lazy
 
     @functools.cached_property
-    def mask(self) -> AttentionMask:  # type: ignore[override]
+    def _content(self) -> _Content:  # type: ignore[override]
         """The mask as an AttentionMask, for code that does not support PackedMask."""
         mask = AttentionMask.documents(_sequences(self.packed.queries), _sequences(self.packed.keys))
-        return mask if self.packed.window is None else mask & self.packed.window
+        return _Content(mask if self.packed.window is None else mask & self.packed.window)
 
-    def again(self) -> PackedLazyMask:
-        """Make another tensor of the same mask."""
-        return PackedLazyMask(self.packed, self.device)
+    def dense(self) -> Tensor:
+        """Refuse: code that is not ours gets the mask of the padded rows, as in the plain model."""
+        raise StaysPaddedError("a module inside it, which is not fused, reads the mask")
 
 
 def has_gaps(packing: Packing) -> bool:

@@ -10,8 +10,8 @@ computes.
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from ..layers.padded_calls import GAPS, StaysPaddedError
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes
 from . import dispatch, unpadded
+from .layer_code import own_arguments
 from .lazy_bias import LazyBias
 from .lazy_mask import LazyMask, PackedLazyMask, bounds_of
+from .names import NAME, NAMES, registered
 
-NAME = "transformer_fast"
 SPARSE = {
     "sinks": "a sink for each query",
     "indices": "sparse attention by indices",
@@ -33,30 +34,31 @@ SPARSE = {
 }
 """Arguments that some models always pass to attention and that the kernels lack."""
 _UNSUPPORTED = {**SPARSE, "cache": "a paged cache", "head_mask": "masks of whole heads"}
-_registered: set[str] = set()
 
 
 def register(name: str = NAME) -> None:
     """Register ``attn_implementation=name`` with transformers (4.53 or later); repeated calls are allowed.
 
-    After that, a model whose layers do not call transformers' attention interface is refused if it is made with this
-    name or gets the name later. ``PreTrainedModel.__init__``, ``post_init`` and ``set_attn_implementation`` are
-    extended by this check, because transformers checks only "sdpa" and its other own names.
+    A model that asks for a mask under this name, but whose layers do not call transformers' attention interface, is
+    refused then. transformers itself checks only "sdpa" and its other own names.
 
     Raises:
         ImportError: if transformers is missing or older.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+        from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
             "integrations.transformers needs Hugging Face transformers 4.53 or later: pip install -U transformers"
         ) from error
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, attention_mask)
-    if not _registered:
-        _check_models_of(PreTrainedModel)
-    _registered.add(name)
+    for key, forward, mask in (
+        (name, attention_forward, attention_mask),
+        (NAMES["eager"], eager_forward, eager_attention_mask),
+        (NAMES["sdpa"], attention_forward, sdpa_attention_mask),
+    ):
+        AttentionInterface.register(key, forward)
+        AttentionMaskInterface.register(key, mask)
+        registered.add(key)
 
 
 def attention_forward(
@@ -98,7 +100,7 @@ def attention_forward(
         if kwargs.get(option) is not None:
             layer = type(module).__name__
             raise NotImplementedError(f'{layer}: attn_implementation="{NAME}" has no {what} ({option}=); use "eager"')
-    for option in getattr(type(module), dispatch.OWN_ARGUMENTS, ()):
+    for option in own_arguments(type(module)):
         if kwargs.get(option) is not None:
             layer = type(module).__name__
             raise NotImplementedError(
@@ -107,7 +109,7 @@ def attention_forward(
     wanted = "dropped" if kwargs.get("output_attentions") or weights_are_captured() else False
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
     if isinstance(attention_mask, PackedLazyMask) and not wanted:
-        packed_mask = _packed_mask(attention_mask, position_bias)
+        packed_mask = _packed_mask(attention_mask, position_bias, module, is_causal)
         if packed_mask is not None:
             tokens = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
             queries, keys = attention_mask.packed.queries, attention_mask.packed.keys
@@ -119,8 +121,7 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
     if attention_mask is None and sizes(query)[2] > 1:
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = AttentionMask.causal() if is_causal else mask
+        mask = AttentionMask.causal() if _looks_back(module, is_causal) else mask
     if isinstance(position_bias, LazyBias) and position_bias.shape[2:] == (query.shape[2], key.shape[2]):
         mask = position_bias.mask if mask is None else mask & position_bias.mask
     elif position_bias is not None:
@@ -139,32 +140,108 @@ def weights_are_captured() -> bool:
     return any("attentions" in key for key in capturing._active_collector.get() or ())
 
 
-def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Mask function for transformers: the bool keep mask of "sdpa", (B, 1, Lq, Lk).
+def eager_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention in place of "eager": without a mask every key is kept, and any mask is added to the scores.
 
-    Padding, look-ahead and sliding windows stay in normal form, which the kernels read; a dense tensor is made only if
-    other code reads the mask. For other patterns the result is the dense tensor, or None if ``is_causal`` of the layers
-    suffices.
+    Arguments, result and errors are those of :func:`attention_forward`.
+    """
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        attention_mask = attention_mask.to(query.dtype)
+    return attention_forward(module, query, key, value, attention_mask, **{**kwargs, "is_causal": False})
+
+
+def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Mask function of ``attn_implementation="transformer_fast"``: the mask of "eager", also where it is not needed.
+
+    Graphs get the bool mask of "sdpa", or None, if all models of the config support that.
 
     Raises:
         NotImplementedError: if the calling model does not use transformers' attention interface.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    config = kwargs.get("config")
-    if not torch.compiler.is_compiling():
-        dispatch.refuse_caller(config, _registered)
-        if not (args or is_traced()) and (lazy := _lazy_mask(**kwargs)) is not None:
-            lazy.call = unpadded.current()
-            return lazy
-    elif not dispatch.is_checked(config):  # tracing hides the caller: make a mask for all
-        return eager_mask(*args, **kwargs)
-    if dispatch.needs_masks(config):
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(*args, **kwargs)
+    recorded = torch.compiler.is_compiling() or is_traced()
+    if recorded and dispatch.supports_sdpa(type(kwargs.get("config"))):
+        return sdpa_mask(*args, **kwargs)
+    if not recorded:
+        dispatch.prepare_caller(kwargs.get("config"))
+    return _mask_as_by(eager_mask, args, kwargs | {"allow_is_bidirectional_skip": False})
 
 
-def _lazy_mask(
+def eager_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Mask function in place of that of "eager"."""
+    from transformers.masking_utils import eager_mask
+
+    return _mask_as_by(eager_mask, args, kwargs)
+
+
+def sdpa_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Mask function in place of that of "sdpa"."""
+    from transformers.masking_utils import sdpa_mask
+
+    return _mask_as_by(sdpa_mask, args, kwargs)
+
+
+def mask_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the masks that a model with one of our names makes for hidden states of a dtype."""
+    return torch.bool if config._attn_implementation == NAMES["sdpa"] else dtype
+
+
+class _IsNeeded(Exception):
+    """Answer of a mask function that computes its mask: it is not None."""
+
+
+def _is_left_out(theirs: Callable[..., Tensor | None], kwargs: dict[str, Any]) -> bool:
+    """Return True if a mask function of transformers gives None, without computing the mask."""
+
+    def pattern(*indices: Any) -> Any:
+        raise _IsNeeded
+
+    try:
+        return theirs(**kwargs | {"mask_function": pattern}) is None
+    except _IsNeeded:
+        return False
+
+
+def _mask_as_by(theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Mask of a mask function of transformers; a :class:`LazyMask` if it need not be computed now.
+
+    Padding, look-ahead and sliding windows stay in normal form, which the kernels read. For other patterns the normal
+    form is the bool mask.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    if torch.compiler.is_compiling() or is_traced() or args:
+        return theirs(*args, **kwargs)
+    shape = tuple(kwargs.get(name) for name in ("batch_size", "q_length", "kv_length"))
+    mask = _normal_form(**kwargs)
+    may_be_left_out = kwargs.get("allow_is_bidirectional_skip") or theirs is sdpa_mask
+    if mask is not None and mask.key_keep_mask is not None and shape[1] == shape[2]:
+        may_be_left_out = False  # a query sees each key, so the padding must be in the mask
+    if mask is not None:
+        if may_be_left_out and _is_left_out(theirs, kwargs):
+            return None
+    elif theirs is sdpa_mask:
+        return sdpa_mask(**kwargs)
+    else:
+        keep = sdpa_mask(**kwargs | {"allow_is_causal_skip": False})
+        if keep is None:
+            return None
+        mask, shape = AttentionMask.keep(keep), (keep.shape[0], *keep.shape[2:])
+    dtype = torch.bool if theirs is sdpa_mask else kwargs.get("dtype", torch.float32)
+    lazy = LazyMask(mask, (shape[0], 1, *shape[1:]), torch.device(kwargs.get("device", "cpu")), dtype)
+    lazy.call = unpadded.current()
+    return lazy
+
+
+def _normal_form(
     *,
     batch_size: int | None = None,
     q_length: int | None = None,
@@ -173,10 +250,9 @@ def _lazy_mask(
     kv_offset: int | Tensor = 0,
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
     **_: Any,
-) -> LazyMask | None:
-    """Mask in normal form, from the arguments of transformers' mask functions; None if it has no normal form."""
+) -> AttentionMask | None:
+    """Mask in normal form, from the arguments of transformers' mask functions; None if it has none."""
     if not all(type(n) is int for n in (batch_size, q_length, kv_length, q_offset, kv_offset)):
         return None
     mask = bounds_of(mask_function, q_offset - kv_offset)
@@ -188,44 +264,21 @@ def _lazy_mask(
         keys = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         if not keys.all():
             mask = mask & AttentionMask.keep(keys[:, None, None])
-    return LazyMask(mask, (batch_size, 1, q_length, kv_length), torch.device(device))
+    return mask
 
 
-def _check_models_of(base: type[nn.Module]) -> None:
-    """Extend transformers' base class by the checks of ``dispatch``, before and after a model's layers are made."""
-    init, post_init = base.__init__, base.post_init
-    set_implementation = getattr(base, "set_attn_implementation", None)  # since transformers 4.54
-
-    @functools.wraps(init)
-    def checked_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if (name := dispatch.implementation_of(self)) in _registered:
-            dispatch.refuse_class(type(self), name)
-
-    @functools.wraps(post_init)
-    def checked_post_init(self: nn.Module) -> None:
-        post_init(self)
-        dispatch.refuse(self, _registered)
-
-    @functools.wraps(set_implementation or post_init)
-    def checked_set(self: nn.Module, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
-        before = [(config, config._attn_implementation) for config in dispatch.configs_of(self)]
-        set_implementation(self, attn_implementation, *args, **kwargs)
-        try:
-            dispatch.refuse(self, _registered, dispatch.asked_of(self, attn_implementation))
-        except NotImplementedError:
-            for config, implementation in before:
-                config._attn_implementation_internal = implementation
-            raise
-
-    base.__init__, base.post_init = checked_init, checked_post_init
-    if set_implementation is not None:
-        base.set_attn_implementation = checked_set
+def _looks_back(module: nn.Module, is_causal: bool | None) -> bool:
+    """Return True if a layer without a mask is causal."""
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
-def _packed_mask(mask: PackedLazyMask, position_bias: Tensor | None) -> AttentionMask | None:
+def _packed_mask(
+    mask: PackedLazyMask, position_bias: Tensor | None, module: nn.Module, is_causal: bool | None
+) -> AttentionMask | None:
     """Mask parts of a packed batch, counted within each sequence; None if the bias is a tensor."""
     within = mask.packed.window or AttentionMask()
+    if mask.by_layer and _looks_back(module, is_causal):
+        within = AttentionMask.causal()
     if position_bias is None:
         return within
     if mask.has_gaps:
@@ -236,8 +289,8 @@ def _packed_mask(mask: PackedLazyMask, position_bias: Tensor | None) -> Attentio
 def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:
     if mask is None:
         return None, None
-    if isinstance(mask, LazyMask) and mask.shape[2:] == (Lq, Lk):
-        return mask.mask, None
+    if isinstance(mask, LazyMask) and mask.shape[2:] == (Lq, Lk) and (normal := mask.mask).additive_bias is None:
+        return normal, None
     mask = mask[..., :Lk]  # a static cache may be longer than its content
     if mask.is_floating_point():
         return None, mask

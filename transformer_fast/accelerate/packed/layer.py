@@ -95,15 +95,14 @@ def _changes(
             raise StaysPaddedError("its attention to the encoder has a mask that is not padding alone")
     if keep is None and memory_keep is None:
         return None
-    if mask is None:  # another attribute says if the layer is causal
-        raise StaysPaddedError("its self-attention has no mask")
     _check_others(layer, hidden_name, given)
     own = call.packing(keep, batch, length, device, causal=bounds is not None and bounds.causal_offset == 0)
     if own is None:
         return None
     if bounds is not None and bounds.window_offset is not None and has_gaps(own):
         raise StaysPaddedError(GAPS)
-    own_mask = PackedLazyMask(PackedMask(own, own, window=bounds), device)
+    kind = memory_mask.dtype if mask is None else mask.dtype
+    own_mask = PackedLazyMask(PackedMask(own, own, window=bounds), device, kind, by_layer=mask is None)
     changes = {hidden_name: tokens_of(hidden, own).unsqueeze(0), MASK: own_mask}
     if memory is not None:
         source = call.packing(memory_keep, batch, memory.shape[1], device, causal=None)
@@ -111,7 +110,7 @@ def _changes(
             return None
         cross = PackedMask(own, source)
         check_sources(cross)
-        changes |= {MEMORY: tokens_of(memory, source).unsqueeze(0), MEMORY_MASK: PackedLazyMask(cross, device)}
+        changes |= {MEMORY: tokens_of(memory, source).unsqueeze(0), MEMORY_MASK: PackedLazyMask(cross, device, kind)}
         if MEMORY_BIAS in given and given[MEMORY_BIAS] is None:  # T5 would otherwise make a zero bias of size T x T
             changes[MEMORY_BIAS] = LazyBias(AttentionMask(), (1, 1, own.total, source.total), hidden)
     for name in POSITIONS:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...integrations.lazy_mask import LazyMask
+from ...integrations.transformers import mask_dtype
 from ...integrations.unpadded import Unpadded
 from ...layers.padded_calls import GAPS, PaddedCalls
 from ...masks import AttentionMask
@@ -58,8 +59,9 @@ def _layer_obstacle(layer: nn.Module, stack: Stack) -> str:
         return f"{name}.forward has no argument {MASK}"
     try:
         trial, given = _copy(layer).eval(), _arguments(layer, stack, names)
+        dtype = mask_dtype(stack.model.config, given[names[0]].dtype)
         for rows in (_ROWS[:-1], _ROWS):
-            if reason := _difference_on_packed(trial, given, names, rows):
+            if reason := _difference_on_packed(trial, given, names, rows, dtype):
                 return f"{name}: {reason}"
     except Exception as error:
         return f"a trial call of {name} failed: {first_line(error)}"
@@ -67,17 +69,17 @@ def _layer_obstacle(layer: nn.Module, stack: Stack) -> str:
 
 
 def _difference_on_packed(
-    trial: nn.Module, given: dict[str, Any], names: tuple[str, ...], rows: tuple[str, ...]
+    trial: nn.Module, given: dict[str, Any], names: tuple[str, ...], rows: tuple[str, ...], dtype: torch.dtype
 ) -> str:
     """Compare a layer with and without padding on the first rows of its arguments."""
     count, calls, kind = len(rows), PaddedCalls(), type(trial)
     cut = {name: value[:count] if isinstance(value, Tensor) else value for name, value in given.items()}
     keep = _keep(given[names[0]].device, rows)
     with torch.no_grad():
-        expected = _first(trial(**_masked(cut, keep, names, None)))
+        expected = _first(trial(**_masked(cut, keep, dtype, None)))
         trial.__class__ = packed_class(LAYER, kind)
         try:
-            actual = _first(trial(**_masked(cut, keep, names, Unpadded(calls))))
+            actual = _first(trial(**_masked(cut, keep, dtype, Unpadded(calls))))
         finally:
             trial.__class__ = kind
     if calls.reasons:
@@ -107,7 +109,7 @@ def _arguments(layer: nn.Module, stack: Stack, names: tuple[str, ...]) -> dict[s
     return given
 
 
-def _masked(given: dict[str, Any], keep: Tensor, names: tuple[str, ...], call: Unpadded | None) -> dict[str, Any]:
+def _masked(given: dict[str, Any], keep: Tensor, dtype: torch.dtype, call: Unpadded | None) -> dict[str, Any]:
     """Return the arguments with masks: padding (True in `keep`) and look-ahead, of the call if one is given."""
     padding = AttentionMask.keep(keep[:, None, None])
     masks = {MASK: padding & AttentionMask.causal()}
@@ -115,7 +117,7 @@ def _masked(given: dict[str, Any], keep: Tensor, names: tuple[str, ...], call: U
         masks[MEMORY_MASK] = padding
     made = dict(given)
     for name, mask in masks.items():
-        made[name] = LazyMask(mask, (len(keep), 1, _LENGTH, _LENGTH), keep.device)
+        made[name] = LazyMask(mask, (len(keep), 1, _LENGTH, _LENGTH), keep.device, dtype)
         made[name].call = call
     return made
 
