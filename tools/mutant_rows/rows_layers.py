@@ -170,8 +170,29 @@ ROWS = (
     Fault(
         name="a decoder of transformers looks ahead where its layer alone says causal",
         path=PACKAGE + "integrations/transformers.py",
-        old="mask = AttentionMask.causal() if is_causal else mask",
-        new="mask = AttentionMask.causal() if is_causal and False else mask",
+        old="mask = AttentionMask.causal() if _looks_back(module, is_causal) else mask",
+        new="mask = AttentionMask.causal() if is_causal else mask",
+        tests=TRANSFORMERS,
+    ),
+    Fault(
+        name="a mask is bool to a layer that adds it",
+        path=PACKAGE + "integrations/transformers.py",
+        old="dtype = torch.bool if theirs is sdpa_mask else",
+        new="dtype = torch.bool if True else",
+        tests=("tests/integrations/test_foreign_layers.py",),
+    ),
+    Fault(
+        name="a mask that sdpa leaves out is there",
+        path=PACKAGE + "integrations/transformers.py",
+        old="if may_be_left_out and _is_left_out(theirs, kwargs):",
+        new="if False and _is_left_out(theirs, kwargs):",
+        tests=("tests/integrations/test_foreign_layers.py",),
+    ),
+    Fault(
+        name="attention reads a mask as it was before something wrote to it",
+        path=PACKAGE + "integrations/lazy_mask.py",
+        old="if dense is None or dense._version == self._content.version:",
+        new="if True:",
         tests=TRANSFORMERS,
     ),
     Fault(
