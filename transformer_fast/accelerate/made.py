@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..dialects.common import LAST_WEIGHTS, LastWeights
+from ..integrations import transformers as integration
 from ..layers.hooks import CHANGED, FORMER_CLASSES, is_as_made
 from ..layers.padded_calls import WITHOUT_PADDING
 from ..layers.scripted_as import annotations_of
@@ -139,6 +141,8 @@ class Made:
 
 
 def _remake(recipes: tuple[Any, ...], make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    if "transformers.modeling_utils" in sys.modules:  # a new process: the model's configs may name our attention
+        integration.register()
     module = make(*args)
     for function, *others in reversed(recipes):
         module.__class__ = function(type(module), *others)
