@@ -17,7 +17,9 @@ transformers = pytest.importorskip("transformers")
 import packed_models as packed  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
-from transformer_fast.layers.padded_calls import NO_TOKEN  # noqa: E402
+from transformer_fast.accelerate.packed.logits import TokenLogits  # noqa: E402
+from transformer_fast.layers.padded_calls import NO_TOKEN, recorded  # noqa: E402
+from transformer_fast.masks.packing import Packing  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("proven_once")
 BERT, GPT2, BART, T5 = "BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration", "T5EncoderModel"
@@ -89,10 +91,12 @@ def test_a_head_of_another_kind_keeps_padding() -> None:
     expected = model(**call)
     report = tfast.accelerate(model, packed=True)
     torch.testing.assert_close(model(**call), expected)
-    assert list(report.padded_calls.reasons) == ["the head of BertForMeans is unknown; it may read padding"]
+    assert list(report.padded_calls.reasons) == [
+        "the code of BertForMeans is not transformers' own; it may read padding"
+    ]
 
 
-def test_a_model_inside_of_another_module_is_packed() -> None:
+def test_a_model_inside_of_another_module_is_packed_where_it_was_accelerated_alone() -> None:
     class Mean(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -106,32 +110,30 @@ def test_a_model_inside_of_another_module_is_packed() -> None:
     expected = model(**call)
     report = tfast.accelerate(model, packed=True)
     torch.testing.assert_close(model(**call), expected, rtol=1e-4, atol=1e-5)
-    assert not report.padded_calls.reasons
+    (reason,) = report.padded_calls.reasons
+    assert reason.startswith("a Mean is around the model, and may read padding")
+    report.padded_calls.reasons.clear()
+    alone = tfast.accelerate(model.encoder, packed=True)
+    torch.testing.assert_close(model(**call), expected, rtol=1e-4, atol=1e-5)
+    assert not report.padded_calls.reasons and not model.encoder(**call)[0][call["attention_mask"] == 0].any()
+    alone.undo()
+    model(**call)
+    assert list(report.padded_calls.reasons) == [reason]
 
 
-def test_a_hook_inside_a_layer_sees_padded_rows_and_one_on_a_layer_is_no_obstacle() -> None:
+def test_a_hook_sees_the_rows_of_the_plain_model() -> None:
     padded, without, report = both(BERT)
     call, shapes = packed.batch(BERT, "right"), []
     layers = without.bert.encoder.layer
-    layers[0].register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
-    close(packed.step(without, call), packed.step(padded, call))
-    assert not report.padded_calls.reasons
-    hook = layers[1].intermediate.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
-    close(packed.step(without, call), packed.step(padded, call))
-    assert shapes == [(3, 9, 32), (3, 9, 32), (3, 9, 40)]
-    (reason,) = report.padded_calls.reasons
-    assert reason == "a BertIntermediate inside a layer has a hook, which would see tokens without padding"
-    hook.remove()
-    close(packed.step(without, call), packed.step(padded, call))
-    assert report.padded_calls.reasons == {reason: 1}
-
-
-def test_a_hook_on_a_layer_may_change_its_output() -> None:
-    padded, without, _ = both(BERT)
-    call = packed.batch(BERT, "right")
-    for model in (padded, without):
-        model.bert.encoder.layer[0].register_forward_hook(lambda m, args, out: (out.data.mul_(0.5), None)[1])
-    close(packed.step(without, call), packed.step(padded, call))
+    for module, name in ((layers[0], "BertLayer"), (layers[1].intermediate, "BertIntermediate")):
+        report.padded_calls.reasons.clear()
+        hook = module.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
+        close(packed.step(without, call), packed.step(padded, call))
+        assert list(report.padded_calls.reasons) == [f"a {name} has a hook, which may read padding"]
+        hook.remove()
+        close(packed.step(without, call), packed.step(padded, call))
+        assert list(report.padded_calls.reasons.values()) == [1]
+    assert shapes == [(3, 9, 32), (3, 9, 40)]
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -275,13 +277,10 @@ def test_a_model_that_does_not_call_its_output_layer() -> None:
 
 def test_the_inputs_of_a_decoder_end_where_its_labels_do() -> None:
     _, without, report = both(BART)
-    call, lengths = packed.batch(BART, "right"), []
-    without.model.decoder.layers[0].fc1.weight.register_hook(lambda gradient: None)
-    linear = without.model.decoder.layers[0].fc1
-    forward = linear.forward
-    linear.forward = lambda x: (lengths.append(x.shape[:-1]), forward(x))[1]
-    without(**call.given)
-    assert lengths == [(1, int(call.tokens.sum()))]
+    call = packed.batch(BART, "right")
+    with recorded() as passes:
+        without(**call.given)
+    assert [each.tokens for each in passes[2:]] == [int(call.tokens.sum())] * 2
     assert not report.padded_calls.reasons
 
 
@@ -383,15 +382,16 @@ def test_the_output_layer_runs_on_tokens() -> None:
     call, seen = packed.batch(BERT, "right"), []
     with pytest.raises(IndexError):  # an error of the caller in the first call decides nothing
         model(**call.given | {"input_ids": call.given["input_ids"] + 1000})
-    kind = type(model.get_output_embeddings()).made_by[1]
-    forward = kind.forward
 
-    def watched(self: nn.Module, x: Tensor) -> Tensor:
-        if self is model.get_output_embeddings():
-            seen.append(tuple(x.shape[:2]))
-        return forward(self, x)
+    of = TokenLogits.of
 
-    with mock.patch.object(kind, "forward", watched):
-        out = model(**call.given)
+    def watched(logits: Tensor, packing: Packing) -> Tensor:
+        seen.append(tuple(logits.shape[:2]))
+        return of(logits, packing)
+
+    with mock.patch.object(TokenLogits, "of", watched):
+        outs = [model(**call.given) for _ in range(2)]  # the first call learns that the layer is called
     assert seen == [(1, int(call.tokens.sum()))]
-    assert out.logits.shape[:2] == call.tokens.shape
+    for out in outs:
+        assert out.logits.shape[:2] == call.tokens.shape and not out.logits[~call.tokens].any()
+        assert type(out.logits) is Tensor

@@ -148,4 +148,4 @@ def test_no_model_is_wrong(name: str) -> None:
             continue
         sides.hold(packed.batch(name, padding), training=True, gradients=padding != "a whole row")
         reasons = sides.report.padded_calls.reasons.keys() - before
-        assert all(reasons)
+        assert not any("own; it may" in reason or "is unknown; it may" in reason for reason in reasons)

@@ -49,7 +49,9 @@ def batch(name: str, padding: str, seed: int = 3) -> Batch:
     if name.endswith(("ForConditionalGeneration", "MTModel")):
         tokens = kept(TARGETS)
         return Batch(given | {"labels": _ids(TARGET, generator).where(tokens, IGNORED)}, tokens)
-    if name.endswith("ForSequenceClassification"):
+    if name.endswith("ForMultipleChoice"):
+        given = {key: value.unsqueeze(1).repeat(1, 2, 1) for key, value in given.items()}
+    if name.endswith(("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")):
         given["labels"] = torch.tensor([0, 1, 0])
     elif name.endswith("ForTokenClassification"):
         given["labels"] = (ids % 2).where(keep, IGNORED)

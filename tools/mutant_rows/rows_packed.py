@@ -4,7 +4,9 @@ from .fault import Fault
 from .places import PACKAGE
 
 PACKED = PACKAGE + "accelerate/packed/"
-CALLS, MODELS, STACKS = (f"tests/accelerate/test_packed_{name}.py" for name in ("calls", "transformers", "stacks"))
+CALLS, MODELS, STACKS, USERS, GRADIENTS = (
+    f"tests/accelerate/test_packed_{name}.py" for name in ("calls", "transformers", "stacks", "users", "gradients")
+)
 
 ROWS = (
     Fault(
@@ -17,7 +19,7 @@ ROWS = (
     Fault(
         name="labels at padding are dropped without a word",
         path=PACKED + "model.py",
-        old="if _reads_padding(labels != IGNORED, keep, shifts):",
+        old="if _reads_padding(labels != IGNORED, keep, shifts) or unclear:",
         new="if False:",
         tests=(CALLS,),
     ),
@@ -29,11 +31,46 @@ ROWS = (
         tests=(CALLS,),
     ),
     Fault(
-        name="a hook inside a layer sees tokens",
-        path=PACKED + "layer.py",
-        old="if (hooked := next((m for m in layer.modules() if m is not layer and has_hooks(m)), None)) is not None:",
-        new="if (hooked := None) is not None:",
-        tests=(CALLS,),
+        name="a hook reads zeros at padding",
+        path=PACKED + "watch.py",
+        old="if module is not model and has_hooks(module):",
+        new="if False:",
+        tests=(USERS,),
+    ),
+    Fault(
+        name="a module that was replaced outside the layers is not seen",
+        path=PACKED + "watch.py",
+        old='            if tuple(own["_modules"].values()) != children:\n                return None\n',
+        new="",
+        tests=(USERS,),
+    ),
+    Fault(
+        name="a layer that was changed since its trial skips padding",
+        path=PACKED + "watch.py",
+        old="if replaced or not _runs_as_packed(layer) or not layer.__dict__[JUDGED].fits():",
+        new="if replaced or not _runs_as_packed(layer):",
+        tests=(USERS,),
+    ),
+    Fault(
+        name="a derived class is known by the class that it extends",
+        path=PACKED + "origin.py",
+        old="return None if replaced else held",
+        new="return held",
+        tests=(USERS,),
+    ),
+    Fault(
+        name="a module around a model gets zeros at padding",
+        path=PACKED + "walk.py",
+        old="_change(report, module, AROUND, around_of(path, model))",
+        new='_change(report, module, AROUND, "")',
+        tests=(USERS,),
+    ),
+    Fault(
+        name="a loss of a user's own reads zeros at padding",
+        path=PACKED + "model.py",
+        old="if model.loss_function is (loss := getattr(losses, name))",
+        new="if (loss := getattr(losses, name))",
+        tests=(USERS,),
     ),
     Fault(
         name="rotary positions are those of the first tokens",
@@ -64,18 +101,18 @@ ROWS = (
         tests=(MODELS,),
     ),
     Fault(
-        name="tokens that a layer carries outlive a change of its output",
-        path=PACKED + "layer.py",
-        old="return without_tokens(padded) if has_hooks(layer) else padded",
-        new="return padded",
-        tests=(CALLS,),
+        name="tokens that a layer carries are not a function of its output",
+        path=PACKAGE + "layers/carried.py",
+        old="    return _Take.apply(x, held)",
+        new="    return held.tokens.requires_grad_()",
+        tests=(GRADIENTS,),
     ),
     Fault(
-        name="tokens of a reentrant checkpoint have no history",
-        path=PACKAGE + "layers/carried.py",
-        old="return held.tokens if held.tokens.requires_grad == x.requires_grad else take(x, packing)",
-        new="return held.tokens",
-        tests=(CALLS,),
+        name="the loss is not a function of the logits that a model returns",
+        path=PACKED + "logits.py",
+        old="self._linked = padded, _Take.apply(padded, (tokens.detach(), self.packing)).unsqueeze(0)",
+        new="self._linked = padded, tokens.unsqueeze(0)",
+        tests=(GRADIENTS,),
     ),
     Fault(
         name="a mask is dense in a reentrant checkpoint, and dropout another",
@@ -125,8 +162,8 @@ ROWS = (
     Fault(
         name="a model's output layer runs on padding",
         path=PACKED + "model.py",
-        old="return base.forward(self, take(hidden, call.head).unsqueeze(0), *args, **kwargs)",
-        new="return take(base.forward(self, hidden, *args, **kwargs), call.head).unsqueeze(0)",
+        old="        call.head_was_called = True\n",
+        new="        return base.forward(self, hidden, *args, **kwargs)\n",
         tests=(CALLS,),
     ),
     Fault(

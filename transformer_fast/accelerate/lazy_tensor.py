@@ -99,10 +99,10 @@ class Lazy(Tensor):
     node: Any
 
     @staticmethod
-    def __new__(cls, node: Node, like: Tensor) -> Any:
+    def __new__(cls, node: Node, like: Tensor, device: torch.device | str = "cpu") -> Any:
         """Make a lazy tensor with the shape, strides and dtype of a tensor on the meta device."""
         lazy = Tensor._make_wrapper_subclass(
-            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device("cpu")
+            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device(device)
         )
         lazy.node = node
         return lazy

@@ -28,18 +28,20 @@ class Unpadded:
         read: int64 (batch,), position per row that the head of a causal model reads; heads of other models read the
             first position. None if no head reads single positions.
         head: packing of the hidden states for the output layer; None if the output layer stays padded.
-        head_was_packed: True after the output layer was called with packed tokens.
+        head_was_called: True after the output layer was called with these hidden states.
+        packs_logits: True if the output layer returns the logits of tokens, from which the loss is computed.
+        is_plain: True if the model's own code runs with the arguments that it was given.
+        held_back: True if the whole call runs with its padding.
     """
 
     def __init__(self, calls: PaddedCalls) -> None:
         self.read: Tensor | None = None
         self.head: Packing | None = None
-        self.head_was_packed = False
+        self.head_was_called = self.packs_logits = self.is_plain = self.held_back = False
         self._calls = calls
         self._noted: set[str] = set()
         self._packings: list[tuple[_View, Tensor, Packing]] = []
         self._full: dict[tuple[int, int], Packing] = {}
-        self._held_back = False
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -52,7 +54,7 @@ class Unpadded:
 
     def hold_back(self, reason: str) -> None:
         """Run the whole call with its padding."""
-        self._held_back = True
+        self.held_back = True
         self.note(reason)
 
     def note(self, reason: str) -> None:
@@ -73,7 +75,7 @@ class Unpadded:
         Returns:
             None if the call must keep its padding.
         """
-        if self._held_back:
+        if self.held_back:
             return None
         if keep is None:
             if (batch, length) not in self._full:

@@ -15,12 +15,20 @@ from ..made import FormerClass, Made, former_classes, make_class
 
 Forward = Callable[..., Any]
 
+JUDGED = "_packed_judged"
+"""Attribute of a layer that was tried without padding."""
+
 
 class Packed(Made):
     """First base of such a class; the last base is the module's former class."""
 
     made_by: tuple[str, type[nn.Module]]
     """Name of the module's part, and its former class."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if (judged := self.__dict__.get(JUDGED)) is not None:
+            judged.adopt(self)
 
 
 _FORWARDS: dict[str, Callable[[type[nn.Module]], Forward]] = {}

@@ -15,8 +15,7 @@ from ...integrations.lazy_bias import LazyBias
 from ...integrations.lazy_mask import LazyMask, PackedLazyMask, has_gaps
 from ...integrations.transformers import weights_are_captured
 from ...integrations.unpadded import Unpadded, current
-from ...layers.carried import tokens_of, with_tokens, without_tokens
-from ...layers.hooks import HOOKS
+from ...layers.carried import tokens_of, with_tokens
 from ...layers.padded_calls import GAPS, StaysPaddedError, check_sources, record
 from ...masks import AttentionMask
 from ...masks.mask import parts_beside
@@ -32,9 +31,6 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"
 _KNOWN = {MASK, MEMORY, MEMORY_MASK, BIAS, MEMORY_BIAS, *POSITIONS, *CACHES}
 
-_HARMLESS = ("torch.distributed.", "transformers.utils.output_capturing")
-"""Python modules whose hooks may see packed tokens instead of padded rows."""
-
 
 @part(LAYER)
 def layer_forward(base: type[nn.Module]) -> Forward:
@@ -44,7 +40,7 @@ def layer_forward(base: type[nn.Module]) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments(names, args, kwargs)
         call = None if torch.compiler.is_compiling() or not arguments.fits else _call_of(arguments.given)
-        if call is None:
+        if call is None or call.held_back:
             return base.forward(self, *args, **kwargs)
         try:
             packed = _changes(self, names[0], arguments.given, call)
@@ -54,8 +50,8 @@ def layer_forward(base: type[nn.Module]) -> Forward:
                 result = base.forward(self, *tokens_args, **tokens_kwargs)
                 record(self, packing.batch * packing.length, packing.total)
                 if isinstance(result, tuple):
-                    return _padded(self, result[0], packing), *result[1:]
-                return _padded(self, result, packing)
+                    return with_tokens(result[0].squeeze(0), packing), *result[1:]
+                return with_tokens(result.squeeze(0), packing)
         except StaysPaddedError as reason:
             hidden = arguments.given[names[0]]
             call.note(str(reason))
@@ -84,8 +80,6 @@ def _changes(
     hidden, mask, memory, memory_mask = given[hidden_name], given.get(MASK), given.get(MEMORY), given.get(MEMORY_MASK)
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return None
-    if has_hooks(layer):
-        without_tokens(hidden)
     (batch, length), device = hidden.shape[:2], hidden.device
     keep, bounds = _parts(mask, batch, length, length)
     memory_keep = None
@@ -149,25 +143,12 @@ def _check_others(layer: nn.Module, hidden_name: str, given: dict[str, Any]) -> 
     for name, value in given.items():
         if name not in _KNOWN and name != hidden_name and _holds_tensors(value):
             raise StaysPaddedError(f"its layers are given {name}, whose layout is unknown")
-    if (hooked := next((m for m in layer.modules() if m is not layer and has_hooks(m)), None)) is not None:
-        raise StaysPaddedError(
-            f"a {type(hooked).__name__} inside a layer has a hook, which would see tokens without padding"
-        )
 
 
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() > 0
     return isinstance(value, list | tuple) and any(map(_holds_tensors, value))
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return True if a module has a hook that may look at the shapes of its inputs."""
-    return any(
-        not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS)
-        for name in HOOKS
-        for hook in module.__dict__[name].values()
-    )
 
 
 def _at_tokens(name: str, value: Any, packing: Packing) -> Any:
@@ -181,9 +162,3 @@ def _at_tokens(name: str, value: Any, packing: Packing) -> Any:
     if value.shape[0] != packing.batch:
         raise StaysPaddedError(f"its layers are given {name} of another batch size")
     return take(value, packing).unsqueeze(0)
-
-
-def _padded(layer: nn.Module, tokens: Tensor, packing: Packing) -> Tensor:
-    """Pad the output of a layer, (1, T, d) -> (B, L, d)."""
-    padded = with_tokens(tokens.squeeze(0), packing)
-    return without_tokens(padded) if has_hooks(layer) else padded

@@ -6,7 +6,6 @@ which calls must keep their padding.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from typing import Any
@@ -19,27 +18,22 @@ from ...layers.padded_calls import NO_SOURCE, PaddedCalls, padded_calls
 from ...masks.packing import Packing, take, unpack
 from ...tensors import takes_fused_ops
 from ...tracing import is_traced
-from .classes import Arguments, Forward, Packed, argument_names, part, positional_names
+from ..output_layer import OutputLayer
+from .classes import Arguments, Forward, argument_names, part, positional_names
+from .logits import TokenLogits, padded_logits
+from .origin import bare, made_by, names_of_forward
+from .watch import WATCH, Watch, is_packed
 
 MODEL, HEAD = "model", "head"
 """Names of these parts."""
 
-CALLED = "_makes_logits"
-"""Attribute of an output layer: True if the model calls the layer to make logits."""
-
 READS_PADDING = "the loss reads padding: labels at padding, or after it, are not all -100"
-"""Reason why a call keeps its padding."""
+UNKNOWN_LOSS = "the loss is not transformers' own; it may read padding"
+ROUTERS = "the logits of routers are requested (output_router_logits)"
+"""Reasons why a call keeps its padding."""
 
 IGNORED = -100
 """Label that the losses of transformers ignore."""
-
-_PER_TOKEN = (
-    "ForMaskedLM", "ForTokenClassification", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel",
-    "ForQuestionAnswering",
-)  # fmt: skip
-"""Suffixes of model names whose head computes each position separately."""
-_PER_ROW = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
-"""Suffixes of model names whose head reads one position per row."""
 
 
 @part(HEAD)
@@ -50,8 +44,11 @@ def head_forward(base: type[nn.Module]) -> Forward:
         call = None if torch.compiler.is_compiling() else current()
         if call is None or call.head is None or hidden.shape[:2] != (call.head.batch, call.head.length):
             return base.forward(self, hidden, *args, **kwargs)
-        call.head_was_packed = True
-        return base.forward(self, take(hidden, call.head).unsqueeze(0), *args, **kwargs)
+        call.head_was_called = True
+        logits = base.forward(self, take(hidden, call.head).unsqueeze(0), *args, **kwargs)
+        if not call.packs_logits:
+            return unpack(logits.squeeze(0), call.head)
+        return TokenLogits.of(logits, call.head) if logits.requires_grad else logits
 
     return forward
 
@@ -66,76 +63,59 @@ def model_forward(base: type[nn.Module]) -> Forward:
         given = arguments.given
         if torch.compiler.is_compiling() or is_traced() or not arguments.fits or not takes_fused_ops(*given.values()):
             return base.forward(self, *args, **kwargs)
-        changes: dict[str, Any] = {}
-        if "use_cache" in names and given.get("use_cache") is None and given.get("past_key_values") is None:
-            changes["use_cache"] = False
-        if current() is not None:  # a submodel of the model that was called
-            args, kwargs = arguments.replaced(changes)
-            return base.forward(self, *args, **kwargs)
-        call = Unpadded(padded_calls(self) or PaddedCalls())
-        reason = _obstacle(self, given, call)
-        if reason:
+        outer, watch = current(), self.__dict__[WATCH]
+        call = Unpadded(padded_calls(self) or PaddedCalls()) if outer is None else outer
+        if outer is None and (reason := watch.obstacle(self)):
             call.hold_back(reason)
-        else:
-            changes |= _labels(self, given, names, call)
-        if call.head is not None and _head(self).__dict__.get(CALLED) is None:
-            return _first_run(self, base.forward, arguments, changes, call)
-        return _run(self, base.forward, arguments.replaced(changes), call)
+            call.is_plain = True
+        changes: dict[str, Any] = {}
+        asks = given.get("use_cache") is None and given.get("past_key_values") is None
+        if "use_cache" in names and asks and not call.is_plain:
+            changes["use_cache"] = False
+        if outer is None and not call.is_plain:
+            if reason := _obstacle(self, watch, given, names, call):
+                call.hold_back(reason)
+            else:
+                changes |= _labels(self, watch, given, names, call)
+        args, kwargs = arguments.replaced(changes)
+        if outer is not None:  # a submodel of the model that was called
+            return base.forward(self, *args, **kwargs)
+        with call.entered():
+            result = base.forward(self, *args, **kwargs)
+        if call.head is not None:
+            watch.calls_head = call.head_was_called
+        return _with_padding(result, call.head) if call.packs_logits else result
 
     return forward
 
 
-def _run(model: nn.Module, forward: Forward, arguments: tuple[tuple[Any, ...], dict[str, Any]], call: Unpadded) -> Any:
-    args, kwargs = arguments
-    with call.entered():
-        result = forward(model, *args, **kwargs)
-    return _with_padding(result, call.head) if call.head is not None and call.head_was_packed else result
-
-
-def _first_run(
-    model: nn.Module, forward: Forward, arguments: Arguments, changes: dict[str, Any], call: Unpadded
-) -> Any:
-    """Run the first call with packed logits. If the model did not call its output layer, run the model again,
-    padded."""
-    head, state = _head(model), torch.get_rng_state()
-    try:
-        result = _run(model, forward, arguments.replaced(changes), call)
-    except Exception:
-        if call.head_was_packed:
-            raise
-    else:
-        if call.head_was_packed:
-            head.__dict__[CALLED] = True
-            return result
-    torch.set_rng_state(state)
-    call.head = None
-    result = _run(model, forward, arguments.replaced({k: v for k, v in changes.items() if k != "labels"}), call)
-    head.__dict__[CALLED] = False  # only after the call succeeded: an error may be the caller's
-    return result
-
-
-def _obstacle(model: nn.Module, given: dict[str, Any], call: Unpadded) -> str:
+def _obstacle(model: nn.Module, watch: Watch, given: dict[str, Any], names: frozenset[str], call: Unpadded) -> str:
     """Reason why a whole call keeps its padding, or "". Also sets which positions of the output are read."""
     name = type(model).__name__
     config = model.config
-    mask, ids = given.get("attention_mask"), given.get("input_ids")
-    flat = isinstance(mask, Tensor) and mask.dim() == 2
-    if config.is_encoder_decoder and flat and not bool(mask.bool().any(1).all()):
+    mask, ids, positions = given.get("attention_mask"), given.get("input_ids"), given.get("start_positions")
+    padded = isinstance(mask, Tensor) and 2 <= mask.dim() <= 3
+    routers = given.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if routers is None else routers:
+        return ROUTERS
+    if config.is_encoder_decoder and padded and not bool(mask.bool().any(-1).all()):
         return NO_SOURCE
-    if name.endswith("ForQuestionAnswering") and given.get("start_positions") is not None:
+    if (given.get("labels") is not None or positions is not None) and _loss(model) is None:
+        return UNKNOWN_LOSS
+    if positions is not None:
         return f"the loss of {name} reads all positions, padding included"
-    if name.endswith(_PER_TOKEN):
+    if watch.task == "tags" and config.is_encoder_decoder and "decoder_input_ids" in names:
+        return f"the head of {name} reads positions of the decoder"
+    if watch.task in ("token", "tags", "answer") or (watch.task == "states" and not watch.pools):
         return ""
-    pools = getattr(model, "pooler", None) is not None
-    if getattr(model, "base_model", None) is model and not pools:
-        return ""
-    if not (pools or name.endswith(_PER_ROW)):
+    if getattr(config, "summary_type", "first") not in ("first", "cls_index"):
         return f"the head of {name} is unknown; it may read padding"
     if config.is_encoder_decoder:
         given_mask = given.get("decoder_attention_mask") is not None
         return f"the head of {name} reads one position of the decoder" if given_mask else ""
-    if flat:
-        call.read = _last_positions(ids, config, mask)
+    if padded:
+        rows = mask.flatten(0, -2)
+        call.read = _last_positions(ids.flatten(0, -2) if isinstance(ids, Tensor) else ids, config, rows)
     return ""
 
 
@@ -148,14 +128,16 @@ def _last_positions(ids: Any, config: Any, mask: Tensor) -> Tensor:
     return (positions * (ids != pad)).amax(1)
 
 
-def _labels(model: nn.Module, given: dict[str, Any], names: frozenset[str], call: Unpadded) -> dict[str, Any]:
+def _labels(
+    model: nn.Module, watch: Watch, given: dict[str, Any], names: frozenset[str], call: Unpadded
+) -> dict[str, Any]:
     """Changed arguments with which the output layer and the loss run on tokens; empty if they cannot."""
     changes: dict[str, Any] = {}
-    labels, decodes = given.get("labels"), model.config.is_encoder_decoder
+    labels, decodes = given.get("labels"), "decoder_attention_mask" in names and model.config.is_encoder_decoder
     mask_name = "decoder_attention_mask" if decodes else "attention_mask"
-    mask = given.get(mask_name)
-    per_token = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
-    if decodes and mask is None and per_token and mask_name in names and type(model).__name__.endswith(_PER_TOKEN):
+    mask, per_token = given.get(mask_name), watch.task == "token"
+    is_causal = getattr(getattr(model.config, "decoder", None), "is_decoder", True)
+    if decodes and mask is None and per_token and _is_per_token(labels) and is_causal:
         keep = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that is not ignored
         ids = None if bool(keep.all()) else _decoder_ids(model, given, labels)
         if ids is not None:
@@ -166,27 +148,32 @@ def _labels(model: nn.Module, given: dict[str, Any], names: frozenset[str], call
     keep = mask.bool()
     if bool(keep.all()):
         return changes
-    shifts = _shifts_labels(model)
-    if per_token and labels.shape == keep.shape:
-        if _reads_padding(labels != IGNORED, keep, shifts):
+    others = [value for name, value in given.items() if name not in names]
+    unclear = any(isinstance(value, Tensor) and value.dim() > 1 for value in others)
+    shifts = None if labels is None else _shifts_labels(model)
+    if _is_per_token(labels) and labels.shape == keep.shape:
+        if _reads_padding(labels != IGNORED, keep, shifts) or unclear:
             call.hold_back(READS_PADDING)
             return {}
     elif labels is not None:
+        if watch.task in ("token", "tags"):
+            call.hold_back(READS_PADDING)
         return changes
-    head = _head(model)
-    others = [value for name, value in given.items() if name not in names]
-    if head is None or given.get("logits_to_keep") or (labels is not None and shifts is None):
-        return changes
-    if any(isinstance(value, Tensor) and value.dim() > 1 for value in others):
+    if not _runs_on_tokens(model, watch) or given.get("logits_to_keep") or unclear:
         return changes
     call.head = call.packing(keep, *keep.shape, keep.device, causal=None)
-    if call.head is not None and labels is not None:
+    call.packs_logits = call.head is not None and bool(watch.calls_head) and (labels is None or shifts is not None)
+    if call.packs_logits and labels is not None:
         tokens = take(labels, call.head)
         if shifts:  # the last token of a sequence must not predict the first token of the next sequence
             starts = call.head.cu_seqlens[:-1].long()
             tokens = tokens.index_fill(0, starts[starts < tokens.shape[0]], IGNORED)
         changes["labels"] = tokens.unsqueeze(0)
     return changes
+
+
+def _is_per_token(labels: Any) -> bool:
+    return isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
 
 
 def _reads_padding(counted: Tensor, keep: Tensor, shifts: bool | None) -> bool:
@@ -210,47 +197,53 @@ def _decoder_ids(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Ten
     return None if shift is None else shift(labels, config.pad_token_id, config.decoder_start_token_id)
 
 
-def _head(model: nn.Module) -> nn.Module | None:
-    """Output layer of a model, if it can run on tokens."""
-    head = output_layer(model)
-    if head is None or not isinstance(head, Packed) or head.__dict__.get(CALLED) is False:
-        return None
-    return head if type(head).made_by[0] == HEAD else None
+def _runs_on_tokens(model: nn.Module, watch: Watch) -> bool:
+    """Return True if the output layer of a model runs on tokens. With ``fused_loss`` it skips its logits instead."""
+    head = output_layer(model) if watch.task == "token" and watch.calls_head is not False else None
+    return head is not None and is_packed(head, HEAD) and not (model.training and isinstance(head, OutputLayer))
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:
     """Layer that makes the logits of each position, if it is linear."""
-    if not type(model).__name__.endswith(_PER_TOKEN):
+    try:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+    except Exception:  # models without an output layer raise different errors
         return None
-    head = model.get_output_embeddings()  # type: ignore[operator]
     return head if isinstance(head, nn.Linear) else None
+
+
+def _loss(model: nn.Module) -> Any:
+    """Loss function of a model, one of transformers' or torch's class; None for another one."""
+    kind = bare(type(model))
+    used = names_of_forward(kind)  # transformers' own code
+    if "loss_function" not in used:
+        return nn.CrossEntropyLoss if "CrossEntropyLoss" in used | made_by(kind) else None
+    losses = sys.modules["transformers.loss.loss_utils"]
+    return next((loss for name in _LOSSES if model.loss_function is (loss := getattr(losses, name))), None)
+
+
+_LOSSES = {
+    "ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False,
+    "ForSequenceClassificationLoss": None, "ForQuestionAnsweringLoss": None,
+}  # fmt: skip
+"""Losses of transformers; True if one compares the logits of a position with the label of the next position."""
 
 
 def _shifts_labels(model: nn.Module) -> bool | None:
     """Return True if a loss compares the logits of a position with the label of the next position; None if unknown."""
-    if type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification")):
-        return False
-    used = _names_of_forward(type(model).forward)
-    losses = sys.modules["transformers.loss.loss_utils"]
-    if "loss_function" in used:
-        known = {losses.ForCausalLMLoss: True, losses.ForMaskedLMLoss: False, losses.ForTokenClassification: False}
-        return known.get(model.loss_function)
-    return False if "CrossEntropyLoss" in used and not any(name.startswith("shift") for name in used) else None
-
-
-@functools.cache
-def _names_of_forward(forward: Forward) -> frozenset[str]:
-    """Names of globals, attributes and local variables that a method uses, without functions."""
-    code = inspect.unwrap(forward).__code__
-    return frozenset(name for name in (*code.co_names, *code.co_varnames) if not name.endswith("_right"))
+    loss = _loss(model)
+    if loss is not nn.CrossEntropyLoss:
+        return _LOSSES[loss.__name__]
+    used = names_of_forward(bare(type(model)))
+    return None if any(name.startswith("shift") and not name.endswith("_right") for name in used) else False
 
 
 def _with_padding(result: Any, packing: Packing) -> Any:
     """Pad the logits in a model's output, (1, T, V) -> (B, L, V), with zeros."""
     if isinstance(result, dict):
-        result["logits"] = unpack(result["logits"].squeeze(0), packing)
+        result["logits"] = padded_logits(result["logits"], packing)
         return result
     values, shape = list(result), (1, packing.total)
     place = next(n for n, value in enumerate(values) if isinstance(value, Tensor) and value.shape[:2] == shape)
-    values[place] = unpack(values[place].squeeze(0), packing)
+    values[place] = padded_logits(values[place], packing)
     return tuple(values)

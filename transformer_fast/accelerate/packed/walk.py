@@ -14,10 +14,11 @@ from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
 from ..patterns.base import pattern_of
 from ..report import ALREADY, Attribute, Report, Row
-from .classes import Packed, packed_class
+from .classes import JUDGED, packed_class
 from .layer import LAYER
 from .model import HEAD, MODEL, output_layer
 from .trial import Stack, judge
+from .watch import AROUND, WATCH, Judged, Watch, around_of, is_packed
 
 NOW = "without padding"
 
@@ -51,21 +52,30 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
                 _change(report, module, WITHOUT_PADDING, report.padded_calls)
     stacks = list(_stacks(model, "", None))
     for stack in stacks:
-        kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in stack.layers))
-        if all(isinstance(layer, Packed) for layer in stack.layers):
+        if all(is_packed(layer, LAYER) and layer.__dict__[JUDGED].fits() for layer in stack.layers):
             stack.obstacle = ALREADY
         elif not all(is_ours(m) for layer in stack.layers for m in layer.modules() if _attends(m)):
             stack.obstacle = "its attention is not fused"
         else:
             judge(stack)
-        now = None if stack.obstacle else NOW
-        report.rows.append(Row(stack.path, f"{len(stack.layers)} {kinds}", now, stack.obstacle))
     for module, part in _parts(stacks, model):
-        made = packed_class(part, type(module))
-        report._originals.append((module, type(module), made, {}))
-        module.__class__ = made
+        if not is_packed(module, part):
+            made = packed_class(part, type(module))
+            report._originals.append((module, type(module), made, {}))
+            module.__class__ = made
+            if part == MODEL:
+                _change(report, module, WITHOUT_PADDING, report.padded_calls)
         if part == MODEL:
-            _change(report, module, WITHOUT_PADDING, report.padded_calls)
+            _change(report, module, WATCH, Watch())
+        elif part == LAYER:
+            _change(report, module, JUDGED, Judged(module))
+    for path, module in model.named_modules():
+        if is_packed(module, MODEL):
+            _change(report, module, AROUND, around_of(path, model))
+    for stack in stacks:
+        kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in stack.layers))
+        why = stack.obstacle or _obstacle_around(stack, model)
+        report.rows.append(Row(stack.path, f"{len(stack.layers)} {kinds}", None if stack.obstacle else NOW, why))
     return found or bool(stacks)
 
 
@@ -73,6 +83,13 @@ def _change(report: Report, module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute of a module; the report can undo the change."""
     report._changes.append(change := Attribute(module, name, value))
     change.put()
+
+
+def _obstacle_around(stack: Stack, model: nn.Module) -> str:
+    """Reason why the calls of a model keep the padding of a stack that can skip it, or ""."""
+    around = (m for m in model.modules() if is_packed(m, MODEL) and any(inner is stack.owner for inner in m.modules()))
+    outermost = next(around)
+    return outermost.__dict__[WATCH].obstacle(outermost)
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -110,9 +127,8 @@ def _attends(module: nn.Module) -> bool:
 
 def _parts(stacks: list[Stack], model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield (module, part) for each module that skips padding."""
-    ready = [stack for stack in stacks if not stack.obstacle]
-    layers = {id(layer): layer for stack in ready for layer in stack.layers}
-    inside = {id(stack.model) for stack in ready}
+    layers = {id(layer): layer for stack in stacks if not stack.obstacle for layer in stack.layers}
+    inside = {id(stack.model) for stack in stacks if stack.obstacle in ("", ALREADY)}
     models = {
         id(module): module
         for module in model.modules()
@@ -120,4 +136,4 @@ def _parts(stacks: list[Stack], model: nn.Module) -> Iterator[tuple[nn.Module, s
     }
     heads = {id(head): head for head in map(output_layer, models.values()) if head is not None}
     for modules, part in ((layers, LAYER), (heads, HEAD), (models, MODEL)):
-        yield from ((module, part) for module in modules.values() if not isinstance(module, Packed))
+        yield from ((module, part) for module in modules.values())
