@@ -5,7 +5,6 @@ An attribute that no such name reaches cannot change what a call computes: a fla
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 import types
@@ -13,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
+
+from ..integrations.byte_code import codes, content, instructions
 
 _ANY = {"__dict__", "vars", "__getattribute__", "attrgetter", "methodcaller", "__getattr__", "dir", "locals"}
 """Names of ways to read attributes whose names the code does not contain."""
@@ -42,7 +43,9 @@ def names_read(kind: type[nn.Module]) -> frozenset[str] | None:
             return None
         names |= found
         todo.extend(_functions(vars(base).get(name) for base in bases for name in found))
-        todo.extend(filter(_is_followed, _functions((*_globals(function, found), *_contents(function)))))
+        todo.extend(
+            filter(_is_followed, _functions((*_globals(function, found), *map(content, function.__closure__ or ()))))
+        )
     return frozenset(names)
 
 
@@ -82,26 +85,14 @@ def _globals(function: types.FunctionType, names: frozenset[str]) -> Iterator[An
             yield from (vars(module)[name] for name in names if name in vars(module))
 
 
-def _contents(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-
-
 @functools.cache
 def _names_of(code: types.CodeType) -> frozenset[str] | None:
     """Names and strings of a code object and the code inside it; None if it may read an attribute of another name."""
-    strings = [value for value in code.co_consts if isinstance(value, str)]
-    names = {*code.co_names, *strings}
-    if not _ANY.isdisjoint(code.co_names) or not _reads_constants(code):
-        return None
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            if (found := _names_of(inner)) is None:
-                return None
-            names |= found
+    names: set[str] = set()
+    for one in codes(code):
+        if not _ANY.isdisjoint(one.co_names) or not _reads_constants(one):
+            return None
+        names.update(one.co_names, (value for value in one.co_consts if isinstance(value, str)))
     return frozenset(names)
 
 
@@ -109,10 +100,9 @@ def _reads_constants(code: types.CodeType) -> bool:
     """Return True if each ``getattr`` and ``hasattr`` has a constant name: ``getattr(a.b, "name")``."""
     if not {"getattr", "hasattr"} & {*code.co_names}:
         return True
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "CACHE", "PUSH_NULL")]
-    for place, step in enumerate(steps):
+    for place, step in enumerate(instructions(code)):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in ("getattr", "hasattr"):
-            after = steps[place + 1 :]
+            after = instructions(code)[place + 1 :]
             if not after or after[0].opname not in _LOADS:
                 return False
             rest = [other for other in after[1:] if other.opname not in ("LOAD_ATTR", "LOAD_METHOD")][:1]

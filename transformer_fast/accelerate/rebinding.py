@@ -26,6 +26,8 @@ from typing import Any
 
 from torch import nn
 
+from ..integrations.byte_code import content, instructions, names_in_code
+
 PREFIX = "_transformer_fast_"
 _DEEPEST = 20  # maximum depth of calls from a method to the function; models stay below it
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -120,7 +122,7 @@ class Rebinding:
         code = f.__code__
         if package != "torch" or f.__module__ == "torch.nn.functional":  # else a decorator: read its cells only
             code = self._code(code, f.__globals__)
-        free = {name: _content(cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())}
+        free = {name: content(cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())}
         cells = {name: self.value(value) for name, value in free.items()}
         cells.update(self._read(f.__code__, free, ("LOAD_DEREF",), inside=True) if free else {})
         defaults = [self.value(value) for value in f.__defaults__ or ()]
@@ -153,10 +155,10 @@ class Rebinding:
             Obstacle: if the code imports such a function, or uses its name for another value too.
         """
         for name, value in _imports(code, namespace):
-            if self._reachable_replacement(value, [], _names(code)) is not None:
+            if self._reachable_replacement(value, [], names_in_code(code)) is not None:
                 raise Obstacle(f"{code.co_qualname} imports {name} inside itself")
         renamed = self._read(code, namespace, _GLOBAL)
-        for step in _steps(code) if renamed else ():
+        for step in instructions(code) if renamed else ():
             if step.opcode in dis.hasname and step.argval in renamed and step.opname not in _GLOBAL:
                 raise Obstacle(f"{code.co_qualname} uses the name {step.argval} for another value too")
         namespace.update({self._prefix + name: new for name, new in renamed.items()})
@@ -172,7 +174,7 @@ class Rebinding:
         """Replacements of values that the given kinds of instructions read by name; ``inside``: also in inner
         functions."""
         found: dict[str, Any] = {}
-        mentioned, steps = _names(code), _steps(code)
+        mentioned, steps = names_in_code(code), instructions(code)
         for place, step in enumerate(steps):
             if step.opname in kinds and step.argval in values:
                 attributes = [after.argval for after in takewhile(lambda s: s.opname in _ATTRIBUTE, steps[place + 1 :])]
@@ -207,21 +209,9 @@ class Rebinding:
         return self._stand_ins[value] if found else None
 
 
-@functools.cache
-def _steps(code: types.CodeType) -> list[dis.Instruction]:
-    return [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "CACHE")]
-
-
-@functools.cache
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Names in a code object and in the functions inside it."""
-    inner = (_names(value) for value in code.co_consts if isinstance(value, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
 def _imports(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Names that import statements in a code object take from loaded modules, with their values."""
-    steps = _steps(code) if dis.opmap["IMPORT_NAME"] in code.co_code[::2] else []
+    steps = instructions(code) if dis.opmap["IMPORT_NAME"] in code.co_code[::2] else []
     for place, step in enumerate(steps):
         if step.opname != "IMPORT_NAME":
             continue
@@ -235,13 +225,6 @@ def _imports(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[tuple[
             yield path, module
         for name in names or ():
             yield f"{path}.{name}", getattr(module, "__dict__", {}).get(name, sys.modules.get(f"{path}.{name}"))
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty closure cell
-        return None
 
 
 def _calls_super(method: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from .byte_code import codes
+
 _LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
 
@@ -69,7 +71,7 @@ def strings_of(layer: type[nn.Module]) -> frozenset[str]:
 
 def _constants(layer: type[nn.Module]) -> Iterator[Any]:
     for function in _methods(layer):
-        for code in _codes(function.__code__):
+        for code in codes(function.__code__):
             yield from code.co_consts
 
 
@@ -84,7 +86,7 @@ def names_of(layer: type[nn.Module]) -> frozenset[str]:
         if function in seen:
             continue
         seen.add(function)
-        for code in _codes(function.__code__):
+        for code in codes(function.__code__):
             names.update(code.co_names)
             called = _functions(function.__globals__.get(name) for name in code.co_names)
             functions.extend(other for other in called if _package(other) == _package(function))
@@ -117,11 +119,3 @@ def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
 
 def _package(function: types.FunctionType) -> str:
     return function.__module__.rpartition(".")[0]
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code objects of a function and of the functions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from ...integrations.byte_code import codes
 from ...integrations.lazy_bias import LazyBiased
 from ..made import author_class
 
@@ -157,13 +158,9 @@ def listed(table: str) -> frozenset[str]:
 @functools.cache
 def names_in(function: Callable[..., Any]) -> frozenset[str]:
     """Names of globals, attributes and local variables in a function and the functions inside it."""
-    names: set[str] = set()
-    codes = [inspect.unwrap(function).__code__]
-    while codes:
-        code = codes.pop()
-        names |= {*code.co_names, *code.co_varnames}
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return frozenset(names)
+    return frozenset(
+        name for code in codes(inspect.unwrap(function).__code__) for name in (*code.co_names, *code.co_varnames)
+    )
 
 
 def variables_in(function: Callable[..., Any]) -> tuple[str, ...]:
