@@ -203,6 +203,17 @@ def test_new_values_of_tensors_are_read() -> None:
     assert fused(fast)
 
 
+def test_a_tensor_of_a_class() -> None:
+    fast, plain, args = fast_and_plain("annotated norm")
+    kind = type(plain)
+    kind.table = torch.ones(3)  # type: ignore[attr-defined]
+    tfast.accelerate(fast)
+    assert fused(fast)
+    kind.table = torch.ones(3)  # type: ignore[attr-defined]
+    assert not fused(fast)
+    check(fast, plain, args)
+
+
 class Options(nn.Module):
     """RMSNorm with options in containers."""
 

@@ -9,6 +9,7 @@ import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from itertools import dropwhile
 from typing import Any
 
 from torch import nn
@@ -30,9 +31,14 @@ def names_read(kind: type[nn.Module]) -> frozenset[str] | None:
     bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
     if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in bases):
         return None
+    methods = {
+        name: [vars(base)[name] for base in bases if name in vars(base)] for base in bases for name in vars(base)
+    }
+    if any(map(_is_opaque, methods.get("forward", ()))):
+        return None
     names: set[str] = set()
     seen: set[types.FunctionType] = set()
-    todo = list(_functions(vars(base).get("forward") for base in bases))
+    todo = list(_functions(methods.get("forward", ())))
     while todo:
         function = todo.pop()
         if function in seen or is_applied_to_subclasses(function):
@@ -42,7 +48,10 @@ def names_read(kind: type[nn.Module]) -> frozenset[str] | None:
         if found is None:
             return None
         names |= found
-        todo.extend(_functions(vars(base).get(name) for base in bases for name in found))
+        called = [method for name in found for method in methods.get(name, ())]
+        if any(map(_is_opaque, called)):
+            return None
+        todo.extend(_functions(called))
         todo.extend(
             filter(_is_followed, _functions((*_globals(function, found), *map(content, function.__closure__ or ()))))
         )
@@ -56,6 +65,12 @@ def is_applied_to_subclasses(function: Any) -> bool:
     return hasattr(function, "__wrapped__") and code is not None and ".__init_subclass__." in code.co_qualname
 
 
+def _is_opaque(method: Any) -> bool:
+    """Return True for a class attribute that may get the module and whose code cannot be read."""
+    known = isinstance(method, type | types.BuiltinFunctionType) or any(True for _ in _functions((method,)))
+    return not known and (callable(method) or hasattr(type(method), "__get__"))
+
+
 def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
     """Python functions among values: functions, methods, properties, partials, and what decorators wrap."""
     for value in values:
@@ -65,9 +80,10 @@ def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
             yield from _functions((value.func,))
         elif isinstance(value, staticmethod | classmethod | types.MethodType | functools.partialmethod):
             yield from _functions((getattr(value, "__func__", getattr(value, "func", None)),))
-        elif isinstance(value, types.FunctionType):
-            yield value
-            if hasattr(value, "__wrapped__"):
+        else:
+            if isinstance(value, types.FunctionType):
+                yield value
+            if callable(value) and "__wrapped__" in getattr(value, "__dict__", ()):
                 yield from _functions((value.__wrapped__,))
 
 
@@ -97,15 +113,14 @@ def _names_of(code: types.CodeType) -> frozenset[str] | None:
 
 
 def _reads_constants(code: types.CodeType) -> bool:
-    """Return True if each ``getattr`` and ``hasattr`` has a constant name: ``getattr(a.b, "name")``."""
-    if not {"getattr", "hasattr"} & {*code.co_names}:
-        return True
+    """Return True if each ``getattr`` and ``hasattr`` is a call with a constant name: ``getattr(a.b, "name", c)``."""
     for place, step in enumerate(instructions(code)):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in ("getattr", "hasattr"):
-            after = instructions(code)[place + 1 :]
-            if not after or after[0].opname not in _LOADS:
+            first, *rest = instructions(code)[place + 1 :]
+            name, *after = dropwhile(lambda other: other.opname in ("LOAD_ATTR", "LOAD_METHOD"), rest)
+            if first.opname not in _LOADS or name.opname != "LOAD_CONST" or not isinstance(name.argval, str):
                 return False
-            rest = [other for other in after[1:] if other.opname not in ("LOAD_ATTR", "LOAD_METHOD")][:1]
-            if not rest or rest[0].opname != "LOAD_CONST" or not isinstance(rest[0].argval, str):
+            default = after[0].opname.startswith("LOAD_")
+            if not after[default].opname.endswith("CALL"):
                 return False
     return True
