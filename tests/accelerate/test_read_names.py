@@ -1,4 +1,4 @@
-"""Ways in which the code of a module reads an attribute: each is seen when the attribute is set after ``accelerate``."""
+"""Ways in which code reads an attribute of a module: each is seen when the attribute is set after ``accelerate``."""
 
 from __future__ import annotations
 
