@@ -93,16 +93,17 @@ def test_all_kinds_of_places_are_looked_at() -> None:
         assert place in places
 
 
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration"])
-def test_a_pickle_in_a_new_process(name: str, tmp_path: Path) -> None:
-    model = models.make(models.named(name)).eval()
-    given = given_to(name)
-    expected = model(**given).logits
-    tfast.accelerate(model)
-    torch.save((model, given, expected.detach()), tmp_path / "model")
+def test_pickles_in_a_new_process(tmp_path: Path) -> None:
+    saved = []
+    for name in ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration"):
+        model, given = models.make(models.named(name)).eval(), given_to(name)
+        expected = model(**given).logits.detach()
+        tfast.accelerate(model)
+        saved.append((model, given, expected))
+    torch.save(saved, tmp_path / "models")
     done = python("-c", (
-        f"import torch; model, given, expected = torch.load({str(tmp_path / 'model')!r}, weights_only=False)\n"
-        "torch.testing.assert_close(model(**given).logits, expected, atol=1e-4, rtol=1e-4)"
+        f"import torch\nfor model, given, expected in torch.load({str(tmp_path / 'models')!r}, weights_only=False):\n"
+        "    torch.testing.assert_close(model(**given).logits, expected, atol=1e-4, rtol=1e-4)"
     ))  # fmt: skip
     assert done.returncode == 0, done.stderr
 
