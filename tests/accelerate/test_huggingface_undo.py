@@ -118,3 +118,17 @@ def test_a_layer_with_a_lazy_bias_is_copied_and_pickled() -> None:
             attention.relative_attention_bias.weight.zero_()
         lazy, other = attention.compute_bias(300, 300), own.compute_bias(300, 300)
         assert "LazyBias" in repr(lazy) and not lazy.dense().any() and other.dense().any()
+
+
+def test_a_config_that_asks_for_weights_is_saved(tmp_path: Path) -> None:
+    """transformers saves such a config for "eager" alone."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=50, **sizes, attn_implementation="eager", output_attentions=True)
+    model = transformers.BertModel(config).eval()
+    report = tfast.accelerate(model)
+    assert report.swapped and "config.output_attentions is set" in str(report)
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(0, 50, (2, 5))
+    (ours,) = model(ids).attentions
+    report.undo()
+    torch.testing.assert_close(ours, model(ids).attentions[0])

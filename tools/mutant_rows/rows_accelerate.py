@@ -230,9 +230,30 @@ ROWS = (
     Fault(
         name="the names that code reads leave out the methods of the class",
         path=PACKAGE + "read_names.py",
-        old="        todo.extend(_functions(called))\n",
+        old="        todo.extend(_functions(values))\n",
         new="",
         tests=CHANGED,
+    ),
+    Fault(
+        name="a proof does not disturb the tensors that a module holds",
+        path=PACKAGE + "probe.py",
+        old="return _compare(module, pattern, disturb=True)",
+        new="return difference",
+        tests=("tests/accelerate/test_changed_elsewhere.py",),
+    ),
+    Fault(
+        name="proofs of modules with other values of buffers are one",
+        path=PACKAGE + "probe.py",
+        old="return tuple(value.shape), value.dtype, _content(value)",
+        new="return tuple(value.shape), value.dtype",
+        tests=("tests/accelerate/test_changed_elsewhere.py",),
+    ),
+    Fault(
+        name="a method set on the class of a fused part is not called",
+        path=PACKAGE + "patterns/base.py",
+        old="    watch_itself(made)\n",
+        new="",
+        tests=("tests/accelerate/test_changed_elsewhere.py",),
     ),
     Fault(
         name="a swapped module is fused for tensors that the ops do not take",

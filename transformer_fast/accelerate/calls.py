@@ -58,6 +58,8 @@ Held = tuple[tuple[str, Any], ...]
 class Redirected(Made):
     """First base of a class whose methods call this package's functions."""
 
+    proves = False
+
 
 @dataclasses.dataclass
 class Calls:

@@ -22,6 +22,9 @@ from ..integrations.lazy_bias import with_lazy_bias
 from ..integrations.names import NAME, NAMES, is_ours
 from .report import ALREADY, Attribute, Row
 
+WEIGHTS = 'config.output_attentions is set, which transformers lets no other implementation than "eager" have'
+"""Reason to keep a part, since a config of another name could not be saved."""
+
 
 @dataclasses.dataclass
 class Part:
@@ -148,6 +151,8 @@ def _judge(part: Part, obstacle: Callable[[nn.Module], str]) -> None:
         part.obstacle = ALREADY
     elif others:
         part.obstacle = f'attn_implementation="{min(others)}" was chosen for it'
+    elif any(getattr(config, "output_attentions", False) for config in part.configs.values()):
+        part.obstacle = WEIGHTS
     else:
         part.obstacle = obstacle(part.module) or refused
 

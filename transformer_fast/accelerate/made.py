@@ -9,6 +9,7 @@ differs from the proven one, and :class:`FormerClass` compares the attributes of
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import sys
@@ -24,7 +25,7 @@ from ..integrations import transformers as integration
 from ..layers.hooks import CHANGED, FORMER_CLASSES, is_as_made
 from ..layers.padded_calls import WITHOUT_PADDING
 from ..layers.scripted_as import annotations_of
-from .read_names import names_read
+from .read_names import code_held, is_authors, names_read
 
 HELD = "_transformer_fast_held"
 """Attribute of a module: pairs (container that the module's code reads, copy of its content when it was proven)."""
@@ -40,6 +41,9 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _KEPT = ("__call__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__", "__bool__", "__len__")
 """Special methods that calls depend on; Python sets other special attributes by itself."""
 _MISSING = "missing"
+_DEPTH = 7
+_CONTAINERS = (list, dict, set, tuple, collections.deque)
+_NO_CONTAINERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, property, staticmethod, classmethod)
 
 
 class FormerClass:
@@ -85,11 +89,14 @@ class Made:
         former: the former class.
         recipe: a function and its arguments; with the former class as the first argument it returns the made class.
         probabilities: attributes that hold a probability of dropout, for which the proof holds with any value.
+        proves: True if the class stands for a proof. A module of such a class that has none, since the class was called
+            or an author's own code copied the module, runs its own code once an attribute is set.
     """
 
     former: type[nn.Module]
     recipe: tuple[Any, ...]
     probabilities: tuple[str, ...] = ()
+    proves = True
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         # No module holds the class, so a pickle stores how to make it again. The author's own __reduce__ decides the
@@ -177,6 +184,13 @@ def make_class(
     })  # fmt: skip
 
 
+def watch_itself(made: type[nn.Module]) -> None:
+    """Count attributes that are set on a made class, by ``type(module).forward = ...``, as changes of its class."""
+    itself = FormerClass(made)
+    setattr(made, FORMER_CLASSES, (*getattr(made, FORMER_CLASSES), itself))
+    itself.proven = dict(itself.now)
+
+
 def watched_class(former: type[nn.Module]) -> type[nn.Module]:
     """Return the class for a module whose code stays, and whose changes are noted."""
     return _watched_class(former, former_classes(former))
@@ -201,14 +215,16 @@ def _read_value(module: nn.Module, name: str) -> tuple[str, Any] | None:
     tests the children at each call. So their values count only as present or None.
     """
     attributes = module.__dict__
-    names = attributes.get(READ, frozenset())
+    names = _names_of(module)
     if name in _UNREAD or name.startswith(_OURS) or (names is not None and name not in names):
         return None
     for registry in _REGISTRIES:
-        if name in attributes[registry]:
+        if name in attributes.get(registry, ()):
             return registry, attributes[registry][name] is None
     if isinstance(getattr(type(module), name, None), LastWeights):
         return None
+    if hasattr(getattr(type(module), name, None), "__set__"):  # it may set any attribute
+        return "descriptor", {k: v for k, v in own_attributes(module) if names is None or k in names}
     value = attributes.get(name, _MISSING)
     if name in type(module).probabilities and isinstance(value, float | int):  # type: ignore[attr-defined]
         return "probabilities", None
@@ -233,6 +249,8 @@ def _is_same(before: tuple[str, Any], after: tuple[str, Any] | None) -> bool:
     if after is None or before[0] != after[0]:
         return False
     old, new = before[1], after[1]
+    if before[0] == "descriptor":
+        return old.keys() == new.keys() and all(_is_same(("", old[key]), ("", new[key])) for key in old)
     return old is new or (type(old) is type(new) and isinstance(old, _SCALARS) and bool(old == new))
 
 
@@ -241,7 +259,7 @@ def hold(module: nn.Module) -> None:
 
     The code of a fused parent may read attributes of its children, so a child gets the names that its parent reads.
     """
-    names = names_read_by((type(module),))
+    names = names_read_by((module,))
     for part in module.modules():
         if isinstance(part, Made):
             known = part.__dict__.get(READ, frozenset())
@@ -249,16 +267,28 @@ def hold(module: nn.Module) -> None:
             _hold_contents(part)
 
 
+def _names_of(module: nn.Module) -> frozenset[str] | None:
+    """Names that the code of a module reads; None for any."""
+    return module.__dict__.get(READ, None if type(module).proves else frozenset())  # type: ignore[attr-defined]
+
+
 def _hold_contents(module: nn.Module) -> None:
-    names = module.__dict__.get(READ, frozenset())
-    values = [value for name, value in own_attributes(module) if names is None or name in names]
-    if held := [pair for value in values for pair in _contents(value)]:
+    names = _names_of(module)
+    of_classes = (pair for base in author_class(type(module)).__mro__[::-1] for pair in _own(vars(base)).items())
+    values = {**dict(of_classes), **dict(own_attributes(module))}
+    read = [value for name, value in values.items() if names is None or name in names]
+    if held := list(_contents(read)):
         module.__dict__[HELD] = held
 
 
-def names_read_by(kinds: Iterable[type[nn.Module]]) -> frozenset[str] | None:
-    """Names that the code of classes may read; None if one may read any attribute."""
-    found = [names_read(author_class(kind)) for kind in dict.fromkeys(kinds)]
+def names_read_by(modules: Iterable[nn.Module]) -> frozenset[str] | None:
+    """Names that the code of modules may read; None if one may read any attribute."""
+    found = []
+    for module in modules:
+        held = list(dict.fromkeys(code_held(value for _, value in own_attributes(module))))
+        functions = tuple(code for code in held if isinstance(code, types.FunctionType))
+        classes = tuple(code for code in held if isinstance(code, type))
+        found.append(names_read(author_class(type(module)), classes, functions))
     return None if None in found else frozenset().union(*found)  # type: ignore[arg-type]
 
 
@@ -267,16 +297,44 @@ def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     return [(k, v) for k, v in module.__dict__.items() if k not in _UNREAD and not k.startswith(_OURS)]
 
 
-def _contents(value: Any, depth: int = 3) -> Iterator[tuple[Any, Any]]:
-    """Pairs (container, copy) of a value that can change its content, and of the containers inside it."""
-    if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType) or depth == 0:
-        return
-    container = value if isinstance(value, list | dict | set) else getattr(value, "__dict__", None)
-    if not isinstance(container, list | dict | set):
-        return
-    yield container, container.copy()
-    for inner in container.values() if isinstance(container, dict) else container:
-        yield from _contents(inner, depth - 1)
+def _contents(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs (container, copy) of the values that can change their content, and of the containers inside them."""
+    seen: set[int] = set()
+    todo = [(value, 0) for value in values]
+    for value, depth in todo:
+        if isinstance(value, _NO_CONTAINERS) or depth == _DEPTH or id(value) in seen:
+            continue
+        seen.add(id(value))
+        inner = [getattr(value, name, None) for name in _slots(type(value))]
+        if inner:
+            yield Slots(value), inner.copy()
+        container = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+        if isinstance(container, _CONTAINERS):
+            inner += container.values() if isinstance(container, dict) else container
+            if not isinstance(container, tuple):
+                yield container, container.copy()
+        todo += [(each, depth + 1) for each in inner]
+
+
+class Slots:
+    """View of the values in the ``__slots__`` of an object; it equals a list of them."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+
+    def __eq__(self, other: object) -> bool:
+        return [getattr(self.holder, name, None) for name in _slots(type(self.holder))] == other
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of the ``__slots__`` of an author's class."""
+    if not is_authors(kind):
+        return ()
+    found = (vars(base) for base in kind.__mro__)
+    return tuple(name for of in found for name, value in of.items() if isinstance(value, types.MemberDescriptorType))
 
 
 def forget(module: nn.Module) -> None:

@@ -24,14 +24,22 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
     """Compare a module with its pattern: outputs and gradients in evaluation and in training without dropout, and
     outputs with each single dropout dropping everything.
 
-    The module itself is not run: a copy with random parameters is used (with only a few rows of embeddings).
+    The module itself is not run: a copy with random parameters is used (with only a few rows of embeddings). A second
+    copy has other values in buffers and in tensors among its attributes, since these may change later.
 
     Returns:
         None if module and pattern agree; else the difference as text.
     """
+    difference = _compare(module, pattern)
+    if difference or not any(t.is_floating_point() for t in _other_tensors(module, pattern)):
+        return difference
+    return _compare(module, pattern, disturb=True)
+
+
+def _compare(module: nn.Module, pattern: Pattern, disturb: bool = False) -> str | None:
     with quiet():
         try:
-            trial = _copy(module, pattern)
+            trial = _copy(module, pattern, disturb)
             calls = [_trainable(call) for call in pattern.calls(trial)]
             made = accelerated_class(pattern, module)
         except Exception as error:
@@ -62,15 +70,17 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
 
 
 def signature(module: nn.Module, pattern: Pattern) -> Any:
-    """Cache key of a probe's outcome: classes, the attributes that their code reads, and shapes, not values."""
+    """Cache key of a probe's outcome: classes, the attributes that their code reads, shapes of parameters, values of
+    buffers."""
     boxes = {child for child, _ in _black_boxes(module, pattern)}
     described: list[Any] = [type(child) for child, _ in _black_boxes(module, pattern)]
     inside = list(module.named_modules(boxes))  # without the black boxes
-    names = names_read_by(type(child) for _, child in inside)
+    names = names_read_by(child for _, child in inside)
     for name, child in inside:
-        attributes = tuple((k, _described(v)) for k, v in own_attributes(child) if names is None or k in names)
-        tensors = {**child._parameters, **child._buffers}
-        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in tensors.items())
+        read = [(k, v) for k, v in own_attributes(child) if names is None or k in names]
+        attributes = tuple((k, type(v) if k in pattern.weights else _described(v)) for k, v in read)
+        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in child._parameters.items())
+        shapes += tuple((k, _described(t)) for k, t in child._buffers.items())
         described.append((name, type(child), former_classes(type(child)), attributes, shapes))
     return tuple(described)
 
@@ -78,12 +88,20 @@ def signature(module: nn.Module, pattern: Pattern) -> Any:
 def _described(value: Any, depth: int = 4) -> Any:
     """Value as part of a cache key: equal only for values of the same type."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
+        return tuple(value.shape), value.dtype, _content(value)
     if depth and isinstance(value, dict):
         return dict, tuple((_described(k, depth - 1), _described(v, depth - 1)) for k, v in value.items())
     if depth and isinstance(value, list | tuple):
         return type(value), tuple(_described(inner, depth - 1) for inner in value)
     return type(value), value if isinstance(value, Hashable) else repr(value)
+
+
+def _content(tensor: Tensor) -> int:
+    """Hash of the values of a tensor, or its identity if they cannot be read."""
+    try:
+        return hash(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    except Exception:  # a quantised or a meta tensor
+        return id(tensor)
 
 
 def _black_boxes(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Module, Part]]:
@@ -95,7 +113,13 @@ def _black_boxes(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Modul
             yield from _black_boxes(member, inner)
 
 
-def _copy(module: nn.Module, pattern: Pattern) -> nn.Module:
+def _other_tensors(module: nn.Module, pattern: Pattern) -> list[Tensor]:
+    """Buffers, and tensors stored by earlier calls or in other attributes."""
+    inside = module.named_modules({child for child, _ in _black_boxes(module, pattern)})
+    return _tensors([[v for name, v in child.__dict__.items() if name != "_parameters"] for _, child in inside])
+
+
+def _copy(module: nn.Module, pattern: Pattern, disturb: bool) -> nn.Module:
     memo: dict[int, Any] = {id(child): Witness(child, part.returns) for child, part in _black_boxes(module, pattern)}
     for _, child in module.named_modules({child for child, _ in _black_boxes(module, pattern)}):
         memo |= no_hooks(child)
@@ -105,11 +129,13 @@ def _copy(module: nn.Module, pattern: Pattern) -> nn.Module:
                 if isinstance(child, nn.Embedding):
                     shape[0] = min(shape[0], max(_ROWS, 1 + (child.padding_idx or 0)))
                 memo[id(parameter)] = nn.Parameter(0.3 * torch.randn(shape))
-        others = [value for name, value in child.__dict__.items() if name != "_parameters"]
-        for tensor in _tensors(others):  # buffers, and tensors stored by earlier calls
-            if id(tensor) not in memo:
-                value = tensor.detach().to("cpu", copy=True)
-                memo[id(tensor)] = value.double() if value.is_floating_point() else value
+    for tensor in _other_tensors(module, pattern):
+        if id(tensor) not in memo:
+            value = tensor.detach().to("cpu", copy=True)
+            if value.is_floating_point():
+                value = value.double()
+                value = value * (1 + torch.rand(value.shape)) + torch.rand(value.shape) if disturb else value
+            memo[id(tensor)] = value
     return copy.deepcopy(module, memo)
 
 

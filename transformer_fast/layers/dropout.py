@@ -63,7 +63,7 @@ class Dropout(nn.Dropout):
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.dropout(input, self.p, self.training, self.inplace)
         else:  # torch.jit.script compiles the branches of an if, but not this expression
-            return self._computed(input)
+            return Dropout._computed(self, input)  # after undo, a caller may hold this method
 
     def _computed(self, input: Tensor) -> Tensor:
         if not isinstance(input, Tensor):

@@ -25,7 +25,7 @@ class Linear(nn.Linear):
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.linear(input, self.weight, self.bias)
         else:  # torch.jit.script compiles the branches of an if, but not this expression
-            return self._computed(input)
+            return Linear._computed(self, input)  # after undo, a caller may hold this method
 
     def _computed(self, input: Tensor) -> Tensor:
         if type(input) is not Tensor:  # for other weights the op is F.linear itself

@@ -131,6 +131,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         same = query is key and key is value
         given = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         served = takes_fused_ops(query, key_padding_mask, attn_mask) and (same or takes_fused_ops(key, value))
+        if not isinstance(self, MultiheadAttention):  # after undo, a caller may hold this method
+            return nn.MultiheadAttention.forward(self, *given)
         if not served or self.bias_k is not None or self.add_zero_attn:
             return self._by_torch(*given)
         if isinstance(attn_mask, PackedMask):
@@ -232,6 +234,13 @@ class _Layer(nn.Module):
         return apply_linear(self.linear2, apply_dropout(self.dropout, inner))
 
 
+def is_replaced(layer: nn.Module) -> bool:
+    """Return True for a layer in which somebody set a method that torch's forward calls, and for one whose class is
+    torch's again: a caller may hold a method after ``undo``."""
+    own = layer.__dict__
+    return not isinstance(layer, _Layer) or "_sa_block" in own or "_mha_block" in own or "_ff_block" in own
+
+
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """``nn.TransformerEncoderLayer``; dropout, residual addition and the next norm run as one op."""
 
@@ -244,7 +253,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """See ``torch.nn.TransformerEncoderLayer``."""
-        if not takes_fused_ops(src, src_mask, src_key_padding_mask):
+        if is_replaced(self) or not takes_fused_ops(src, src_mask, src_key_padding_mask):
             masks = original_masks(src_mask, src_key_padding_mask, is_causal)
             return by_torch(nn.TransformerEncoderLayer, self, src, *masks)
         masks = src_mask, src_key_padding_mask, is_causal
@@ -271,7 +280,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         """See ``torch.nn.TransformerDecoderLayer``."""
         own = tgt_mask, tgt_key_padding_mask, tgt_is_causal
         cross = memory_mask, memory_key_padding_mask, memory_is_causal
-        if not takes_fused_ops(tgt, memory, *own, *cross):
+        if is_replaced(self) or not takes_fused_ops(tgt, memory, *own, *cross):
             masks = (mask for pair in zip(original_masks(*own), original_masks(*cross)) for mask in pair)
             return by_torch(nn.TransformerDecoderLayer, self, tgt, memory, *masks)
         if not is_plain(self.self_attn, MultiheadAttention):

@@ -12,7 +12,7 @@ from .hooks import TAKES_RESIDUAL, has_role, is_plain
 from .linear import is_linear
 from .padded_calls import NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record, stays_padded
 from .torch_masks import TorchMasks, is_look_ahead
-from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, is_replaced
 
 
 def packed_encoder(stack: nn.TransformerEncoder, src: Tensor, masks: TorchMasks) -> Tensor | None:
@@ -72,7 +72,7 @@ def packed_decoder(
 def takes_packed(layer: nn.Module) -> bool:
     """Return True if a layer can run packed: its attentions take a PackedMask, and all other parts work token by
     token."""
-    if not is_plain(layer, TransformerEncoderLayer, TransformerDecoderLayer):
+    if not is_plain(layer, TransformerEncoderLayer, TransformerDecoderLayer) or is_replaced(layer):
         return False
     attentions = [m for name, m in layer._modules.items() if name in ("self_attn", "multihead_attn")]
     norms = [m for name, m in layer._modules.items() if name.startswith("norm")]

@@ -32,7 +32,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """See ``torch.nn.TransformerEncoder``."""
-        if not takes_fused_ops(src, mask, src_key_padding_mask):
+        if not isinstance(self, TransformerEncoder) or not takes_fused_ops(src, mask, src_key_padding_mask):
             return by_torch(nn.TransformerEncoder, self, src, mask, src_key_padding_mask, is_causal)
         packed = packed_encoder(self, src, (mask, src_key_padding_mask, bool(is_causal)))
         if packed is not None:
@@ -97,7 +97,7 @@ class TransformerDecoder(nn.TransformerDecoder):
     ) -> Tensor:
         """See ``torch.nn.TransformerDecoder``."""
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-        if not takes_fused_ops(tgt, memory, *masks):
+        if not isinstance(self, TransformerDecoder) or not takes_fused_ops(tgt, memory, *masks):
             return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         own_masks = tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)
         packed = packed_decoder(self, tgt, memory, own_masks, (memory_mask, memory_key_padding_mask, memory_is_causal))

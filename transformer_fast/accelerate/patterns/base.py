@@ -26,7 +26,17 @@ from ...layers.padded_calls import padded_calls
 from ...layers.scripted_as import scripted_as
 from ...layers.torch_modules import Embedding
 from ...tensors import takes_fused_ops
-from ..made import FormerClass, Made, author_class, change_of, former_classes, is_as_proven, make_class, say
+from ..made import (
+    FormerClass,
+    Made,
+    author_class,
+    change_of,
+    former_classes,
+    is_as_proven,
+    make_class,
+    say,
+    watch_itself,
+)
 
 Kind = Callable[[nn.Module], bool]
 """Test for a child module."""
@@ -225,7 +235,7 @@ def _accelerated_class(
             if kwargs and keywords:
                 ours = {name: kwargs.pop(name) for name in keywords if name in kwargs}
             ordered, given = _in_order(parameters, args, kwargs) if kwargs else args, ours
-        served = takes_fused_ops(*args, *kwargs.values(), *self._parameters.values())
+        served = isinstance(self, Made) and takes_fused_ops(*args, *kwargs.values(), *self._parameters.values())
         if served and ordered is not None and pattern.fits(self):
             result = pattern.fused_forward(self, *ordered, **given)
             if result is not None:
@@ -251,6 +261,7 @@ def _accelerated_class(
     )
     for role in (SWAPPED, *pattern.roles):
         in_role(role)(made)
+    watch_itself(made)
     return made
 
 
