@@ -12,7 +12,7 @@ from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
 from .masks.tile_share import work_share
 from .ops.attention import check_backend
-from .ops.attention_checks import document_numbers, normal_lengths, refuse_keep_as_lengths
+from .ops.attention_checks import document_numbers, kernel_lengths, refuse_keep_as_lengths
 from .triton.configs import attention_config
 from .triton.versions import limits
 
@@ -91,9 +91,8 @@ def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str)
             "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
         )
         tile = config.block_queries, config.block_keys
-    lengths = None if params.lengths is None else normal_lengths(params.lengths, B, Lq, Lk)
-    bounds = {name: getattr(params, name) for name in ("keep", "key_keep", "query_ids", "key_ids", "causal", "window")}
-    found = work_share(B, Lq, Lk, tile, lengths=lengths, **bounds)
+    names = "keep", "key_keep", "lengths", "query_ids", "key_ids", "causal", "window"
+    found = work_share(B, Lq, Lk, tile, **{name: getattr(params, name) for name in names})
     return (
         f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys are computed "
         f"({found.full} full, {found.partial} partly masked)"
@@ -118,7 +117,7 @@ def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str,
     return AttentionParams(
         keep=mask.keep_mask,
         key_keep=mask.key_keep_mask,
-        lengths=mask.key_lengths,
+        lengths=kernel_lengths(mask, q, k),
         bias=mask.additive_bias,
         distance_bias=mask.table(q.shape[2], k.shape[2]),
         causal=and_causal(mask.causal_offset, options.get("causal", False)),
@@ -145,6 +144,8 @@ def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
         parts.append(f"causal with offset {offset}")
     if mask.window_offset is not None:
         parts.append(f"window with offset {mask.window_offset}")
+    for lengths, first in mask.prefixes:
+        parts.append(f"prefix {tuple(lengths.shape)} with offset {first}")
     if mask.document_ids is not None:
         queries, keys = mask.document_ids
         parts.append(f"documents of ids {tuple(queries.shape)} x {tuple(keys.shape)}")

@@ -18,7 +18,7 @@ GIVEN = ("as they are", "refilled", "from inference mode", "of a subclass")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One call. ``parts`` are the mask's: "dense", "padding", "lengths", "lengths per query", "causal", "window",
-    "documents", "alibi", "relative"; and "sinks"."""
+    "documents", "prefix", "alibi", "relative"; and "sinks"."""
 
     number: int
     kind: str  # "padded", "packed", "decode"
@@ -80,6 +80,8 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
         parts = (*parts, "window")
     others = {"documents": 0.2, "alibi": 0.15, "relative": 0.15, "sinks": 0.15}
     parts = (*parts, *[part for part, p in others.items() if chance.random() < p])
+    if padded and number % 9 == 0:
+        parts = (*parts, "prefix")
     return Config(
         number=number,
         kind=kind,

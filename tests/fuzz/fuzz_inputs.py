@@ -97,6 +97,12 @@ def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dic
         if may_be_keep(mask.key_lengths, c.Lk):  # refused; one that is longer makes them lengths
             mask.key_lengths[0, 0] = 2
         parts["lengths"] = mask.key_lengths
+    if "prefix" in c.parts:
+        prefix = torch.randint(0, c.Lk + 1, (c.B,), generator=generator).to(DEVICE)
+        mask = mask & AttentionMask.prefix(prefix, c.offset)
+        ends = torch.maximum(prefix[:, None], torch.arange(c.Lq, device=DEVICE) + c.offset + 1)
+        lengths = parts.get("lengths", torch.tensor([c.Lk], device=DEVICE))
+        parts["lengths"] = torch.minimum(ends, lengths if lengths.dim() == 2 else lengths[:, None])
     if "causal" in c.parts:
         parts["causal"] = c.causal
         mask = mask & AttentionMask.causal(c.causal)

@@ -51,3 +51,19 @@ def test_a_logsumexp_between_8_and_16_costs_no_digits(device):
     out = tfast.attention(q, k, v, scale=1.0)
     (grad,) = torch.autograd.grad(out[..., 0].sum(), q)
     assert abs(grad[0, 0, 0, 1].item() - 1) < 2.5e-7
+
+
+@pytest.mark.parametrize("offset", [0, 30])
+def test_a_prefix(offset, device):
+    """Output and gradients against a keep mask in the reference."""
+    q, k, v = (torch.randn(2, 2, n, 16, device=device, requires_grad=True) for n in (40, 70, 70))
+    mask = tfast.AttentionMask.prefix(torch.tensor([35, 0], device=device), offset)
+    mask &= tfast.AttentionMask.lengths(torch.tensor([70, 51], device=device))
+    results = []
+    for backend, given in (("triton", mask), ("reference", mask.dense(40, 70))):
+        torch.manual_seed(5)
+        with tfast.backend(backend):
+            out = tfast.attention(q, k, v, given, dropout_p=0.2)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

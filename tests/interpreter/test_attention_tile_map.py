@@ -12,7 +12,7 @@ from helpers import mask_parts
 from test_attention_kernels import documents
 
 from transformer_fast.attention_params import AttentionParams
-from transformer_fast.masks.parts import dense_keep
+from transformer_fast.masks.definition import visible
 from transformer_fast.masks.tile_share import EMPTY, FULL, PARTIAL, WorkShare, tile_classes, work_share
 from transformer_fast.tensor_cache import ENTRIES, get_or_compute
 from transformer_fast.testing import assert_as_exact_as_eager
@@ -134,8 +134,7 @@ def test_lists_hold_the_tiles_that_share_an_id(name):
 def test_classes_in_plain_pytorch(dialect):
     """The oracle against the definition: no key, every key, or neither."""
     mask = mask_of(dialect)
-    parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal", "window"))
-    allowed = dense_keep(*parts, LQ, LK, GPU).expand(B, -1, LQ, LK)
+    allowed = visible(LQ, LK, GPU, **mask).expand(B, -1, LQ, LK)
     classes = tile_classes(B, LQ, LK, (32, 64), **mask)
     assert classes.shape[2:] == (3, 5)
     for row in range(3):

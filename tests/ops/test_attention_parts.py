@@ -50,6 +50,39 @@ def held(actual, dtype=torch.float32, **parts):
     assert_as_exact_as_eager(actual, plain(q, k, v, **parts), plain(q.double(), k.double(), v.double(), **wide))
 
 
+@pytest.mark.parametrize("length", [17, L])
+def test_prefix(length):
+    """Output and gradients against a keep mask in the reference, with padding, also with fewer queries than keys."""
+    prefix, offset = torch.tensor([40, 0]), L - length
+    mask = AttentionMask.prefix(prefix, offset) & AttentionMask.lengths(torch.tensor([L, 51]))
+    q, k, v = (t[:, :, -n:].contiguous().requires_grad_() for t, n in zip(inputs(), (length, L, L), strict=True))
+    i, j = torch.arange(length)[:, None] + offset, torch.arange(L)
+    allowed = ((j < prefix[:, None, None, None]) | (j <= i)) & (j < torch.tensor([L, 51])[:, None, None, None])
+    for options in ({}, {"dropout_p": 0.3}, {"empty_rows": "zero", "sinks": torch.ones(H)}):
+        results = []
+        for backend, given in (("native", mask), ("reference", AttentionMask.keep(allowed))):
+            torch.manual_seed(5)
+            with tfast.backend(backend):
+                out = tfast.attention(q, k, v, given, **options)
+                results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+def test_prefixes_that_look_like_a_keep_mask():
+    """Their ends per query are all 0 or 1, and no values that a user gave."""
+    q, k, v = inputs()
+    mask = AttentionMask.prefix(torch.tensor([0, 1]), -1)
+    assert torch.equal(tfast.attention(q[:, :, :2], k, v, mask), tfast.attention(q[:, :, :2], k, v, mask.dense(2, L)))
+
+
+def test_explain_names_a_prefix_and_counts_its_tiles():
+    q = torch.empty(1, 1, 256, 8)
+    text = tfast.explain(q, q, q, AttentionMask.prefix(torch.tensor([200])))
+    assert "prefix (1,) with offset 0" in text
+    assert "100.0% of 8 tiles of 64 queries x 128 keys" in text  # the look-ahead alone visits 6
+
+
 def test_documents():
     ids = torch.arange(L).div(30, rounding_mode="floor").expand(B, L)
     actual = tfast.attention(*inputs(), AttentionMask.documents(ids) & AttentionMask.causal())

@@ -53,6 +53,7 @@ CALLS: dict[str, tuple[Call, Callable[[torch.dtype], Tensor]]] = {
         attended(lambda t: AttentionMask.lengths(t) & AttentionMask.lengths(torch.tensor([290, 100, 4]))),
         lambda dtype: lengths(dtype, 3),
     ),
+    "prefix": (attended(AttentionMask.prefix), lambda dtype: lengths(dtype, 3)),
     "documents": (attended(documents), lambda dtype: torch.randint(0, 3, (3, KEYS)).to(dtype)),
     "keep": (
         attended(lambda t: AttentionMask.keep(t[:, None, None])),

@@ -37,6 +37,14 @@ def test_causal_offset(offset):
     assert torch.equal(full(AttentionMask.causal(offset)), (j <= i + offset).expand(B, H, LQ, LK))
 
 
+@pytest.mark.parametrize("offset", [-9, -2, 0, 3])
+def test_a_prefix_is_the_union_of_its_keys_and_the_look_ahead(offset):
+    i, j = torch.arange(LQ)[:, None], torch.arange(LK)
+    for lengths in (torch.tensor([3, 0, 7]), torch.tensor([4]), torch.tensor([-1, 2, 99], dtype=torch.int8)):
+        expected = (j < lengths[:, None, None, None]) | (j <= i + offset)
+        assert torch.equal(full(AttentionMask.prefix(lengths, offset)), expected.expand(B, H, LQ, LK))
+
+
 @pytest.mark.parametrize("offset", [-2, 0, 3])
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (2, 0), (1, 3), (None, 1), (2, None), (None, None), (3, -1)])
 def test_window(left, right, offset):
@@ -76,6 +84,8 @@ def test_and_is_the_intersection_of_every_pair():
         AttentionMask.window(2),
         AttentionMask.window(1, 2, offset=1),
         AttentionMask.window(0, None),
+        AttentionMask.prefix(torch.tensor([3, 0, 9])),
+        AttentionMask.prefix(torch.tensor([4]), -2),
     ]
     for a in masks:
         for b in masks:
@@ -119,9 +129,11 @@ def test_to_moves_every_part():
 def test_to_moves_documents_and_what_is_added():
     mask = AttentionMask.documents(torch.zeros(B, LQ).long(), torch.zeros(B, LK).long())
     mask = mask & AttentionMask.alibi(torch.ones(H)) & AttentionMask.bias(torch.zeros(LQ, LK))
+    mask = mask & AttentionMask.prefix(torch.ones(B).long(), 2)
     moved = mask.to("meta").tensors()
     assert {name: t.device.type for name, t in moved.items()} == dict.fromkeys(mask.tensors(), "meta")
-    assert moved.keys() == {"query_ids", "key_ids", "alibi 0", "additive_bias"}
+    assert moved.keys() == {"query_ids", "key_ids", "alibi 0", "additive_bias", "prefix 0"}
+    assert mask.to("meta").prefixes[0].offset == 2
 
 
 def test_lower_ranks_align_on_the_right_as_broadcasting_does():
@@ -177,6 +189,7 @@ def test_the_parts_beside_some():
     mask = AttentionMask.window(2) & AttentionMask.alibi(torch.rand(H)) & AttentionMask.lengths(torch.tensor([1]))
     assert parts_beside(AttentionMask()) == []
     assert parts_beside(mask) == ["key_lengths", "causal_offset", "window_offset", "distance_biases"]
+    assert parts_beside(AttentionMask.prefix(torch.tensor([1]))) == ["prefixes"]
     assert parts_beside(mask, "key_lengths", "distance_biases") == ["causal_offset", "window_offset"]
 
 
@@ -188,6 +201,8 @@ def test_a_representation_is_what_one_would_write():
         "lengths(int64 (2,)) & causal()": AttentionMask.causal() & AttentionMask.lengths(lengths),
         "keep(bool (1, 1, 5, 7)) & keep(bool (1, 1, 1, 7))": AttentionMask.keep(torch.ones(5, 7).bool())
         & AttentionMask.keep(torch.ones(7).int()),
+        "prefix(int32 (2,)) & prefix(int64 (2,), offset=-3)": AttentionMask.prefix(lengths.int())
+        & AttentionMask.prefix(lengths, -3),
         "causal(-2)": AttentionMask.causal(-2),
         "window(3)": AttentionMask.window(3),
         "window(3, offset=10)": AttentionMask.window(3, offset=10),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import mask_parts
 
-from transformer_fast.masks.parts import dense_keep
+from transformer_fast.masks.definition import visible
 from transformer_fast.reference import layers
 from transformer_fast.reference.attention import attention
 from transformer_fast.reference.dropout import attention_keep, dropout, elementwise_keep, philox
@@ -64,7 +64,8 @@ def test_attention_is_torch_attention_where_torch_has_it():
     q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (5, 7, 7))
     bias = torch.randn(2, 1, 5, 7, dtype=torch.float64)
     for name, parts in mask_parts(2, 3, 5, 7, torch.Generator().manual_seed(3)).items():
-        allowed = dense_keep(*(parts.get(n) for n in ("keep", "key_keep", "lengths", "causal", "window")), 5, 7, None)
+        bool_parts = ("keep", "key_keep", "lengths", "causal", "window")
+        allowed = visible(5, 7, **{n: parts.get(n) for n in bool_parts})
         expected = F.scaled_dot_product_attention(q, k, v, bias.masked_fill(~allowed, -math.inf), scale=0.3)
         out, weights, logsumexp = attention(q, k, v, **parts, bias=bias, scale=0.3)
         rows = allowed.expand(2, 3, 5, 7).any(-1)

@@ -97,6 +97,8 @@ MASKS = rows(
         "keep mask: expected a dense.*to_dense": lambda: ATTEND(Q, K, K, ones(5, 7).to_sparse()),
         "blocked mask: expected a dense": lambda: MASK.blocked(torch.ones(5, 7).to_sparse()),
         "lengths: expected a dense": lambda: MASK.lengths(torch.ones(2).long().to_sparse()),
+        "prefix: lengths must be an integer tensor": lambda: MASK.prefix(torch.ones(2)),
+        "prefix offset: expected an int": lambda: MASK.prefix(torch.ones(2).long(), 1.5),
         "query_ids: expected a dense": lambda: MASK.documents(torch.ones(2, 5).long().to_sparse()),
         "keep mask: expected a dense tensor, got a nested tensor": lambda: MASK.keep(
             torch.nested.nested_tensor([ones(3), ones(5)])
@@ -117,7 +119,7 @@ MASKS = rows(
             Q, Q, Q, MASK.lengths(torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]))
         ),
         "1 to 4 dimensions": lambda: MASK.keep(ones(1, 1, 1, 5, 7)),
-        r"\(B,\) or \(B, Lq\), got \(2, 1, 1\)": lambda: MASK.lengths(torch.ones(2, 1, 1).long()),
+        r"\(B,\) or \(B, Lq\), got shape \(2, 1, 1\)": lambda: MASK.lengths(torch.ones(2, 1, 1).long()),
     },
 )
 

@@ -213,6 +213,12 @@ OFFSETS: dict[str, Case] = {
         )),
         lambda b, n: (heads(b, 3), heads(b, n)),
     ),
+    "attention, prefix": (
+        lambda: Call(lambda q, k, prefix, n: tfast.attention(
+            q, k, k, AttentionMask.prefix(prefix, k.shape[2] - q.shape[2]) & AttentionMask.lengths(n)
+        )),
+        lambda b, n: (heads(b, 3), heads(b, n), lengths(b, n), lengths(b, n)),
+    ),
     "attention_packed, offset": (
         lambda: Call(packed_offset),
         lambda b, n: (*(torch.randn(b * n, 2, 8) for _ in range(3)), starts(b, n)),

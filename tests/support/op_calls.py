@@ -335,6 +335,8 @@ MASKS: dict[str, tuple[Callable[[Tensor], AttentionMask], Callable[[Draw], Tenso
     "lengths int16": (AttentionMask.lengths, lambda draw: draw.whole(B, low=1, below=L + 1, dtype=torch.int16)),
     "lengths per query": (AttentionMask.lengths, lambda draw: draw.whole(B, L, low=2, below=L + 1)),
     "lengths for all queries": (AttentionMask.lengths, lambda draw: draw.whole(B, 1, low=1, below=L + 1)),
+    # With offset 0 the look-ahead of another option would cut off all that a prefix adds.
+    "prefix": (lambda t: AttentionMask.prefix(t, -L // 2), lambda draw: draw.whole(B, low=1, below=L + 1)),
     "documents int64": (AttentionMask.documents, _documents),
     "documents int32": (AttentionMask.documents, lambda draw: _documents(draw).int()),
     "documents past int32": (AttentionMask.documents, lambda draw: _documents(draw) * 2**40),

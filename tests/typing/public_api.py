@@ -16,6 +16,7 @@ from transformer_fast.masks.packing import Packing
 
 def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor, asked: bool) -> None:
     mask = tfast.AttentionMask.lengths(lengths) & tfast.AttentionMask.causal()
+    mask &= tfast.AttentionMask.prefix(lengths, offset=1)
     assert_type(mask, tfast.AttentionMask)
     assert_type(tfast.attention(q, k, v), Tensor)
     assert_type(tfast.attention(q, k, v, mask, dropout_p=0.1, scale=None, empty_rows="zero"), Tensor)

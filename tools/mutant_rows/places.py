@@ -13,6 +13,7 @@ LOSS = ("tests/ops/test_cross_entropy.py", "tests/ops/test_every_op.py")
 SURE = ("tests/ops/test_cross_entropy_sure.py",)
 TOPK = ("tests/generation/test_topk.py",)
 PACKAGE = "transformer_fast/"
+LOWER = ("tests/ops/test_lower.py",)
 MASKS = ("tests/ops/test_masks.py",)
 PACKING = ("tests/ops/test_packing.py",)
 KINDS = ("tests/ops/test_tensor_kinds.py", "tests/ops/test_tensor_transforms.py")

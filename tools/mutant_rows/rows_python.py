@@ -1,7 +1,7 @@
 """Faults in masks, packing, backends and public ops."""
 
 from .fault import Fault
-from .places import EXPORT, KINDS, MASKS, PACKAGE, PACKING, PARTS, SDPA
+from .places import EXPORT, KINDS, LOWER, MASKS, PACKAGE, PACKING, PARTS, SDPA
 
 ROWS = (
     Fault(
@@ -40,11 +40,39 @@ ROWS = (
         tests=MASKS,
     ),
     Fault(
-        name="the dense mask leaves out the window",
-        path=PACKAGE + "masks/parts.py",
-        old="        allowed = allowed & (j >= i + window)\n",
+        name="the definition counts a window from the first key",
+        path=PACKAGE + "masks/definition.py",
+        old="        allowed = allowed & (j >= p + window)\n",
         new="        allowed = allowed & (j >= window)\n",
         tests=("tests/ops/test_masks.py", "tests/ops/test_attention_kernels.py"),
+    ),
+    Fault(
+        name="a prefix and the look-ahead are intersected",
+        path=PACKAGE + "masks/lower.py",
+        old="ends.append(torch.maximum(lengths",
+        new="ends.append(torch.minimum(lengths",
+        tests=LOWER,
+    ),
+    Fault(
+        name="bits are dropped without reading if a part is an interval",
+        path=PACKAGE + "masks/lower.py",
+        old="if not exact or not bool((end - first == count).all()):",
+        new="if not exact:",
+        tests=LOWER,
+    ),
+    Fault(
+        name="a query marks one run of the tiles that it sees",
+        path=PACKAGE + "masks/lower.py",
+        old="for start in (low, high - (torch.ones_like(level) << level)):",
+        new="for start in (low,):",
+        tests=LOWER,
+    ),
+    Fault(
+        name="the eager fast path takes a prefix, which it does not read",
+        path=PACKAGE + "ops/attention_checks.py",
+        old="len(mask.distance_biases) > 0 or len(mask.prefixes) > 0",
+        new="len(mask.distance_biases) > 0",
+        tests=PARTS,
     ),
     Fault(
         name="ids of two documents clash when they are combined",

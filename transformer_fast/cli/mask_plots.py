@@ -156,6 +156,17 @@ def _window() -> list[Line]:
     return [Line("keys near the query: so many to the left, so many to the right; None is no bound", [], seen)]
 
 
+def _prefix() -> list[Line]:
+    lengths = torch.tensor([3, 2])
+    return [
+        Line(
+            "a prefix of three tokens, and one of two; what follows sees no later key",
+            [Given("lengths", lengths[:, None], torch.ones(2, 1), "sentence", "")],
+            _sentences(AttentionMask.prefix(lengths)),
+        )
+    ]
+
+
 def _documents() -> list[Line]:
     ids = torch.tensor([[0, 0, 0, 1, 1]])
     mask = AttentionMask.documents(ids)
@@ -176,6 +187,7 @@ DIALECTS: dict[str, Callable[[], list[Line]]] = {
     "torch": _torch_masks,
     "look_ahead": _look_ahead,
     "window": _window,
+    "prefix": _prefix,
     "documents": _documents,
 }
 

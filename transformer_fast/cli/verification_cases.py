@@ -109,12 +109,15 @@ def _attention_cases(draw: Draw) -> Iterator[Case]:
 
 
 def _cases_by_position(draw: Draw, inputs: Tensors) -> Iterator[Case]:
-    """Cases with documents, biases by distance, a softcap and sinks; q, k and v (B, H, L, D)."""
+    """Cases with documents, a prefix, biases by distance, a softcap and sinks; q, k and v (B, H, L, D)."""
     B, H, L, _ = inputs["q"].shape
     ids = torch.arange(L, device=draw.device).div(30, rounding_mode="floor").expand(B, L)
     documents = AttentionMask.documents(ids) & AttentionMask.causal()
     dropping = partial(ops.attention, mask=documents, dropout_p=0.1)
     yield Case("attention", "documents, look-ahead, dropout 0.1", inputs, dropping)
+
+    prefix = AttentionMask.prefix(torch.arange(B, device=draw.device) * 20)
+    yield Case("attention", "prefix, dropout 0.1", inputs, partial(ops.attention, mask=prefix, dropout_p=0.1))
 
     def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return ops.attention(q, k, v, AttentionMask.alibi(slopes) & AttentionMask.causal())

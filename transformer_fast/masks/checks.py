@@ -68,6 +68,14 @@ def check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None
         raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
 
 
+def check_integers(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None:
+    if not isinstance(t, Tensor) or t.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be an integer tensor {shape}, got {kind_of(t)}")
+    check_dense(name, t)
+    if t.dim() not in dims:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
+
+
 def boolean(mask: Tensor, dialect: str) -> Tensor:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}")

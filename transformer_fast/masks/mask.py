@@ -11,6 +11,7 @@ part          shape                  key ``j`` is allowed for query ``i`` of hea
 ``lengths``   (B,) or (B, Lq)        where ``j < lengths[b]`` or ``j < lengths[b, i]``
 ``causal``    an offset              where ``j <= i + causal``
 ``window``    an offset              where ``j >= i + window``
+``prefix``    (B,) and an offset     where ``j < lengths[b]``, and where ``j <= i + offset``
 ``documents`` (B|1, Lq), (B|1, Lk)   where ``query_ids[b, i] == key_ids[b, j]``
 ``bias``      (B|1, H|1, Lq|1, Lk|1) where ``bias[b, h, i, j]``, added to the score, is not -inf
 ``alibi``     (H,) or (B, H)         everywhere; ``-slopes[b, h] * |i + offset - j|`` is added to the score
@@ -30,18 +31,19 @@ from torch import Tensor
 
 from ..tracing import greatest, least, number, sizes
 from .checks import (
-    INTEGERS,
     boolean,
     check_dense,
     check_float,
+    check_integers,
     check_leading,
     checked_offset,
     four_dimensions,
     kind_of,
     not_a_mask,
 )
+from .definition import visible
 from .distance import Alibi, DistanceBias, Relative, along_diagonals, distance_table
-from .parts import both_documents, combine, dense_keep, same_document, same_rank, written
+from .parts import Prefix, both_documents, combine, same_rank, written
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -65,6 +67,7 @@ class AttentionMask:
     window_offset: int | None = None
     document_ids: tuple[Tensor, Tensor] | None = None
     distance_biases: tuple[DistanceBias, ...] = ()
+    prefixes: tuple[Prefix, ...] = ()
 
     @classmethod
     def keep(cls, mask: Tensor) -> AttentionMask:
@@ -125,11 +128,7 @@ class AttentionMask:
             tensor([[ True,  True,  True],
                     [ True, False, False]])
         """
-        if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
-            raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {kind_of(lengths)}")
-        check_dense("lengths", lengths)
-        if lengths.dim() not in (1, 2):
-            raise ValueError(f"lengths: expected shape (B,) or (B, Lq), got {tuple(lengths.shape)}")
+        check_integers("lengths", lengths, "(B,) or (B, Lq)", (1, 2))
         return cls(key_lengths=lengths)
 
     @classmethod
@@ -168,6 +167,30 @@ class AttentionMask:
         return cls(causal_offset=last, window_offset=first)
 
     @classmethod
+    def prefix(cls, lengths: Tensor, offset: int = 0) -> AttentionMask:
+        """A prefix language model: query ``i`` sees keys ``j < lengths[b]``, and keys ``j <= i + offset``.
+
+        The tokens of the prefix see each other; those behind it see the prefix and, as with ``causal``, no later key. A
+        length past Lk is Lk, one below 0 is 0. No tensor of size Lq x Lk is made. Combine with ``lengths`` for padding.
+
+        Args:
+            lengths: integer (B,), number of keys in each prefix; or (1,) for all sequences.
+            offset: position of the first query among the keys.
+
+        Raises:
+            TypeError: for lengths that are not an integer tensor, or an offset that is not an int.
+            ValueError: for another shape.
+
+        Example:
+            >>> tfast.AttentionMask.prefix(torch.tensor([2])).dense(3, 3)[0, 0].int()
+            tensor([[1, 1, 0],
+                    [1, 1, 0],
+                    [1, 1, 1]], dtype=torch.int32)
+        """
+        check_integers("prefix: lengths", lengths, "(B,)", (1,))
+        return cls(prefixes=(Prefix(lengths, checked_offset("prefix offset", offset)),))
+
+    @classmethod
     def documents(cls, query_ids: Tensor, key_ids: Tensor | None = None) -> AttentionMask:
         """Documents packed side by side: query ``i`` sees key ``j`` where ``query_ids[b, i] == key_ids[b, j]``.
 
@@ -191,11 +214,7 @@ class AttentionMask:
         """
         ids = (query_ids, query_ids if key_ids is None else key_ids)
         for name, t in zip(("query_ids", "key_ids"), ids, strict=True):
-            if not isinstance(t, Tensor) or t.dtype not in INTEGERS:
-                raise TypeError(f"documents: {name} must be an integer tensor (B, L), got {kind_of(t)}")
-            check_dense(f"documents: {name}", t)
-            if t.dim() != 2:
-                raise ValueError(f"documents: {name} must be (B, L), got shape {tuple(t.shape)}")
+            check_integers(f"documents: {name}", t, "(B, L)", (2,))
         return cls(document_ids=ids)
 
     @classmethod
@@ -291,6 +310,7 @@ class AttentionMask:
             combine(self.window_offset, other.window_offset, greatest),
             combine(self.document_ids, other.document_ids, both_documents),
             self.distance_biases + other.distance_biases,
+            self.prefixes + other.prefixes,
         )
 
     def __repr__(self) -> str:
@@ -308,6 +328,7 @@ class AttentionMask:
         tensors = {name: part for name, part in parts if isinstance(part, Tensor)}
         if self.document_ids is not None:
             tensors |= dict(zip(("query_ids", "key_ids"), self.document_ids, strict=True))
+        tensors |= {f"prefix {n}": prefix.lengths for n, prefix in enumerate(self.prefixes)}
         return tensors | {
             f"{type(bias).__name__.lower()} {n}": bias.tensor for n, bias in enumerate(self.distance_biases)
         }
@@ -319,14 +340,15 @@ class AttentionMask:
         if self.document_ids is not None:
             moved["document_ids"] = tuple(ids.to(device) for ids in self.document_ids)
         moved["distance_biases"] = tuple(bias.with_tensor(bias.tensor.to(device)) for bias in self.distance_biases)
+        moved["prefixes"] = tuple(Prefix(prefix.lengths.to(device), prefix.offset) for prefix in self.prefixes)
         return dataclasses.replace(self, **moved)
 
     def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
         """The whole mask as one bool keep tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
-        parts = (self.keep_mask, self.key_keep_mask, self.key_lengths, self.causal_offset, self.window_offset)
-        allowed = dense_keep(*parts, Lq, Lk, next((t.device for t in self.tensors().values()), device))
-        if self.document_ids is not None:
-            allowed = allowed & same_document(*self.document_ids)
+        parts: dict[str, Any] = {"keep": self.keep_mask, "key_keep": self.key_keep_mask, "lengths": self.key_lengths}
+        parts |= {"causal": self.causal_offset, "window": self.window_offset, "prefixes": self.prefixes}
+        parts |= dict(zip(("query_ids", "key_ids"), self.document_ids or (), strict=False))
+        allowed = visible(Lq, Lk, next((t.device for t in self.tensors().values()), device), **parts)
         return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
 
     def added(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -355,19 +377,12 @@ def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
 
 
 def parts_beside(mask: AttentionMask, *names: str) -> list[str]:
-    """Names of the parts that a mask has, except those that the caller knows.
+    """Names of the parts that a mask has, in the order of its fields, except those that the caller knows.
 
     Code that refuses all other parts also refuses a part that is added later.
-
-    Args:
-        mask: the mask.
-        names: fields of AttentionMask that the caller knows.
-
-    Returns:
-        The other fields of AttentionMask that the mask has, in order.
     """
-    known = names if mask.distance_biases else (*names, "distance_biases")
-    return [name for name in _PARTS if name not in known and getattr(mask, name) is not None]
+    parts = {name: getattr(mask, name) for name in _PARTS if name not in names}
+    return [name for name, part in parts.items() if part is not None and not (isinstance(part, tuple) and not part)]
 
 
 def and_causal(offset: int | None, causal: bool | int) -> int | None:

@@ -1,9 +1,9 @@
-"""Combine the parts of attention masks, expand them to a dense mask, and write them as text."""
+"""Combine the parts of attention masks, and write them as text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,37 +14,11 @@ from .distance import DistanceBias
 _Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
 
 
-def dense_keep(
-    keep: Tensor | None,
-    key_keep: Tensor | None,
-    lengths: Tensor | None,
-    causal: int | None,
-    window: int | None,
-    Lq: int,
-    Lk: int,
-    device: torch.device | str | None,
-) -> Tensor:
-    """The mask as one bool tensor (B|1, H|1, Lq|1, Lk): True where the key is allowed."""
-    j = torch.arange(Lk, device=device)
-    allowed = torch.ones(1, 1, 1, Lk, dtype=torch.bool, device=device)
-    if keep is not None:
-        allowed = allowed & keep
-    if key_keep is not None:
-        allowed = allowed & key_keep
-    if lengths is not None:
-        per_query = lengths if lengths.dim() == 2 else lengths.unsqueeze(1)
-        allowed = allowed & (j < per_query[:, None, :, None])
-    i = torch.arange(Lq, device=device).unsqueeze(1)
-    if causal is not None:
-        allowed = allowed & (j <= i + causal)
-    if window is not None:
-        allowed = allowed & (j >= i + window)
-    return allowed
+class Prefix(NamedTuple):
+    """Part of a mask: query i sees keys ``j < lengths[b]`` and ``j <= i + offset``; lengths are integer (B,)."""
 
-
-def same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
-    """Compare ids (B|1, Lq) and (B|1, Lk): bool (B|1, 1, Lq, Lk), True where the ids are equal."""
-    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
+    lengths: Tensor
+    offset: int = 0
 
 
 def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,12 +61,14 @@ def written(
     window: int | None,
     documents: tuple[Tensor, Tensor] | None,
     distance_biases: tuple[DistanceBias, ...],
+    prefixes: tuple[Prefix, ...],
 ) -> str:
     """Source text of the constructors that make a mask, each tensor by dtype and shape; "AttentionMask()" for no
     parts."""
     named = ("keep", keep), ("keep", key_keep), ("lengths", lengths)
     calls = [f"{name}({_kind(t)})" for name, t in named if t is not None]
     calls += _bounds(causal, window)
+    calls += [f"prefix({_kind(lengths)}{f', offset={offset}' if offset else ''})" for lengths, offset in prefixes]
     if documents is not None:
         queries, keys = documents
         calls.append(f"documents({_kind(queries)}{'' if keys is queries else f', {_kind(keys)}'})")

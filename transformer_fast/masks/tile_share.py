@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from .lower import lower
+from .mask import AttentionMask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """Classes of a tile: no pair (query, key) allowed, some pairs, all pairs."""
@@ -52,7 +56,7 @@ def tile_classes(
 ) -> Tensor:
     """Class of each tile: int8 (B, H|1, query tiles, key tiles).
 
-    Memory: one byte per tile, and with `keep`, `key_keep` or ids one bool per (query, key).
+    Memory: one byte per tile, and with a keep mask or documents that are no intervals one bool per (query, key).
 
     Args:
         B, Lq, Lk: batch size, queries, keys; at least one of each.
@@ -60,35 +64,25 @@ def tile_classes(
         keep, key_keep, lengths, causal, window, query_ids, key_ids: the parts of a mask, as the kernels take them.
     """
     queries, keys = tile
-    device = next((t.device for t in (keep, key_keep, lengths, query_ids) if t is not None), None)
-    i = torch.arange(Lq, device=device)
-    limit = torch.full((B, Lq), Lk, device=device)
-    if causal is not None:
-        limit = torch.minimum(limit, i + causal + 1)
-    if lengths is not None:
-        limit = torch.minimum(limit, lengths.view(B, -1))
-    start = torch.zeros_like(i) if window is None else i + window
-    # Queries past the last one repeat the last query; keys past the last one are blocked.
+    ids = None if query_ids is None or key_ids is None else (query_ids, key_ids)
+    mask = AttentionMask(keep, key_keep, lengths, causal, window_offset=window, document_ids=ids)
+    lowered = lower(mask, Lq, Lk, exact=True)
     row_tiles, key_tiles = -(-Lq // queries), -(-Lk // keys)
+    device = lowered.begin.device
+    # Queries past the last one repeat the last query; keys past the last one are blocked.
     rows = torch.arange(row_tiles * queries, device=device).clamp_max(Lq - 1)
-    limit, start = limit[:, rows], start[rows]
-    first = torch.arange(key_tiles, device=device) * keys
-    if keep is None and key_keep is None and query_ids is None:
-        limit, start = limit.view(B, 1, row_tiles, queries, 1), start.view(row_tiles, queries, 1)
-        some = ((limit > first) & (start < first + keys) & (start < limit)).any(3)
-        every = ((limit >= first + keys) & (start <= first)).all(3)
-        return some.to(torch.int8) + every
-    column = torch.arange(key_tiles * keys, device=device)
-    allowed = (column < limit[:, None, :, None]) & (column >= start[:, None])
-    column = column.clamp_max(Lk - 1)
-    if keep is not None:
-        allowed = allowed & keep.expand(-1, -1, Lq, Lk)[:, :, rows][..., column]
-    if key_keep is not None:
-        allowed = allowed & key_keep[..., column]
-    if query_ids is not None and key_ids is not None:
-        allowed = allowed & (query_ids[:, None, rows, None] == key_ids[:, None, None, column])
-    allowed = allowed.unflatten(2, (row_tiles, queries)).unflatten(4, (key_tiles, keys))
-    return allowed.any(5).any(3).to(torch.int8) + allowed.all(5).all(3)
+    if lowered.bits is None:
+        intervals = lowered.begin[..., rows], lowered.end[..., rows]
+        begin, end = (t.unflatten(2, (row_tiles, queries)).unsqueeze(-1) for t in intervals)
+        first = torch.arange(key_tiles, device=device) * keys
+        some = ((begin < end) & (begin < first + keys) & (end > first)).any(3)
+        every = ((begin <= first) & (end >= first + keys)).all(3)
+    else:
+        allowed = lowered.dense()
+        allowed = pad(allowed.expand(*allowed.shape[:2], Lq, Lk)[:, :, rows], (0, key_tiles * keys - Lk))
+        allowed = allowed.unflatten(2, (row_tiles, queries)).unflatten(4, (key_tiles, keys))
+        some, every = allowed.any(5).any(3), allowed.all(5).all(3)
+    return (some.to(torch.int8) + every).expand(B, -1, -1, -1)
 
 
 def work_share(B: int, Lq: int, Lk: int, tile: tuple[int, int], **mask: Any) -> WorkShare:

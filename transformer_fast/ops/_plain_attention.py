@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .. import reference
 from ..attention_params import AttentionParams, PackedBatch
+from ..masks import AttentionMask
 from ..masks.distance import along_diagonals
-from ..masks.parts import dense_keep, same_document
+from ..masks.lower import allowed as allowed_keys
 from ..tracing import greatest, refuse_dropout, sizes
 
 
@@ -36,8 +37,12 @@ def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
-    mask = {name: options.pop(name, None) for name in ("distance_bias", "query_ids", "key_ids", "causal", "window")}
-    k, v, keep, bias = reference.attention.cached_keys(q, k_cache, v_cache, lengths, page_table, **mask)
+    k, v, bias = reference.attention.cached_keys(
+        q, k_cache, v_cache, lengths, page_table, options.pop("distance_bias", None)
+    )
+    parts = {name: options.pop(name, None) for name in ("query_ids", "key_ids", "causal", "window")}
+    mask = _mask_of(AttentionParams(lengths=lengths, **parts))
+    keep = allowed_keys(mask, q.shape[2], k.shape[2], q.device, shift=lengths - q.shape[2])
     return attention(q, k, v, keep=keep, bias=bias, zero_empty_rows=True, **options)
 
 
@@ -65,7 +70,8 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
     if params.zero_empty_rows or params.sinks is not None:
         weights = _weights(scores, allowed, params, q.dtype)
     else:  # a query without visible keys is uniform over its sequence's keys; 0 without keys
-        own = dense_keep(None, None, lengths, None, None, scores.shape[2], scores.shape[3], q.device)
+        own = allowed_keys(AttentionMask(key_lengths=lengths), scores.shape[2], scores.shape[3], q.device)
+        assert own is not None
         kept = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).masked_fill(~own, float("-inf"))
         weights = torch.softmax(kept, -1).masked_fill(~own.any(-1, keepdim=True), 0.0).to(q.dtype)
     out, logsumexp = _per_head(weights, padded_v), _logsumexp(scores, allowed, params.sinks).unsqueeze(-1)
@@ -74,7 +80,8 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
 
 
 def _positioned(params: AttentionParams, packed: PackedBatch) -> AttentionParams:
-    """Params of the padded batch: the bias as (B, H|1, max_q, max_k), and bottom-right positions as explicit parts."""
+    """Params of the padded batch: the bias as (B, H|1, max_q, max_k), with it the distances
+    from bottom-right positions."""
     device, max_k = packed.cu_seqlens_q.device, packed.max_k
     i = torch.arange(packed.max_q, device=device).unsqueeze(-1)
     j = torch.arange(max_k, device=device)
@@ -85,17 +92,32 @@ def _positioned(params: AttentionParams, packed: PackedBatch) -> AttentionParams
         bias = params.bias[:, pairs].transpose(0, 1)
     if not packed.bottom_right:
         return replace(params, bias=bias)
-    own = i + (packed.key_lengths - packed.query_lengths)[:, None, None, None]  # (B, 1, max_q, 1): own key
-    keep = torch.ones_like(own == j)
-    if params.causal is not None:
-        keep = keep & (j <= own + params.causal)
-    if params.window is not None:
-        keep = keep & (j >= own + params.window)
     if params.distance_bias is not None:
+        own = i + (packed.key_lengths - packed.query_lengths)[:, None, None, None]  # (B, 1, max_q, 1): own key
         index = (max_k - 1 + j - own).clamp(0, params.distance_bias.shape[-1] - 1)[:, 0]
         nearness = params.distance_bias[0][:, index].transpose(0, 1)
         bias = nearness if bias is None else bias + nearness
-    return replace(params, bias=bias, keep=keep, causal=None, window=None, distance_bias=None)
+    return replace(params, bias=bias, distance_bias=None)
+
+
+def _shift(packed: PackedBatch | None) -> int | Tensor:
+    """Position of the first query among the keys."""
+    return packed.key_lengths - packed.query_lengths if packed is not None and packed.bottom_right else 0
+
+
+def _mask_of(params: AttentionParams) -> AttentionMask:
+    """The mask of a call, without what is added to the scores."""
+    ids = None
+    if params.query_ids is not None and params.key_ids is not None:
+        ids = params.query_ids, params.key_ids
+    return AttentionMask(
+        keep_mask=params.keep,
+        key_keep_mask=params.key_keep,
+        key_lengths=params.lengths,
+        causal_offset=params.causal,
+        window_offset=params.window,
+        document_ids=ids,
+    )
 
 
 def _scores_and_mask(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
@@ -106,13 +128,7 @@ def _scores_and_mask(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[Ten
     scores = (q @ _repeated(k, heads // key_heads).transpose(-2, -1)).to(wide) * params.scale
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
-    mask = params.keep, params.key_keep, params.lengths, params.causal, params.window
-    allowed = None
-    if any(part is not None for part in mask):
-        allowed = dense_keep(*mask, q.shape[2], k.shape[2], q.device)
-    if params.query_ids is not None and params.key_ids is not None:
-        same = same_document(params.query_ids, params.key_ids)
-        allowed = same if allowed is None else allowed & same
+    allowed = allowed_keys(_mask_of(params), q.shape[2], k.shape[2], q.device, shift=_shift(params.packed))
     bias = params.bias
     if params.distance_bias is not None:
         added = along_diagonals(params.distance_bias, q.shape[2], k.shape[2], q.shape[2] - 1)

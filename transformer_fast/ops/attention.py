@@ -24,7 +24,7 @@ from .attention_checks import (
     dropout_number,
     fitting_lengths,
     is_special,
-    normal_lengths,
+    kernel_lengths,
     refuse_keep_as_lengths,
     scale_of,
     special_arguments,
@@ -227,14 +227,13 @@ def _params(
     empty_rows: str,
 ) -> AttentionParams:
     """Arguments of the op for a checked call."""
-    (B, _, Lq, _), Lk = sizes(q), sizes(k)[2]
-    key_keep, lengths = mask.key_keep_mask, mask.key_lengths
-    if key_keep is not None and sizes(key_keep)[-1] != Lk:
+    key_keep = mask.key_keep_mask
+    if key_keep is not None and sizes(key_keep)[-1] != sizes(k)[2]:
         key_keep = key_keep.expand(-1, -1, -1, k.shape[2])
     return AttentionParams(
         keep=mask.keep_mask,
         key_keep=key_keep,
-        lengths=None if lengths is None else normal_lengths(lengths, B, Lq, Lk),
+        lengths=kernel_lengths(mask, q, k),
         bias=mask.additive_bias,
         causal=causal,
         window=mask.window_offset,

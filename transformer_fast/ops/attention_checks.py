@@ -13,6 +13,7 @@ from ..backends import in_transform
 from ..masks import AttentionMask, and_causal
 from ..masks.checks import broadcasts, check_dense, clamped, is_plain_on_cpu, kind_of, may_be_keep
 from ..masks.distance import distance_table
+from ..masks.lower import prefix_ends
 from ..masks.mask import parts_beside
 from ..masks.parts import ranked
 from ..tensor_cache import get, get_or_compute
@@ -132,7 +133,8 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_ke
 
 def is_special(mask: AttentionMask, softcap: float | None = None, sinks: Tensor | None = None) -> bool:
     """Return True if a call has parts that the eager fast paths do not support."""
-    return softcap is not None or sinks is not None or mask.document_ids is not None or len(mask.distance_biases) > 0
+    special = softcap is not None or sinks is not None or mask.document_ids is not None
+    return special or len(mask.distance_biases) > 0 or len(mask.prefixes) > 0
 
 
 def special_arguments(
@@ -253,7 +255,11 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
         raise ValueError(
             f"attention: lengths of shape {tuple(lengths.shape)} fit neither (B,) = ({B},) nor (B, Lq) = ({B}, {Lq})"
         )
-    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias):
+    prefixes = [prefix.lengths for prefix in mask.prefixes]
+    for t in prefixes:
+        if not broadcasts(t.shape[0], B):
+            raise ValueError(f"attention: prefix: lengths of shape {tuple(t.shape)} do not fit (B,) = ({B},)")
+    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, *prefixes):
         if t is not None and t.device != q.device:
             raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
 
@@ -266,6 +272,29 @@ def refuse_keep_as_lengths(lengths: Tensor | None, Lk: int) -> None:
             "AttentionMask.keep(t[:, None, None]) if 1 means kept, or "
             "AttentionMask.keep(torch.arange(Lk) < t[:, None, :, None]) if they are lengths per query"
         )
+
+
+def kernel_lengths(mask: AttentionMask, q: Tensor, k: Tensor) -> Tensor | None:
+    """Lengths of a checked call as the kernels take them, int32 (B,) or (B, Lq), in [0, Lk]: the mask's own, and as
+    lengths per query its prefixes. On a GPU these are cached as :func:`normal_lengths` are."""
+    (B, _, Lq, _), Lk = sizes(q), sizes(k)[2]
+    own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, Lq, Lk)
+    if not mask.prefixes:
+        return own
+
+    def ends() -> Tensor:
+        found = prefix_ends(mask, q.shape[2], q.device)
+        if own is not None:
+            found = torch.minimum(found, own.long() if own.dim() == 2 else own.long().unsqueeze(1))
+        # In a traced graph, plain operators take lengths of any size, and the sizes stay open.
+        return found if is_traced() else found.clamp(0, Lk).to(torch.int32).expand(B, Lq).contiguous()
+
+    holder, *others = (prefix.lengths for prefix in mask.prefixes)
+    known = (type(t) is Tensor and t.device.type != "cpu" for t in (holder, *others))
+    if torch.compiler.is_compiling() or is_traced() or in_transform() or not all(known):
+        return ends()
+    offsets = tuple(prefix.offset for prefix in mask.prefixes)
+    return get_or_compute(holder, ("prefix lengths", offsets, own is None, B, Lq, Lk), (*others, own), ends)
 
 
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:

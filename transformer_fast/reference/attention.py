@@ -11,8 +11,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from ..masks.definition import visible
 from ..masks.distance import along_diagonals
-from ..masks.parts import dense_keep, same_document
 from ..tracing import greatest
 from .dropout import attention_keep, rescale
 
@@ -63,9 +63,8 @@ def attention(
     """
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    allowed = dense_keep(keep, key_keep, lengths, causal, window, Lq, Lk, q.device)
-    if query_ids is not None and key_ids is not None:
-        allowed = allowed & same_document(query_ids, key_ids)
+    parts = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "query_ids": query_ids, "key_ids": key_ids}
+    allowed = visible(Lq, Lk, q.device, **parts, causal=causal, window=window)
     if distance_bias is not None:
         added = along_diagonals(distance_bias, Lq, Lk, Lq - 1)
         bias = added if bias is None else bias + added
@@ -140,10 +139,10 @@ def attention_packed(
         ks, vs = (t[of_k].transpose(0, 1).unsqueeze(0) for t in (k, v))
         Lq, Lk, stored = qs.shape[2], ks.shape[2], starts_k[b + 1] - starts_k[b]
         shift = Lk - Lq if bottom_right else 0
-        diagonals = (None if offset is None else offset + shift for offset in (causal, window))
-        allowed = dense_keep(None, None, None, *diagonals, Lq, Lk, q.device)
+        ids = {}
         if query_ids is not None and key_ids is not None:
-            allowed = allowed & same_document(query_ids[None, of_q], key_ids[None, of_k])
+            ids = {"query_ids": query_ids[None, of_q], "key_ids": key_ids[None, of_k]}
+        allowed = visible(Lq, Lk, q.device, causal=causal, window=window, shift=shift, **ids)
         added = None
         if bias is not None and bias_starts is not None:
             pair = int(bias_starts[b])
@@ -197,8 +196,10 @@ def attention_decode(
         out (B, H, Lq, D) in q's dtype, 0 for a query without keys; logsumexp (B, H, Lq), fp32 (fp64 for fp64 input),
         ``-inf`` there.
     """
-    parts = distance_bias, query_ids, key_ids, causal, window
-    k, v, keep, bias = cached_keys(q, k_cache, v_cache, lengths, page_table, *parts)
+    k, v, bias = cached_keys(q, k_cache, v_cache, lengths, page_table, distance_bias)
+    ids = {"query_ids": query_ids, "key_ids": key_ids}
+    bounds = {"causal": causal, "window": window, "shift": lengths - q.shape[2]}
+    keep = visible(q.shape[2], k.shape[2], q.device, lengths=lengths, **ids, **bounds)
     options = {"scale": scale, "softcap": softcap, "empty_rows": "zero", "sinks": sinks}
     out, _, logsumexp = attention(q, k, v, keep=keep, bias=bias, **options)
     return out, logsumexp
@@ -211,33 +212,21 @@ def cached_keys(
     lengths: Tensor,
     page_table: Tensor | None,
     distance_bias: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    causal: int | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Keys and values of a cache, (B, Hkv, S, D); keys visible to the newest queries, bool (B, 1, Lq, S); and the bias
-    by distance (B, H, Lq, S)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values of a cache, (B, Hkv, S, D), and the bias by distance (B, H, Lq, S)."""
     if page_table is not None:
         pages = page_table.clamp(0, greatest(k_cache.shape[0] - 1, 0)).long()
         # (B, max_pages, page_size, Hkv, D) -> (B, Hkv, S, D)
         k_cache, v_cache = (t[pages].flatten(1, 2).transpose(1, 2) for t in (k_cache, v_cache))
     Lq, S = q.shape[2], k_cache.shape[2]
-    j, lengths = torch.arange(S, device=q.device), lengths[:, None, None, None]
-    i = torch.arange(Lq, device=q.device).unsqueeze(1) + lengths - Lq
-    keep = j < lengths
-    if causal is not None:
-        keep = keep & (j <= i + causal)
-    if window is not None:
-        keep = keep & (j >= i + window)
-    if query_ids is not None and key_ids is not None:
-        keep = keep & same_document(query_ids, key_ids)
     bias = None
     if distance_bias is not None:
         B, H = q.shape[:2]
+        j = torch.arange(S, device=q.device)
+        i = torch.arange(Lq, device=q.device).unsqueeze(1) + lengths[:, None, None, None] - Lq
         index = (S - 1 + j - i).clamp(0, Lq + S - 2).expand(B, H, Lq, S)  # clamped entries are masked or not read
         bias = distance_bias.expand(B, H, -1).gather(2, index.flatten(2)).view(B, H, Lq, S)
-    return k_cache, v_cache, keep, bias
+    return k_cache, v_cache, bias
 
 
 def _attend(

@@ -1,0 +1,221 @@
+"""Intervals and bits of a mask against its definition, on random masks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_fast import AttentionMask
+from transformer_fast.masks.definition import visible
+from transformer_fast.masks.lower import Lowered, allowed, lower, lower_packed
+from transformer_fast.masks.tile_share import tile_classes
+from transformer_fast.ops.attention_checks import kernel_lengths
+
+
+class Drawn:
+    """A random mask of tiny sizes: a mask, the shift of its positions, and what the definition says."""
+
+    def __init__(self, number: int) -> None:
+        self.choice = random.Random(number)
+        self.generator = torch.Generator().manual_seed(number)
+        self.B, self.H = self.size(3), 2
+        self.Lq, self.Lk = self.size(6), self.size(7)
+
+    def size(self, most: int) -> int:
+        return 0 if self.chance(0.05) else self.choice.randint(1, most)
+
+    def chance(self, p: float) -> bool:
+        return self.choice.random() < p
+
+    def offset(self) -> int:
+        return self.choice.choice([self.choice.randint(-9, 9), 10**9, -(10**9)] if self.chance(0.1) else [0, -2, 3])
+
+    def bools(self, *shape: int) -> Tensor:
+        """A random mask, or one run of keys per row."""
+        if self.chance(0.5):
+            return torch.rand(shape, generator=self.generator) > 0.4
+        j = torch.arange(shape[-1])
+        first, end = (self.ints(0, shape[-1] + 1, *shape[:-1], 1) for _ in range(2))
+        return (j >= first) & (j < end)
+
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def ids(self, batch: int, length: int) -> Tensor:
+        ids = self.ints(0, 3, batch, length)
+        return ids.sort(1).values if self.chance(0.5) else ids
+
+    def mask(self) -> AttentionMask:
+        B, H, Lq, Lk, mask = self.B, self.H, self.Lq, self.Lk, AttentionMask()
+        one_of = self.choice.choice
+        if self.chance(0.25):
+            keep = self.bools(one_of([1, B]), one_of([1, H]), Lq, one_of([1, Lk]))
+            mask &= AttentionMask(keep_mask=keep)
+        if self.chance(0.25):
+            mask &= AttentionMask(key_keep_mask=self.bools(one_of([1, B]), one_of([1, H]), 1, one_of([1, Lk])))
+        if self.chance(0.4):
+            dtype = one_of([torch.int32, torch.int64, torch.uint8])
+            mask &= AttentionMask.lengths(self.ints(0, Lk + 1, *one_of([(B,), (1,), (B, Lq), (B, 1)])).to(dtype))
+        if self.chance(0.4):
+            mask &= AttentionMask.causal(self.offset())
+        if self.chance(0.4):
+            mask &= AttentionMask(window_offset=self.offset())
+        for _ in range(one_of([0, 0, 0, 1, 2])):
+            mask &= AttentionMask.prefix(self.ints(-1, Lk + 3, one_of([1, B])), self.offset())
+        if self.chance(0.3):
+            mask &= AttentionMask.documents(self.ids(one_of([1, B]), Lq), self.ids(one_of([1, B]), Lk))
+        return mask
+
+    def shift(self) -> int | Tensor:
+        return self.choice.choice([0, 0, self.Lk - self.Lq, self.ints(-7, 8, self.B)])
+
+
+def defined(mask: AttentionMask, Lq: int, Lk: int, **others: Any) -> Tensor:
+    ids = dict(zip(("query_ids", "key_ids"), mask.document_ids or (), strict=False))
+    parts = {"keep": mask.keep_mask, "key_keep": mask.key_keep_mask, "lengths": mask.key_lengths}
+    bounds = {"causal": mask.causal_offset, "window": mask.window_offset, "prefixes": mask.prefixes}
+    return visible(Lq, Lk, **parts, **bounds, **ids, **others)
+
+
+def check(found: Lowered, expected: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """Check intervals, bits, and the queries of each tile of keys."""
+    assert torch.equal(found.dense().expand(shape), expected.expand(shape))
+    assert found.begin.dtype == found.end.dtype == torch.int32 and found.begin.shape == found.end.shape
+    assert all(n in (1, limit) for n, limit in zip(found.begin.shape, shape, strict=False))
+    assert found.begin.shape[2] == shape[2]
+    assert bool(((found.begin >= 0) & (found.begin <= found.end) & (found.end <= shape[3])).all())
+
+
+def check_tiles(found: Lowered, tile: int) -> None:
+    first, end = found.queries(tile)
+    j = torch.arange(found.keys)
+    inside = (j >= found.begin.unsqueeze(-1)) & (j < found.end.unsqueeze(-1))
+    for t, keys in enumerate(inside.split(tile, 3) if found.keys else ()):
+        for place in torch.cartesian_prod(*map(torch.arange, first.shape[:2])).tolist():
+            seeing = keys[tuple(place)].any(-1).nonzero().flatten().tolist()
+            span = int(first[(*place, t)]), int(end[(*place, t)])
+            assert span == ((seeing[0], seeing[-1] + 1) if seeing else (0, 0))
+    assert first.shape[2] == end.shape[2] == -(-found.keys // tile)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_intervals_and_bits_are_the_definition(part: int) -> None:
+    for number in range(part, 10_000, 4):
+        drawn = Drawn(number)
+        mask, shift = drawn.mask(), drawn.shift()
+        shape = drawn.B, drawn.H, drawn.Lq, drawn.Lk
+        expected = defined(mask, drawn.Lq, drawn.Lk, shift=shift)
+        found = lower(mask, drawn.Lq, drawn.Lk, shift=shift, exact=number % 2 == 0)
+        check(found, expected, shape)
+        if number % 10 == 0:
+            check_tiles(found, drawn.choice.randint(1, 4))
+        seen = allowed(mask, drawn.Lq, drawn.Lk, None, shift=shift)
+        assert torch.equal((torch.tensor(True) if seen is None else seen).expand(shape), expected.expand(shape))
+
+
+def test_what_is_an_interval() -> None:
+    """Bits are kept for scattered parts alone, and without a read for every part that may be scattered."""
+    scattered, run = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[0, 0, 1, 1]])
+    keeps = AttentionMask.keep(scattered.bool()), AttentionMask.keep(run.bool())
+    documents = AttentionMask.documents(scattered), AttentionMask.documents(run)
+    square = AttentionMask.keep(torch.ones(4, 4).tril().bool()), AttentionMask.keep(torch.eye(4).flip(0).bool())
+    by_arithmetic = AttentionMask.lengths(torch.tensor([3])) & AttentionMask.window(2) & AttentionMask.causal()
+    by_arithmetic &= AttentionMask.prefix(torch.tensor([2])) & AttentionMask.keep(torch.ones(4, 1).bool())
+    for mask, exact, bits in [
+        *((mask, True, True) for mask in (keeps[0], documents[0], keeps[0] & documents[1], keeps[1] & documents[0])),
+        *((mask, True, False) for mask in (keeps[1], documents[1], *square, keeps[1] & documents[1], by_arithmetic)),
+        *((mask, False, True) for mask in (*keeps, *documents, *square)),
+        (AttentionMask.lengths(torch.tensor([3])) & AttentionMask.window(2), False, False),
+        (AttentionMask(), False, False),
+    ]:
+        assert (lower(mask, 4, 4, exact=exact).bits is not None) == bits, (mask, exact)
+    hull = lower(keeps[1], 4, 4)
+    assert hull.begin.tolist() == [[[2] * 4]] and hull.end.tolist() == [[[4] * 4]]  # narrowed without a read
+
+
+def test_a_packed_batch_is_one_row_of_intervals() -> None:
+    for number in range(1_000):
+        drawn = Drawn(number)
+        lengths_q, lengths_k = ([drawn.size(4) for _ in range(drawn.B)] for _ in range(2))
+        beyond = drawn.choice.randint(0, 1)  # a query that no sequence covers
+        Tq, Tk = sum(lengths_q) + beyond, sum(lengths_k)
+        starts = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k)]
+        used = torch.tensor([drawn.choice.randint(0, n) for n in lengths_k], dtype=torch.int32)
+        mask, bottom_right = AttentionMask(), drawn.chance(0.5)
+        if drawn.chance(0.5):
+            mask &= AttentionMask.causal(drawn.offset())
+        if drawn.chance(0.5):
+            mask &= AttentionMask(window_offset=drawn.offset())
+        if drawn.chance(0.3):
+            mask &= AttentionMask.documents(drawn.ids(1, Tq), drawn.ids(1, Tk))
+        keep = drawn.bools(Tk) if drawn.chance(0.3) else torch.ones(Tk, dtype=torch.bool)
+        expected = torch.zeros(1, 1, Tq, Tk, dtype=torch.bool)
+        for b, (n, m) in enumerate(zip(lengths_q, used.tolist(), strict=True)):
+            rows, columns = slice(starts[0][b], starts[0][b] + n), slice(starts[1][b], starts[1][b] + m)
+            own = mask
+            if mask.document_ids is not None:
+                queries, keys = mask.document_ids
+                own = AttentionMask(causal_offset=mask.causal_offset, window_offset=mask.window_offset)
+                own &= AttentionMask.documents(queries[:, rows], keys[:, columns])
+            seen = defined(own, n, m, shift=m - n if bottom_right else 0)
+            expected[:, :, rows, columns] = seen & keep[columns]
+        if not keep.all():
+            mask &= AttentionMask.keep(keep)
+        exact = drawn.chance(0.5)
+        found = lower_packed(mask, *starts, Tq, Tk, seqused_k=used, bottom_right=bottom_right, exact=exact)
+        check(found, expected, (1, 1, Tq, Tk))
+        if mask.document_ids is None and mask.key_keep_mask is None:
+            assert found.bits is None
+    with pytest.raises(ValueError, match="a packed batch has no key_lengths"):
+        lower_packed(AttentionMask.lengths(torch.tensor([1])), *starts, Tq, Tk)
+
+
+def test_tile_classes_are_the_definition() -> None:
+    for number in range(500):
+        drawn = Drawn(number)
+        mask, (B, Lq, Lk) = drawn.mask(), (max(n, 1) for n in (drawn.B, drawn.Lq, drawn.Lk))
+        drawn.B, drawn.Lq, drawn.Lk = B, Lq, Lk
+        mask = drawn.mask()
+        tile = drawn.choice.randint(1, 4), drawn.choice.randint(1, 4)
+        ids = dict(zip(("query_ids", "key_ids"), mask.document_ids or (), strict=False))
+        parts: dict[str, Any] = {"keep": mask.keep_mask, "key_keep": mask.key_keep_mask, "lengths": mask.key_lengths}
+        parts |= {"causal": mask.causal_offset, "window": mask.window_offset, **ids}
+        allowed = visible(Lq, Lk, **parts).expand(B, -1, Lq, Lk)
+        classes = tile_classes(B, Lq, Lk, tile, **parts)
+        assert classes.shape == (*allowed.shape[:2], -(-Lq // tile[0]), -(-Lk // tile[1]))
+        for row, line in enumerate(allowed.split(tile[0], 2)):
+            for column, pairs in enumerate(line.split(tile[1], 3)):
+                kind = pairs.flatten(2).any(2).int() + (pairs.flatten(2).all(2) & (pairs.shape[3] == tile[1]))
+                assert torch.equal(classes[:, :, row, column].int(), kind.int())
+
+
+def test_off_a_cpu_the_result_is_kept_until_a_tensor_is_written_to() -> None:
+    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
+    mask = AttentionMask.lengths(lengths) & AttentionMask.keep(torch.ones(5, dtype=torch.bool, device="meta"))
+    first = lower(mask, 4, 5)
+    assert first.begin.device.type == "meta" and first.begin.shape == (2, 1, 4)
+    assert lower(mask, 4, 5) is first
+    assert lower(mask & AttentionMask.causal(), 4, 5) is not first and lower(mask, 3, 5) is not first
+    lengths += 1
+    assert lower(mask, 4, 5) is not first
+    on_cpu = AttentionMask.lengths(torch.tensor([3]))
+    assert lower(on_cpu, 1, 4).end.item() == 3
+    on_cpu.key_lengths.numpy()[0] = 2  # no write that PyTorch counts
+    assert lower(on_cpu, 1, 4).end.item() == 2
+
+
+def test_the_lengths_of_a_prefix_are_made_once_off_a_cpu() -> None:
+    q, k = torch.empty(2, 1, 4, 8, device="meta"), torch.empty(2, 1, 5, 8, device="meta")
+    prefix = torch.zeros(2, dtype=torch.int64, device="meta")
+    mask = AttentionMask.prefix(prefix)
+    first = kernel_lengths(mask, q, k)
+    assert first is not None and (first.shape, first.dtype) == ((2, 4), torch.int32)
+    assert kernel_lengths(AttentionMask.prefix(prefix), q, k) is first
+    for other in (AttentionMask.prefix(prefix, 1), mask & AttentionMask.lengths(prefix), mask & mask):
+        assert kernel_lengths(other, q, k) is not first
+    prefix += 1
+    assert kernel_lengths(mask, q, k) is not first
