@@ -58,8 +58,14 @@ class FormerClass:
         if self.now != self.proven:
             if _own(self.now) != _own(self.proven):
                 return False
-            self.proven = dict(self.now)
+            for name in self.proven.keys() - self.now.keys():
+                self.proven.pop(name, None)
+            self.proven.update(self.now)
         return True
+
+    def compared(self) -> tuple[Any, ...]:
+        """Return what each call compares: the attributes, those at the time of the proof, and the snapshot."""
+        return self.now, self.proven, self
 
 
 def _own(attributes: Any) -> dict[str, Any]:
@@ -179,7 +185,7 @@ def make_class(
         "__annotations__": annotations_of(former),
         "former": former,
         "recipe": recipe,
-        FORMER_CLASSES: classes,
+        FORMER_CLASSES: tuple(former.compared() for former in classes),
         **attributes,
     })  # fmt: skip
 
@@ -187,8 +193,8 @@ def make_class(
 def watch_itself(made: type[nn.Module]) -> None:
     """Count attributes that are set on a made class, by ``type(module).forward = ...``, as changes of its class."""
     itself = FormerClass(made)
-    setattr(made, FORMER_CLASSES, (*getattr(made, FORMER_CLASSES), itself))
-    itself.proven = dict(itself.now)
+    setattr(made, FORMER_CLASSES, (*getattr(made, FORMER_CLASSES), itself.compared()))
+    itself.proven.update(itself.now)
 
 
 def watched_class(former: type[nn.Module]) -> type[nn.Module]:

@@ -65,8 +65,8 @@ def is_as_made(kind: type[nn.Module]) -> bool:
     A compiled graph holds the answer of the time at which it was compiled.
     """
     try:
-        for former in getattr(kind, FORMER_CLASSES, ()):
-            if former.now != former.proven and not former.is_unchanged():
+        for now, proven, former in getattr(kind, FORMER_CLASSES, ()):
+            if now != proven and not former.is_unchanged():
                 return False
     except Exception:  # values that cannot be compared, such as tensors, are not the same objects
         return False
