@@ -56,7 +56,8 @@ _active: list[str] = []  # of all threads
 
 # PyTorch passes the objects that a thread stores under a key to the threads that compute gradients. On CUDA, activation
 # checkpointing recomputes layers in those threads. A ContextVar is lost there: 2.11 passes no context on, and with
-# 2.12 to 2.14 a backward begun in such a thread passes on the thread's own. C++ has only this store, and is optional.
+# 2.12 to 2.14 a backward begun in such a thread passes on the thread's own. C++ has this store, and a stack that
+# the profiler uses too (ThreadLocalDebugInfo), which throws if a profiler was started inside the block.
 _KEY, _PROBE = "transformer_fast.backend", "transformer_fast.probe"
 _stash, _has, _get = torch._C._stash_obj_in_tls, torch._C._is_key_in_tls, torch._C._get_obj_in_tls
 _forget = getattr(torch._C, "_remove_obj_from_tls", None)  # since torch 2.13
