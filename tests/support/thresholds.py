@@ -264,6 +264,7 @@ OTHERS: dict[str, str] = {
     "transformer_fast/accelerate/report_text.py:WIDTH": "columns of a printed report",
     "transformer_fast/tensor_cache.py:BLOCK": "values that are read side by side",
     "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",
+    "transformer_fast/accelerate/made.py:_DEPTH": "the depth of a search in containers",
     "transformer_fast/accelerate/rebinding.py:_DEEPEST": "the depth of a search in code",
     "transformer_fast/reference/dropout.py:MASK32": "32 bits",
 }  # fmt: skip

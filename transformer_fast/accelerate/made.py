@@ -41,7 +41,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _KEPT = ("__call__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__", "__bool__", "__len__")
 """Special methods that calls depend on; Python sets other special attributes by itself."""
 _MISSING = "missing"
-_DEPTH = 7
+_DEPTH = 7  # containers inside containers
 _CONTAINERS = (list, dict, set, tuple, collections.deque)
 _NO_CONTAINERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, property, staticmethod, classmethod)
 
