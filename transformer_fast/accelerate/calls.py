@@ -14,7 +14,7 @@ from ..layers import dropout
 from ..layers.hooks import is_as_made
 from ..layers.scripted_as import scripted_as
 from . import sdpa
-from .made import FormerClass, Made, change_of, forget, former_classes, make_class, say
+from .made import Made, cached_by_class, change_of, forget, make_class, say
 from .rebinding import PREFIX, Obstacle, Rebinding
 
 
@@ -122,7 +122,7 @@ def redirected_class(module: nn.Module, names: tuple[str, ...]) -> type[nn.Modul
     held = _attributes_to_redirect(module, names)
     for name, _ in held:
         module.__dict__.pop(PREFIX + name, None)  # left over from an earlier class of this package
-    return _remade(type(module), held, names)
+    return _class(type(module), held, names)
 
 
 def _attributes_to_redirect(module: nn.Module, names: tuple[str, ...]) -> Held:
@@ -141,23 +141,13 @@ def rebinding_of(names: tuple[str, ...]) -> Rebinding:
     return Rebinding(pairs, f"{PREFIX}{'_'.join(names)}_")
 
 
+@cached_by_class
 def _methods(original: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
-    return _methods_of(original, names, former_classes(original))
-
-
-@functools.cache
-def _methods_of(original: type[nn.Module], names: tuple[str, ...], former: tuple[FormerClass, ...]) -> dict[str, Any]:
     return rebinding_of(names).methods(original)
 
 
-def _remade(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> type[nn.Module]:
-    return _class(original, held, names, former_classes(original))
-
-
-@functools.cache
-def _class(
-    original: type[nn.Module], held: Held, names: tuple[str, ...], former: tuple[FormerClass, ...]
-) -> type[nn.Module]:
+@cached_by_class
+def _class(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> type[nn.Module]:
     methods = _methods(original, names)
     redirected = methods.get("forward", original.forward)
 
@@ -175,8 +165,7 @@ def _class(
     made = make_class(
         (Redirected,),
         original,
-        (_remade, held, names),
-        former,
+        (_class, held, names),
         **{**methods, "forward": forward},
         __jit_unused_properties__=[*getattr(original, "__jit_unused_properties__", ()), *(name for name, _ in held)],
         **{PREFIX + name: staticmethod(value) for name, value in held},

@@ -79,8 +79,8 @@ class HeldObjects:
 
 
 def _objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Attributes that hold an object of a class written in Python, no module and no tensor, which the module's code
-    calls, or a method of which it names."""
+    """Attributes that hold an object of an author's class, no module and no tensor. The module's code calls the object,
+    or names one of its methods."""
     for name, value in module.__dict__.items():
         kind = type(value)
         if kind.__flags__ & _HEAP_TYPE and not issubclass(kind, nn.Module | Tensor | type | RedirectedObject):

@@ -88,6 +88,20 @@ def former_classes(kind: type) -> tuple[FormerClass, ...]:
     return tuple(found)
 
 
+def cached_by_class(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache the results for a class and further arguments, until an attribute of the class or of a base is changed."""
+
+    @functools.cache
+    def cached(kind: type[nn.Module], classes: tuple[FormerClass, ...], *args: Any) -> Any:
+        return function(kind, *args)
+
+    @functools.wraps(function)
+    def of_now(kind: type[nn.Module], *args: Any) -> Any:
+        return cached(kind, former_classes(kind), *args)
+
+    return of_now
+
+
 class Made:
     """First base of a made class; its last base is the module's former class.
 
@@ -166,16 +180,14 @@ def make_class(
     bases: tuple[type, ...],
     former: type[nn.Module],
     recipe: tuple[Any, ...],
-    classes: tuple[FormerClass, ...],
     **attributes: Any,
 ) -> type[nn.Module]:
-    """Make a class from a module's class.
+    """Make a class from a module's class, as that class is now.
 
     Args:
         bases: a subclass of :class:`Made`, and further base classes.
         former: the module's class.
         recipe: see :class:`Made`.
-        classes: the former class and its base classes at the time of the proof.
         attributes: further attributes of the class.
     """
     return type(former.__name__, (*bases, former), {
@@ -185,7 +197,7 @@ def make_class(
         "__annotations__": annotations_of(former),
         "former": former,
         "recipe": recipe,
-        FORMER_CLASSES: tuple(former.compared() for former in classes),
+        FORMER_CLASSES: tuple(one.compared() for one in former_classes(former)),
         **attributes,
     })  # fmt: skip
 
@@ -197,14 +209,10 @@ def watch_itself(made: type[nn.Module]) -> None:
     itself.proven.update(itself.now)
 
 
+@cached_by_class
 def watched_class(former: type[nn.Module]) -> type[nn.Module]:
     """Return the class for a module whose code stays, and whose changes are noted."""
-    return _watched_class(former, former_classes(former))
-
-
-@functools.cache
-def _watched_class(former: type[nn.Module], classes: tuple[FormerClass, ...]) -> type[nn.Module]:
-    return make_class((Made,), former, (watched_class,), classes)
+    return make_class((Made,), former, (watched_class,))
 
 
 def author_class(kind: type[nn.Module]) -> type[nn.Module]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...layers.quantised_as import NAME as QUANTISED_AS
 from ...layers.scripted_as import scripted_as
-from ..made import FormerClass, Made, former_classes, make_class
+from ..made import Made, cached_by_class, make_class
 
 Forward = Callable[..., Any]
 
@@ -22,8 +22,8 @@ JUDGED = "_packed_judged"
 class Packed(Made):
     """First base of such a class; the last base is the module's former class."""
 
-    made_by: tuple[str, type[nn.Module]]
-    """Name of the module's part, and its former class."""
+    packed_part: str
+    """Name of the module's part."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -44,22 +44,13 @@ def part(name: str) -> Callable[[Callable[[type[nn.Module]], Forward]], Callable
     return register
 
 
-def packed_class(name: str, base: type[nn.Module]) -> type[nn.Module]:
+@cached_by_class
+def packed_class(base: type[nn.Module], name: str) -> type[nn.Module]:
     """Return the class for a module with the part of this name."""
-    return _packed_class(base, name)
-
-
-def _packed_class(base: type[nn.Module], name: str) -> type[nn.Module]:
-    return _class(base, name, former_classes(base))
-
-
-@functools.cache
-def _class(base: type[nn.Module], name: str, former: tuple[FormerClass, ...]) -> type[nn.Module]:
     # Trainer and torch.export read the signature.
     forward = scripted_as(base.forward, same_signature=True)(_FORWARDS[name](base))
     quantised_as = {QUANTISED_AS: vars(base)[QUANTISED_AS]} if QUANTISED_AS in vars(base) else {}
-    recipe = _packed_class, name
-    return make_class((Packed,), base, recipe, former, forward=forward, made_by=(name, base), **quantised_as)
+    return make_class((Packed,), base, (packed_class, name), forward=forward, packed_part=name, **quantised_as)
 
 
 class Arguments:

@@ -1,7 +1,7 @@
 """Origin of classes and functions: whether torch, transformers or this package holds them, by identity.
 
-A class that a user derived, or that stands in the place of another one, may read padding in its own code. Names say
-nothing about that: a class counts as a library's if the library's module holds this very object.
+A user may derive a class, or replace one, and the new code may read padding. A name does not show that. So a class
+counts as a library's if the library's module holds this very object.
 """
 
 from __future__ import annotations

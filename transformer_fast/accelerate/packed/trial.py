@@ -73,12 +73,14 @@ def _difference_on_packed(
 ) -> str:
     """Compare a layer with and without padding on the first rows of its arguments."""
     count, calls = len(rows), PaddedCalls()
-    kind = trial.__class__ = vars(type(trial)).get("made_by", (LAYER, type(trial)))[1]  # of a layer that is tried again
+    kind: type[nn.Module] = type(trial)
+    if "packed_part" in vars(kind):  # a layer that is tried again
+        kind = trial.__class__ = kind.former  # type: ignore[attr-defined]
     cut = {name: value[:count] if isinstance(value, Tensor) else value for name, value in given.items()}
     keep = _keep(given[names[0]].device, rows)
     with torch.no_grad():
         expected = _first(trial(**_masked(cut, keep, dtype, None)))
-        trial.__class__ = packed_class(LAYER, kind)
+        trial.__class__ = packed_class(kind, LAYER)
         try:
             actual = _first(trial(**_masked(cut, keep, dtype, Unpadded(calls))))
         finally:

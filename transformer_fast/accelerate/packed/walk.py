@@ -60,7 +60,7 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
             judge(stack)
     for module, part in _parts(stacks, model):
         if not is_packed(module, part):
-            made = packed_class(part, type(module))
+            made = packed_class(type(module), part)
             report._originals.append((module, type(module), made, {}))
             module.__class__ = made
             if part == MODEL:

@@ -158,7 +158,7 @@ def _runs_as_packed(module: nn.Module) -> bool:
 
 
 def _packed_kind(module: nn.Module) -> type[nn.Module] | None:
-    return next((base for base in type(module).__mro__ if "made_by" in vars(base)), None)
+    return next((base for base in type(module).__mro__ if "packed_part" in vars(base)), None)
 
 
 def _changed(layer: nn.Module) -> str:
@@ -254,4 +254,4 @@ def around_of(path: str, model: nn.Module) -> str:
 def is_packed(module: nn.Module, part: str) -> bool:
     """Return True for a module with this part."""
     kind = _packed_kind(module)
-    return kind is not None and vars(kind)["made_by"][0] == part
+    return kind is not None and vars(kind)["packed_part"] == part

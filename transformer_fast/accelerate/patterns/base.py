@@ -9,7 +9,6 @@ keeps every method except forward.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -27,11 +26,10 @@ from ...layers.scripted_as import scripted_as
 from ...layers.torch_modules import Embedding
 from ...tensors import takes_fused_ops
 from ..made import (
-    FormerClass,
     Made,
     author_class,
+    cached_by_class,
     change_of,
-    former_classes,
     is_as_proven,
     make_class,
     say,
@@ -208,20 +206,12 @@ class Accelerated(Made):
 def accelerated_class(pattern: Pattern, module: nn.Module) -> type[nn.Module]:
     """Return the fused class for a module with this pattern."""
     inlined = tuple(author_class(type(child)) for child in pattern.inlined_children(module))
-    return _remade(type(module), pattern.name, inlined)
+    return _accelerated_class(type(module), pattern.name, inlined)
 
 
-def _remade(original: type[nn.Module], pattern: str, inlined: tuple[type[nn.Module], ...]) -> type[nn.Module]:
-    return _accelerated_class(_PATTERNS[pattern], original, inlined, former_classes(original))
-
-
-@functools.cache
-def _accelerated_class(
-    pattern: Pattern,
-    original: type[nn.Module],
-    inlined: tuple[type[nn.Module], ...],
-    former: tuple[FormerClass, ...],
-) -> type[nn.Module]:
+@cached_by_class
+def _accelerated_class(original: type[nn.Module], name: str, inlined: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+    pattern = _PATTERNS[name]
     parameters = parameters_of(original)
     names = names_of(original) if pattern.named else None
     keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
@@ -251,8 +241,7 @@ def _accelerated_class(
     made = make_class(
         (Accelerated, *pattern.bases),
         original,
-        (_remade, pattern.name, inlined),
-        former,
+        (_accelerated_class, name, inlined),
         forward=forward,
         pattern=pattern,
         inlined=inlined,
