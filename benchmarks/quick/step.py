@@ -26,16 +26,16 @@ from .record import CUT, Deadline, Record, parser, settle_keys, versions
 
 WAYS = {
     "base": (
-        "ours", "ours packed", "eager", "nn.Transformer", "ours, graph", "eager, graph", "nn.Transformer, graph",
-        "compiled by layer", "compiled whole",
+        "ours", "ours packed", "eager", "nn.Transformer", "compiled by layer", "ours, graph", "compiled whole",
+        "eager, graph", "nn.Transformer, graph",
     ),
-    "bert": ("ours packed", "ours", "sdpa", "eager", "sdpa compiled"),
+    "bert": ("ours packed", "ours", "sdpa", "eager", "sdpa compiled", "ours compiled"),
     "base256": ("ours", "ours packed", "eager", "nn.Transformer"),
 }  # fmt: skip
 """In order of worth; the models take turns."""
 LIMIT = 45.0
 """Seconds of one way, with the start of its process."""
-LIMITS = {"compiled whole": 130.0, "sdpa compiled": 100.0, "compiled by layer": 80.0}
+LIMITS = {"compiled whole": 130.0, "sdpa compiled": 100.0, "ours compiled": 100.0, "compiled by layer": 80.0}
 """Seconds of the ways that compile."""
 WARM_UP, STEPS = 5, 40
 
