@@ -153,5 +153,5 @@ def launched(case: Case, packed: bool = False) -> Iterator[Launched]:
         if len(own) != launch.grid:
             raise RuntimeError(f"{case}: {kernel} has {launch.grid} programs, and the model {len(own)}")
         operations = 2.0 * PRODUCTS[kernel] * pairs * case.H * case.D
-        bits = 0 if launch.arguments["kept_bits"] is None else case.pairs() * case.H // 8
+        bits = 0 if launch.arguments["kept_bits"] is None else pairs * case.H // 8
         yield Launched(compiled(launch), own, moved(case, kernel, packed) + bits, operations)

@@ -98,7 +98,7 @@ def rows(profile: str) -> Iterator[dict[str, Any]]:
             if (value := _number(kernel[column])) is not None
             for reason in [column.removeprefix(STALL.split("{}")[0]).removesuffix(STALL.split("{}")[1])]
         }
-        row = {"case": name, "way": way, "kernel": kernel["Kernel Name"].split("(")[0][:100]}
+        row: dict[str, Any] = {"case": name, "way": way, "kernel": kernel["Kernel Name"].split("(")[0][:100]}
         for title, (metric, unit) in COLUMNS.items():
             value = _number(kernel.get(metric))
             row[title] = None if value is None else round(value * unit, 3)

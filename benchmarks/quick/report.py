@@ -74,6 +74,21 @@ def tiles(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield from table(["case", "kernel", "entry", "its time", "fastest", "its time", "ratio"], lines)
 
 
+def profiles(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of what bounds each kernel; shares are of the most that is possible."""
+    if not rows:
+        return
+    shares = ("tensor cores", "issued", "memory", "occupancy")
+    yield "## What bounds each kernel: Nsight Compute, caches flushed before each kernel\n"
+    lines = []
+    for row in rows:
+        waits = ", ".join(f"{reason.replace('_', ' ')} {value:.1f}" for reason, value in row["stalls"].items())
+        name = row["kernel"].removeprefix("void ").replace("|", " ")[:60]
+        lines.append([row["case"], row["way"], name, f"{row['us']:.0f}", f"{row['registers']:.0f}",
+                      *("" if row[share] is None else f"{row[share]:.2f}" for share in shares), waits])  # fmt: skip
+    yield from table(["case", "way", "kernel", "us", "registers", *shares, "warps that wait, per instruction"], lines)
+
+
 def parity(rows: list[dict[str, Any]]) -> Iterator[str]:
     if not rows:
         return
@@ -95,7 +110,7 @@ def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the records")
     folder = parser.parse_args(given).folder
-    parts = {"headline": headline, "step": steps, "tiles": tiles, "parity": parity}
+    parts = {"headline": headline, "step": steps, "profile": profiles, "tiles": tiles, "parity": parity}
     found = {name: Record(folder / f"{name}.jsonl").rows() for name in parts}
     versions = next((row for rows in found.values() for row in rows if "torch" in row), {})
     names = ("device", "driver", "torch", "triton")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from transformer_fast import reference
-from transformer_fast.attention_params import AttentionParams
+from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.triton import configs
 from transformer_fast.triton.attention.backward import attention_backward
 from transformer_fast.triton.attention.forward import attention_forward
@@ -21,7 +21,7 @@ def short_calls_are_long(monkeypatch):
     """Let short calls keep bits too; tiles are those of keeping, so that sums have one order."""
     monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 64)
     for key in configs.ATTENTION:
-        if key[2:] == (16, 64, "long"):
+        if key[2:4] == (16, 64) and key[4] in ("long", "packed long"):
             monkeypatch.setitem(configs.ATTENTION, key, configs.ATTENTION[*key[:4], "kept"])
 
 
@@ -47,7 +47,7 @@ def unpacked(kept_bits: torch.Tensor) -> torch.Tensor:
     i, j = torch.arange(LQ, device=kept_bits.device)[:, None], torch.arange(LK, device=kept_bits.device)
     lane = i % 8 * 4 + j // 2 % 4
     bit = i // 8 % 2 * 16 + j // 32 % 2 * 8 + j // 8 % 4 * 2 + j % 2
-    return kept_bits[:, :, j // 64, i // 16, lane] >> bit & 1 == 1
+    return (kept_bits[:, i // 128, j // 64, i // 16 % 8, lane] >> bit & 1 == 1).unflatten(0, (B, H))
 
 
 @pytest.mark.cover(2)
@@ -80,3 +80,25 @@ def test_the_backward_reads_them(device):
     grad_q, _, grad_v = attention_backward(grad, q, k, v, out, logsumexp, call, None, ones)
     drawn_q, _, drawn_v = attention_backward(grad, q, k, v, out, logsumexp, call)
     assert not torch.equal(grad_q, drawn_q) and not torch.equal(grad_v, drawn_v)
+
+
+@pytest.mark.parametrize("causal", [None, 0])
+def test_a_packed_batch_is_that_of_its_sequences(device, causal):
+    """Bits of sequences of other lengths than the longest, of an empty one, and of one that begins within a block:
+    the same mask, and the gradients of drawing again, bit for bit."""
+    lengths = [140, 0, 33, 130, 1]
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    generator = torch.Generator().manual_seed(6)
+    shapes = (304, H, D), (304, H // 2, D), (304, H // 2, D), (304, H, D)
+    tensors = tuple(torch.randn(shape, generator=generator).to(device, torch.float16) for shape in shapes)
+    call = AttentionParams(
+        scale=D**-0.5, dropout_p=0.3, seed=torch.tensor([2**40 + 7], device=device), causal=causal,
+        packed=PackedBatch(starts, starts, 140, 140),
+    )  # fmt: skip
+    *kept, bits = trained(tensors, call, keep=True)
+    *drawn, _ = trained(tensors, call, keep=False)
+    assert all(torch.equal(*pair) for pair in zip(kept, drawn, strict=True)) and kept[3].any()
+    assert bits.shape == (H, 304 // 128 + 5, 4, 8, 32)
+    *_, grad_v = attention_backward(tensors[3], *tensors[:3], *attention_forward(*tensors[:3], call)[:2], call, None,
+                                    torch.zeros_like(bits))  # fmt: skip
+    assert not grad_v.any()

@@ -48,8 +48,20 @@ def test_both_lengths_are_rounded_up_to_tiles():
     assert bytes_kept(DROPPED, queries=1, keys=1025) == 2 * 3 * 128 * 1152 // 8
 
 
+def test_a_packed_batch_has_a_block_more_per_sequence():
+    """Its sequences begin anywhere in a block of 128 queries. Columns are those of the longest sequence, of which a
+    batch has no more than its keys."""
+    starts, q = meta(4, dtype=torch.int32), meta(3000, 3, 64)
+    for longest, columns in ((1500, 24), (10_000, 48)):
+        params = replace(DROPPED, packed=PackedBatch(starts, starts, longest, longest))
+        found = kept_bits.empty_kept_bits(q, q, params, "sm90")
+        assert found.shape == (3, 3000 // 128 + 3, columns, 8, 32) and found.dtype == torch.int32
+    for longest, window in ((512, None), (1500, -700)):
+        params = replace(DROPPED, packed=PackedBatch(starts, starts, longest, longest), window=window)
+        assert kept_bits.empty_kept_bits(q, q, params, "sm90") is None
+
+
 def test_not_where_there_is_no_kernel_for_it():
-    packed = PackedBatch(meta(3, dtype=torch.int32), meta(3, dtype=torch.int32), 1024, 1024)
     for params in (
         AttentionParams(),
         replace(DROPPED, bias=meta(1, 1, 1024, 1024)),
@@ -57,7 +69,6 @@ def test_not_where_there_is_no_kernel_for_it():
         replace(DROPPED, query_ids=meta(2, 1024), key_ids=meta(2, 1024)),
         replace(DROPPED, softcap=5.0),
         replace(DROPPED, window=-700),
-        replace(DROPPED, packed=packed),
     ):
         assert bytes_kept(params) is None
     assert bytes_kept(DROPPED, keys=512) is None

@@ -62,7 +62,7 @@ ALIBI = tfast.AttentionMask.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0625]))
 # In int32, as kernels take them: on a CPU wider ones are made anew in every call, and nothing is kept of those.
 LONG_LENGTHS = tfast.AttentionMask.lengths(torch.tensor([600, 9], dtype=torch.int32))
 BIAS = torch.zeros(1, 4, 24, 24)
-ENDS = {rows: torch.tensor([0, rows // 3, rows], dtype=torch.int32) for rows in (24, 600)}
+ENDS = {rows: torch.tensor([0, rows // 3, rows], dtype=torch.int32) for rows in (24, 600, 1500)}
 KINDS = {
     "no mask": {},
     "half precision": {"dtype": torch.float16},
@@ -84,6 +84,7 @@ KINDS = {
         "sinks": torch.zeros(4),
     },
     "long packed": {"cu_seqlens": ENDS[600], "rows": 600, "empty_rows": "zero"},
+    "packed kept bits": {"cu_seqlens": ENDS[1500], "rows": 1500, "D": 64, "dtype": torch.float16},
 }
 
 

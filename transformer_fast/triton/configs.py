@@ -216,9 +216,9 @@ def attention_config(kernel: str, arch: str, bits: int, block_d: int, kind: str)
 
 KEPT_BITS = Table({"share": 1.0})
 """Memory that the attention forward may use to keep dropout bits for the backward, as a share of the memory of q, k, v
-and the output. 0 keeps nothing. ``math.inf`` keeps the bits of all supported calls: padded, 16-bit, head size 64, more
-than LONG keys, without windows, dense masks and biases. A weight takes one bit, so 4,096 keys reach 1.0. Without kept
-bits, each kernel draws the same dropout mask again."""
+and the output. 0 keeps nothing. ``math.inf`` keeps the bits of all supported calls: padded or packed, 16-bit, head
+size 64, more than LONG keys, without windows, documents, dense masks and biases. A weight takes one bit, so 4,096 keys
+reach 1.0. Without kept bits, each kernel draws the same dropout mask again."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def grad_kv_kernel(
     RECOMPUTE: tl.constexpr = cu_seqlens_k is None or BLOCK_D < 64
     batch, kv_head, tile = program_of(heads // group, keys, batch_order, BLOCK_KEYS)
     batches = tl.num_programs(0) // (tl.cdiv(keys, BLOCK_KEYS) * (heads // group))
+    most_keys = keys
     first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
     first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
     keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
@@ -143,7 +144,9 @@ def grad_kv_kernel(
             at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap, None,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
-        head_kept_bits = bits_at_head(kept_bits, batch, head, heads, queries, keys)
+        head_kept_bits = bits_at_head(
+            kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
+        )
         first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
         tile_row = batch * map_batch + head * map_head + tile
         head_tile_list = tile_list
@@ -183,7 +186,7 @@ def grad_kv_kernel(
                 weights = weights / tl.load(sums + first_row + row, mask=row < queries, other=1.0)[:, None]
             dropped = weights
             if seed is not None:
-                kept = recall_keep_tile(head_kept_bits, random, start, start_key, queries, BLOCK_QUERIES, BLOCK_KEYS)
+                kept = recall_keep_tile(head_kept_bits, random, start, start_key, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
                 dropped = kept_or_zero(kept, weights)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             v_acc = tl.dot(tl.trans(dropped.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")

@@ -64,6 +64,7 @@ def grad_q_kernel(
     BASE_E: tl.constexpr = sums is not None
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     batches = tl.num_programs(0) // (tl.cdiv(queries, BLOCK_QUERIES) * heads)
+    most_keys = keys
     first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
     first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
     keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
@@ -106,7 +107,9 @@ def grad_q_kernel(
         sink_of(sinks, head),
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
-    kept_bits = bits_at_head(kept_bits, batch, head, heads, queries, keys)
+    kept_bits = bits_at_head(
+        kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
+    )
 
     rows = query_rows(start_query, bounds, BLOCK_QUERIES)
     limit = key_limits(rows, bounds)
@@ -219,7 +222,7 @@ def grad_q_kernel(
             if BASE_E:
                 weights = weights / row_sum[:, None]
             if seed is not None:
-                kept = recall_keep_tile(kept_bits, random, start_query, start, queries, BLOCK_QUERIES, BLOCK_KEYS)
+                kept = recall_keep_tile(kept_bits, random, start_query, start, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             grad_scores = weights * (grad_weights - row_delta[:, None])
             if softcap is not None:

@@ -62,6 +62,7 @@ def _forward_kernel(
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     batches = tl.num_programs(0) // (tl.cdiv(queries, BLOCK_QUERIES) * heads)
+    most_keys = keys
     first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
     first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
     keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
@@ -104,7 +105,9 @@ def _forward_kernel(
         sink_of(sinks, head),
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
-    kept_bits = bits_at_head(kept_bits, batch, head, heads, queries, keys)
+    kept_bits = bits_at_head(
+        kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
+    )
 
     limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds)
     last_key = tl.maximum(tl.max(limit, 0), 0)
@@ -151,7 +154,7 @@ def _forward_kernel(
         decay = tl.math.exp2((row_max - shift) * (LOG2E if BIASED else 1.0))
         row_sum = row_sum * decay + tl.sum(weights, 1)
         if seed is not None:
-            kept = draw_keep_tile(kept_bits, random, start_query, start, queries, BLOCK_QUERIES, BLOCK_KEYS)
+            kept = draw_keep_tile(kept_bits, random, start_query, start, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
             weights = kept_or_zero(kept, weights)
         v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")

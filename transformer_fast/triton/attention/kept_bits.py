@@ -5,11 +5,11 @@ limits them. Otherwise each kernel draws the same mask again.
 
 The layout follows the accumulator of a product in a warp: for 16 queries and 64 keys, a lane holds 32 weights, which
 form one word. In the word of lane 4 a + b, bit 16 r + 8 g + 2 n + h is of query 8 r + a and of key 32 g + 8 n + 2 b +
-h. The words of (B, H) are (columns of 64 keys, units of 16 queries, 32 lanes); both counts are rounded up to whole
-tiles. Words of tiles that the forward skips are not written.
+h. The words of a block of 128 queries are (columns of 64 keys, 8 units of 16 queries, 32 lanes), with the columns of
+the longest sequence, rounded up to whole tiles. The blocks of (batch, head) follow one another; in a packed batch, those
+of a head do, and sequence b begins at block cu_seqlens[b] // 128 + b. Words of tiles that the forward skips are not
+written.
 """
-
-import math
 
 import torch
 import triton
@@ -23,71 +23,79 @@ from ..philox import attention_draws, attention_keep_tile, kept_of_draws
 from .launches import call_kind
 from .tiles import padded_head_dim
 
-_MOST_ROWS = tl.constexpr(128)
-"""Queries and keys of the largest tile. Memory covers whole tiles, so that no access needs a guard."""
+_BLOCK = tl.constexpr(128)
+"""Queries of a block, and queries and keys of the largest tile. Memory covers whole tiles, so that no access needs a
+guard."""
 
 
 def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> Tensor | None:
     """Allocate memory for the bits of a call, or None if the bits are not kept.
 
     Args:
-        q: (B, H, Lq, D), or (T, H, D) of a packed batch.
-        k: (B, Hkv, Lk, D).
+        q: (B, H, Lq, D), or (Tq, H, D) of a packed batch.
+        k: (B, Hkv, Lk, D), or (Tk, Hkv, D).
         params: as given to the launcher.
         arch: architecture class.
 
     Returns:
-        int32 (B, H, columns, units, 32), uninitialised; the module docstring explains the layout.
+        int32 (B * H, blocks, columns, 8, 32), or with H instead of B * H for a packed batch, uninitialised; the module
+        docstring explains the layout.
     """
-    if params.packed is not None or params.window is not None or params.dropout_p == 0.0:
-        return None
-    if call_kind(k.shape[2], params) != "long":
+    packed = params.packed
+    keys = k.shape[2] if packed is None else min(packed.max_k, k.shape[0])
+    if params.window is not None or params.dropout_p == 0.0 or call_kind(keys, params) not in ("long", "packed long"):
         return None
     bits, block_d = q.element_size() * 8, padded_head_dim(q.shape[-1])
     tiles = [ATTENTION.get((kernel, arch, bits, block_d, "kept")) for kernel in ATTENTION_KERNELS]
     if not all(tile is not None and _holds_whole_words(tile) for tile in tiles):
         return None
-    columns, units = (n * blocks_of(t.shape[2], _MOST_ROWS.value) for n, t in ((2, k), (8, q)))
-    shape = (*q.shape[:2], columns, units, 32)
+    if packed is None:
+        heads, blocks = q.shape[0] * q.shape[1], blocks_of(q.shape[2], _BLOCK.value)
+    else:
+        heads, blocks = q.shape[1], q.shape[0] // _BLOCK.value + packed.cu_seqlens_q.shape[0] - 1
+    columns = 2 * blocks_of(keys, _BLOCK.value)
+    rows = q.numel() // q.shape[-1]
     most = KEPT_BITS["share"] * 2 * (q.numel() + k.numel()) * q.element_size()
-    if 4 * math.prod(shape) > most or math.prod(shape[2:]) >= 2**31:
+    if rows * columns * 8 > most or blocks * columns * 256 >= 2**31:
         return None
-    return torch.empty(shape, dtype=torch.int32, device=q.device)
+    return torch.empty((heads, blocks, columns, 8, 32), dtype=torch.int32, device=q.device)
 
 
 def _holds_whole_words(tile: AttentionConfig) -> bool:
-    return tile.block_keys % 64 == 0 and max(tile.block_queries, tile.block_keys) <= _MOST_ROWS.value
+    return tile.block_keys % 64 == 0 and max(tile.block_queries, tile.block_keys) <= _BLOCK.value
 
 
 @triton.jit
-def bits_at_head(kept_bits, batch, head, heads, queries, keys):
-    """Pointer to the words of one (batch, head); None for None."""
+def bits_at_head(kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys):
+    """Pointer to the words of one (batch, head); None for None. `most_keys` is the length of the longest sequence."""
     if kept_bits is None:
         return
     else:
-        words = tl.cdiv(keys, _MOST_ROWS) * 2 * _words_of_column(queries)
-        return kept_bits + (batch * heads + head).to(tl.int64) * words
+        if cu_seqlens_q is None:
+            block = (batch * heads + head).to(tl.int64) * tl.cdiv(queries, _BLOCK)
+        else:
+            block = head * (total_queries // _BLOCK + batches) + first_query // _BLOCK + batch
+        return kept_bits + block.to(tl.int64) * _words_of_block(most_keys)
 
 
 @triton.jit
-def _words_of_column(queries):
-    return tl.cdiv(queries, _MOST_ROWS) * (2 * _MOST_ROWS)
+def _words_of_block(most_keys):
+    return tl.cdiv(most_keys, _BLOCK) * 512
 
 
 @triton.jit
-def _words_at(kept_bits, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def _words_at(kept_bits, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Pointers to the words of a tile: (QUERIES // 16, 8, KEYS // 64, 4), a unit's a, a column, a lane's b."""
-    words = _words_of_column(queries)
-    kept_bits += start_key // 64 * words + start_query * 2
+    kept_bits += start_query // _BLOCK * _words_of_block(most_keys) + start_key // 64 * 256 + start_query % _BLOCK * 2
     unit = tl.arange(0, QUERIES // 16)[:, None, None, None] * 32
-    column = tl.arange(0, KEYS // 64)[None, None, :, None] * words
+    column = tl.arange(0, KEYS // 64)[None, None, :, None] * 256
     lane = tl.arange(0, 8)[None, :, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     return kept_bits + column + (unit + lane)
 
 
 @triton.jit
 def draw_keep_tile(
-    kept_bits, random, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr
+    kept_bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
     """Draw :func:`~..philox.attention_keep_tile`, and store it in `kept_bits` (from :func:`bits_at_head`) unless that
     is None."""
@@ -96,13 +104,13 @@ def draw_keep_tile(
     else:
         w0, w1, w2, w3 = attention_draws(random, start_query, start_key, QUERIES, KEYS)
         words = _words_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
-        tl.store(_words_at(kept_bits, start_query, start_key, queries, QUERIES, KEYS), words)
+        tl.store(_words_at(kept_bits, start_query, start_key, most_keys, QUERIES, KEYS), words)
         return kept_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
 
 
 @triton.jit
 def recall_keep_tile(
-    kept_bits, random, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr
+    kept_bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
     """Return the keep bits of a tile as :func:`draw_keep_tile` does, loaded or drawn again.
 
@@ -111,7 +119,7 @@ def recall_keep_tile(
     if kept_bits is None:
         return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
     else:
-        words = tl.load(_words_at(kept_bits, start_query, start_key, queries, QUERIES, KEYS))
+        words = tl.load(_words_at(kept_bits, start_query, start_key, most_keys, QUERIES, KEYS))
         keep = (words[:, :, :, :, None] & (1 << tl.arange(0, 32))) != 0
         # (unit, a, column, b; r, g, n, h) -> query = (unit, r, a), key = (column, g, n, b, h)
         keep = tl.reshape(keep, (QUERIES // 16, 8, KEYS // 64, 4, 2, 2, 4, 2))
