@@ -10,9 +10,10 @@ from torch import Tensor
 from . import backends
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
+from .masks.lower import kernel_parts
 from .masks.tile_share import work_share
 from .ops.attention import check_backend
-from .ops.attention_checks import document_numbers, kernel_lengths, refuse_keep_as_lengths
+from .ops.attention_checks import document_numbers, has_intervals, kernel_mask, refuse_keep_as_lengths
 from .triton.configs import attention_config
 from .triton.versions import limits
 
@@ -67,6 +68,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     stored = 0
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
         params = _kernel_params(q, k, mask, options)
+        if has_intervals(mask):
+            lines.append(
+                f"intervals and unions: {_describe_read(*kernel_parts(mask, q.shape[2], k.shape[2], q.device))}"
+            )
         lines.append(_describe_tiles(q, k, params, backend))
         stored = _bytes_for_backward(q, k, params) if backend == "triton" else 0
     if backend == "triton" and (lacking := limits(version := metadata.version("triton"))):
@@ -114,10 +119,11 @@ def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str,
     if mask.document_ids is not None:
         numbers = document_numbers(*mask.document_ids)
         documents = dict(zip(("query_ids", "key_ids"), numbers, strict=True))
+    keep, lengths = kernel_mask(mask, q, k)
     return AttentionParams(
-        keep=mask.keep_mask,
+        keep=keep,
         key_keep=mask.key_keep_mask,
-        lengths=kernel_lengths(mask, q, k),
+        lengths=lengths,
         bias=mask.additive_bias,
         distance_bias=mask.table(q.shape[2], k.shape[2]),
         causal=and_causal(mask.causal_offset, options.get("causal", False)),
@@ -126,6 +132,14 @@ def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str,
         dropout_p=options.get("dropout_p", 0.0),
         **documents,
     )
+
+
+def _describe_read(end: Tensor | None, keep: Tensor | None) -> str:
+    """Text on what the kernels read for intervals and unions."""
+    read = [] if end is None else ["lengths per query"]
+    if keep is not None:
+        read.append(f"a keep mask {tuple(keep.shape)} of {keep.nbytes / 2**20:,.1f} MiB")
+    return f"read as {' and '.join(read)}" if read else "all keys"
 
 
 def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
@@ -144,8 +158,11 @@ def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
         parts.append(f"causal with offset {offset}")
     if mask.window_offset is not None:
         parts.append(f"window with offset {mask.window_offset}")
-    for lengths, first in mask.prefixes:
-        parts.append(f"prefix {tuple(lengths.shape)} with offset {first}")
+    if mask.first_keys is not None or mask.end_keys is not None:
+        begin, end = (None if t is None else tuple(t.shape) for t in (mask.first_keys, mask.end_keys))
+        parts.append(f"intervals from {begin or 'key 0'} to {end or 'the last key'}")
+    for union in mask.unions:
+        parts.append(f"({' or '.join(_describe_mask(one, False) for one in union)})")
     if mask.document_ids is not None:
         queries, keys = mask.document_ids
         parts.append(f"documents of ids {tuple(queries.shape)} x {tuple(keys.shape)}")

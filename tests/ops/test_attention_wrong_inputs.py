@@ -155,13 +155,13 @@ IDS = torch.zeros(B, L, dtype=torch.int64)
 PARTS = {
     "a prefix per query": (lambda: AttentionMask.prefix(IDS), ValueError, "lengths must be (B,), got shape (2, 70)"),
     "prefixes of another batch": (
-        lambda: attention(AttentionMask.prefix(IDS[0])), ValueError, "of shape (70,) do not fit (B,) = (2,)",
+        lambda: attention(AttentionMask.prefix(IDS[0])), ValueError, "of shape (70,) fit neither (B,) = (2,)",
     ),
     "a prefix on another device": (
         lambda: attention(AttentionMask.prefix(IDS[:, 0].to("meta"))), ValueError, "but the mask or bias on meta",
     ),
-    "a prefix in a packed batch": (lambda: packed(mask=AttentionMask.prefix(IDS[:, 0])), ValueError, "got prefixes"),
-    "a prefix in a cache": (lambda: decode(mask=AttentionMask.prefix(IDS[:, 0])), ValueError, "got prefixes"),
+    "a prefix in a packed batch": (lambda: packed(mask=AttentionMask.prefix(IDS[:, 0])), ValueError, "got unions"),
+    "a prefix in a cache": (lambda: decode(mask=AttentionMask.prefix(IDS[:, 0])), ValueError, "got unions"),
     "ids that are no tensor": (lambda: AttentionMask.documents([0, 1]), TypeError, "integer tensor (B, L), got list"),
     "float ids": (lambda: AttentionMask.documents(IDS.float()), TypeError, "got torch.float32"),
     "ids without a batch": (lambda: AttentionMask.documents(IDS[0]), ValueError, "(B, L), got shape (70,)"),

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +74,10 @@ def mask_of(constructor: Callable[..., AttentionMask]) -> Callable[..., dict[str
     return lambda *tensors: {"mask": constructor(*tensors)}
 
 
+def bound(name: str, t: Tensor) -> AttentionMask:
+    return AttentionMask.intervals(t // 2, None) if name == "first_keys" else AttentionMask.intervals(None, t)
+
+
 def distances(op: str, slopes: Iterable[str]) -> list[Form]:
     alibi, relative = mask_of(AttentionMask.alibi), mask_of(AttentionMask.relative)
     forms = [Form(op, "distance_biases", (shape,), "float", alibi) for shape in slopes]
@@ -96,7 +101,10 @@ FORMS = [
     *(Form("attention", "bias", (s,), "float", lambda t: {"bias": t}) for s in DENSE),
     *(Form("attention", "key_lengths", (s,), "length", mask_of(AttentionMask.lengths))
       for s in ("B", "1", *product("B1", "Q1"))),
-    *(Form("attention", "prefixes", (s,), "length", mask_of(AttentionMask.prefix)) for s in ("B", "1")),
+    *(Form("attention", "unions", (s,), "length", mask_of(AttentionMask.prefix)) for s in ("B", "1")),
+    Form("attention", "unions", ("B1QK",), "bool", mask_of(lambda t: AttentionMask.keep(t) | AttentionMask.causal())),
+    *(Form("attention", name, (s,), "length", mask_of(partial(bound, name)))
+      for name in ("first_keys", "end_keys") for s in ("Q", "1", "BQ", "1Q", "B1", "BHQ", "1H1")),
     *documents("attention", "Q", "K"),
     *distances("attention", SLOPES),
     sinks("attention"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import random
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from transformer_fast import AttentionMask
 from transformer_fast.masks.definition import visible
 from transformer_fast.masks.lower import Lowered, allowed, lower, lower_packed
 from transformer_fast.masks.tile_share import tile_classes
-from transformer_fast.ops.attention_checks import kernel_lengths
+from transformer_fast.ops.attention_checks import kernel_mask
 
 
 class Drawn:
@@ -49,7 +51,7 @@ class Drawn:
         ids = self.ints(0, 3, batch, length)
         return ids.sort(1).values if self.chance(0.5) else ids
 
-    def mask(self) -> AttentionMask:
+    def mask(self, depth: int = 0) -> AttentionMask:
         B, H, Lq, Lk, mask = self.B, self.H, self.Lq, self.Lk, AttentionMask()
         one_of = self.choice.choice
         if self.chance(0.25):
@@ -67,6 +69,12 @@ class Drawn:
         for _ in range(one_of([0, 0, 0, 1, 2])):
             mask &= AttentionMask.prefix(self.ints(-1, Lk + 3, one_of([1, B])), self.offset())
         if self.chance(0.3):
+            shapes = [(Lq,), (1,), (B, Lq), (1, Lq), (B, 1), (B, H, Lq), (1, H, 1)]
+            bounds = (self.ints(-2, Lk + 3, *one_of(shapes)) if self.chance(0.7) else None for _ in range(2))
+            mask &= AttentionMask.intervals(*bounds)
+        if depth < 2 and self.chance(0.3):
+            mask &= reduce(operator.or_, (self.mask(depth + 1) for _ in range(self.choice.randint(2, 3))))
+        if self.chance(0.3):
             mask &= AttentionMask.documents(self.ids(one_of([1, B]), Lq), self.ids(one_of([1, B]), Lk))
         return mask
 
@@ -75,10 +83,7 @@ class Drawn:
 
 
 def defined(mask: AttentionMask, Lq: int, Lk: int, **others: Any) -> Tensor:
-    ids = dict(zip(("query_ids", "key_ids"), mask.document_ids or (), strict=False))
-    parts = {"keep": mask.keep_mask, "key_keep": mask.key_keep_mask, "lengths": mask.key_lengths}
-    bounds = {"causal": mask.causal_offset, "window": mask.window_offset, "prefixes": mask.prefixes}
-    return visible(Lq, Lk, **parts, **bounds, **ids, **others)
+    return visible(Lq, Lk, **mask.defined(), **others)
 
 
 def check(found: Lowered, expected: Tensor, shape: tuple[int, int, int, int]) -> None:
@@ -212,10 +217,10 @@ def test_the_lengths_of_a_prefix_are_made_once_off_a_cpu() -> None:
     q, k = torch.empty(2, 1, 4, 8, device="meta"), torch.empty(2, 1, 5, 8, device="meta")
     prefix = torch.zeros(2, dtype=torch.int64, device="meta")
     mask = AttentionMask.prefix(prefix)
-    first = kernel_lengths(mask, q, k)
-    assert first is not None and (first.shape, first.dtype) == ((2, 4), torch.int32)
-    assert kernel_lengths(AttentionMask.prefix(prefix), q, k) is first
+    keep, first = kernel_mask(mask, q, k)
+    assert keep is None and first is not None and (first.shape, first.dtype) == ((2, 4), torch.int32)
+    assert kernel_mask(AttentionMask.prefix(prefix), q, k)[1] is first
     for other in (AttentionMask.prefix(prefix, 1), mask & AttentionMask.lengths(prefix), mask & mask):
-        assert kernel_lengths(other, q, k) is not first
+        assert kernel_mask(other, q, k)[1] is not first
     prefix += 1
-    assert kernel_lengths(mask, q, k) is not first
+    assert kernel_mask(mask, q, k)[1] is not first

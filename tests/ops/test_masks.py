@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from transformer_fast import AttentionMask, attention
-from transformer_fast.masks.mask import parts_beside
+from transformer_fast.masks.arguments import parts_beside
 from transformer_fast.ops.attention_checks import normal_lengths
 
 B, H, LQ, LK = 3, 2, 5, 7
@@ -132,8 +132,8 @@ def test_to_moves_documents_and_what_is_added():
     mask = mask & AttentionMask.prefix(torch.ones(B).long(), 2)
     moved = mask.to("meta").tensors()
     assert {name: t.device.type for name, t in moved.items()} == dict.fromkeys(mask.tensors(), "meta")
-    assert moved.keys() == {"query_ids", "key_ids", "alibi 0", "additive_bias", "prefix 0"}
-    assert mask.to("meta").prefixes[0].offset == 2
+    assert moved.keys() == {"query_ids", "key_ids", "alibi 0", "additive_bias", "union 0.0 key_lengths"}
+    assert mask.to("meta").unions[0][1].causal_offset == 2
 
 
 def test_lower_ranks_align_on_the_right_as_broadcasting_does():
@@ -189,7 +189,7 @@ def test_the_parts_beside_some():
     mask = AttentionMask.window(2) & AttentionMask.alibi(torch.rand(H)) & AttentionMask.lengths(torch.tensor([1]))
     assert parts_beside(AttentionMask()) == []
     assert parts_beside(mask) == ["key_lengths", "causal_offset", "window_offset", "distance_biases"]
-    assert parts_beside(AttentionMask.prefix(torch.tensor([1]))) == ["prefixes"]
+    assert parts_beside(AttentionMask.prefix(torch.tensor([1]))) == ["unions"]
     assert parts_beside(mask, "key_lengths", "distance_biases") == ["causal_offset", "window_offset"]
 
 
@@ -201,7 +201,7 @@ def test_a_representation_is_what_one_would_write():
         "lengths(int64 (2,)) & causal()": AttentionMask.causal() & AttentionMask.lengths(lengths),
         "keep(bool (1, 1, 5, 7)) & keep(bool (1, 1, 1, 7))": AttentionMask.keep(torch.ones(5, 7).bool())
         & AttentionMask.keep(torch.ones(7).int()),
-        "prefix(int32 (2,)) & prefix(int64 (2,), offset=-3)": AttentionMask.prefix(lengths.int())
+        "(lengths(int32 (2,)) | causal()) & (lengths(int64 (2,)) | causal(-3))": AttentionMask.prefix(lengths.int())
         & AttentionMask.prefix(lengths, -3),
         "causal(-2)": AttentionMask.causal(-2),
         "window(3)": AttentionMask.window(3),

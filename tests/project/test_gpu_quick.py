@@ -105,7 +105,7 @@ def test_a_tile_that_keeps_no_bits_is_not_compared():
 
 def test_the_committed_record_has_its_table(tmp_path):
     folder = ROOT / "benchmarks/results/h200"
-    for name in ("headline", "step", "tiles", "parity"):
+    for name in ("headline", "step", "profile", "tiles", "parity"):
         text = (folder / f"{name}.jsonl").read_text()
         (tmp_path / f"{name}.jsonl").write_text(text)
         assert all(json.loads(line)["device"] == "NVIDIA H200" for line in text.splitlines() if "device" in line)

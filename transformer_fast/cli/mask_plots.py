@@ -180,6 +180,31 @@ def _documents() -> list[Line]:
     ]
 
 
+def _unions() -> list[Line]:
+    order, answers = torch.arange(5), torch.tensor([[0, 1, 1, 2, 2]])
+    begin, end = torch.tensor([0, 0, 1, 1, 3]), torch.tensor([2, 3, 4, 5, 5])
+    intervals = AttentionMask.intervals(begin, end)
+    global_token = AttentionMask.lengths(torch.tensor([1])) | AttentionMask.window(1, 1)
+    question = AttentionMask.causal() & (AttentionMask.lengths(torch.tensor([1])) | AttentionMask.documents(answers))
+    dilated = AttentionMask.window(4) & AttentionMask.documents((order % 2)[None])
+    given = torch.stack([begin, end])
+    return [
+        Line(
+            "an interval of keys per query: begin and end",
+            [Given("begin, end", given, torch.ones_like(given), "", "query")],
+            [("intervals(begin, end)", intervals.dense(5, 5)[0, 0])],
+        ),
+        Line(
+            "two unions: a token that all see, and neighbours; two answers to one question. Then every second key",
+            [],
+            [
+                (name, mask.dense(5, 5)[0, 0])
+                for name, mask in {"global token": global_token, "answers": question, "dilated": dilated}.items()
+            ],
+        ),
+    ]
+
+
 DIALECTS: dict[str, Callable[[], list[Line]]] = {
     "keep": _keep_masks,
     "blocked": _blocked_masks,
@@ -189,6 +214,7 @@ DIALECTS: dict[str, Callable[[], list[Line]]] = {
     "window": _window,
     "prefix": _prefix,
     "documents": _documents,
+    "unions": _unions,
 }
 
 

@@ -1,7 +1,8 @@
 """Masks: :class:`AttentionMask` and its parts, biases by distance, and packed batches."""
 
+from .arguments import and_causal, as_attention_mask
 from .distance import Alibi, DistanceBias, Relative
-from .mask import AttentionMask, and_causal, as_attention_mask
+from .mask import AttentionMask
 from .packing import PackedMask, Packing, pack, packing_of, take, unpack
 
 __all__ = [

@@ -6,10 +6,11 @@ The reference of attention and ``AttentionMask.dense`` evaluate it. Kernels read
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
-
-from .parts import Prefix
 
 
 def visible(
@@ -22,7 +23,9 @@ def visible(
     lengths: Tensor | None = None,
     causal: int | None = None,
     window: int | None = None,
-    prefixes: tuple[Prefix, ...] = (),
+    first_keys: Tensor | None = None,
+    end_keys: Tensor | None = None,
+    unions: tuple[tuple[Mapping[str, Any], ...], ...] = (),
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     shift: int | Tensor = 0,
@@ -39,7 +42,8 @@ def visible(
         lengths: (B,) or (B, Lq): ``j < lengths[b]`` or ``j < lengths[b, i]``; keys in use of a cache or of a sequence.
         causal: ``j <= p + causal``.
         window: ``j >= p + window``.
-        prefixes: ``j < lengths[b]`` or ``j <= p + offset``, of each.
+        first_keys, end_keys: (B|1, H|1, Lq|1): ``j >= first_keys[b, h, i]`` and ``j < end_keys[b, h, i]``.
+        unions: of each, one of several masks allows the key; a mask is the arguments of this function from ``keep`` on.
         query_ids, key_ids: (B|1, Lq) and (B|1, Lk), both or neither: ``query_ids[b, i] == key_ids[b, j]``.
         shift: position of the first query, for all sequences or (B,): ``keys - queries`` aligns the last query with the
             last key (bottom-right), as in a cache.
@@ -59,8 +63,15 @@ def visible(
         allowed = allowed & (j <= p + causal)
     if window is not None:
         allowed = allowed & (j >= p + window)
-    for prefix in prefixes:
-        allowed = allowed & ((j < prefix.lengths[:, None, None, None]) | (j <= p + prefix.offset))
+    if first_keys is not None:
+        allowed = allowed & (j >= first_keys.unsqueeze(-1))
+    if end_keys is not None:
+        allowed = allowed & (j < end_keys.unsqueeze(-1))
+    for union in unions:
+        one = torch.zeros_like(allowed[:1, :1, :1])
+        for parts in union:
+            one = one | visible(Lq, Lk, device, **parts, shift=shift)
+        allowed = allowed & one
     if query_ids is not None and key_ids is not None:
         allowed = allowed & (query_ids[:, None, :, None] == key_ids[:, None, None, :])
     return allowed

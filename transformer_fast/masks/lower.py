@@ -1,27 +1,32 @@
 """Lower a mask to what a kernel can read: an interval of keys per query, and bits for what is no interval.
 
-Lengths, causal and window with any offset, prefixes, aligned and packed sequences, and every intersection of them, are
-intervals by arithmetic. Whether the tokens of a document, or the kept keys of a keep mask, lie in one run is known only
-from their values. :func:`lower` narrows the interval to the first and last of them, on the device, and keeps the part
-as bits. With ``exact=True`` it reads one number per such part, and drops the bits of a part that is an interval.
+Lengths, causal and window with any offset, intervals, aligned and packed sequences, and every intersection of them, are
+intervals by arithmetic, and so is a union of such masks that all begin at key 0. Whether the tokens of a document, or
+the kept keys of a keep mask, lie in one run is known only from their values. :func:`lower` narrows the interval to the
+first and last of them, on the device, and keeps the part as bits. With ``exact=True`` it reads one number per such
+part, and drops the bits of a part that is an interval.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..tensor_cache import get_or_compute
 from ..tracing import sizes
-from .mask import AttentionMask, parts_beside
+from .arguments import parts_beside
+from .mask import AttentionMask
 from .parts import both_documents
 
 _PACKED = "causal_offset", "window_offset", "document_ids", "key_keep_mask", "additive_bias", "distance_biases"
 """Parts of a packed batch."""
+_Documents = tuple[Tensor, Tensor]
+_Found = TypeVar("_Found")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,17 +104,32 @@ def lower(
             with the last key, as in a cache, whose keys in use are the mask's lengths.
         exact: read whether documents and keep masks are intervals, and drop the bits of those that are.
     """
-    masks = mask.keep_mask, mask.key_keep_mask, mask.key_lengths, *(mask.document_ids or (None, None))
-    parts = *masks, *(prefix.lengths for prefix in mask.prefixes), shift if isinstance(shift, Tensor) else None
-    given = [t for t in parts if t is not None]
-    device = given[0].device if given else device
-    if not given or given[0].device.type == "cpu" or any(type(t) is not Tensor for t in given):
-        return _lowered(mask, Lq, Lk, device, shift, exact)
-    kinds = tuple(t is not None for t in parts)
-    offsets = mask.causal_offset, mask.window_offset, tuple(prefix.offset for prefix in mask.prefixes)
-    place = None if isinstance(shift, Tensor) else shift
-    key: tuple[Hashable, ...] = ("lowered", kinds, offsets, place, Lq, Lk, exact)
-    return get_or_compute(given[0], key, tuple(given[1:]), lambda: _lowered(mask, Lq, Lk, device, shift, exact))
+    name = "lowered", Lq, Lk, exact
+    return on_its_tensors(mask, shift, name, lambda on: _lowered(mask, Lq, Lk, on or device, shift, exact))
+
+
+def on_its_tensors(
+    mask: AttentionMask, shift: int | Tensor, name: tuple[Hashable, ...], found: Callable[[torch.device | None], _Found]
+) -> _Found:
+    """Compute something of a mask without biases on the device of its tensors, if it has some; on a GPU, cached on
+    them."""
+    given = [*mask.tensors().values(), *([shift] if isinstance(shift, Tensor) else [])]
+    if not given:
+        return found(None)
+    device = given[0].device
+    if device.type == "cpu" or any(type(t) is not Tensor for t in given):
+        return found(device)
+    key = (*name, _form(mask), None if isinstance(shift, Tensor) else shift)
+    return get_or_compute(given[0], key, tuple(given[1:]), lambda: found(device))
+
+
+def _form(part: Any) -> Hashable:
+    """Return what two masks share that differ in their tensors alone."""
+    if isinstance(part, AttentionMask):
+        return tuple(_form(getattr(part, field.name)) for field in dataclasses.fields(part))
+    if isinstance(part, tuple):
+        return tuple(map(_form, part))
+    return "tensor" if isinstance(part, Tensor) else part
 
 
 def lower_packed(
@@ -162,7 +182,8 @@ def lower_packed(
     if mask.key_keep_mask is not None:
         ids = both_documents(ids, (torch.zeros_like(own_q)[None], ~mask.key_keep_mask[0, 0]))
     alone = mask.document_ids is None and mask.key_keep_mask is None
-    return _narrowed(AttentionMask(document_ids=None if alone else ids), [begin], [end], queries, keys, exact)
+    scattered = _scattered(AttentionMask(document_ids=None if alone else ids), position, keys)
+    return _narrowed(scattered, [begin], [end], queries, keys, exact)
 
 
 def allowed(
@@ -170,18 +191,33 @@ def allowed(
 ) -> Tensor | None:
     """The mask as one bool tensor (B|1, H|1, Lq|1, Lk), made of intervals and bits in operators that every exporter
     knows; None for a mask that allows all."""
-    begins, ends = _bounds(mask, _positions(Lq, device, shift))
+    return _allowed(mask, _positions(Lq, device, shift), Lk)
+
+
+def kernel_parts(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Convert parts that the kernels do not know, intervals and unions, to what they read: end keys of the queries,
+    int64 (B|1, Lq) and not clamped to the keys, and a keep mask, bool (B|1, H|1, Lq, Lk); None for nothing."""
+    if mask.first_keys is None and mask.end_keys is None and not mask.unions:
+        return None, None
+    own = AttentionMask(first_keys=mask.first_keys, end_keys=mask.end_keys, unions=mask.unions)
+    position = _positions(Lq, device, 0)
+    begins, ends = _bounds(own, position)
+    per_query = [end for end in ends if sizes(end)[1] == 1]
+    per_head = [end for end in ends if sizes(end)[1] != 1]
     j = torch.arange(Lk, device=device)
+    bits = [j >= begin.unsqueeze(-1) for begin in begins] + [j < end.unsqueeze(-1) for end in per_head]
+    bits += [t for t, _ in _scattered(own, position, Lk)]
+    end = reduce(torch.minimum, per_query).squeeze(1) if per_query else None
+    return end, reduce(torch.logical_and, bits) if bits else None
+
+
+def _allowed(mask: AttentionMask, position: Tensor, Lk: int) -> Tensor | None:
+    begins, ends = _bounds(mask, position)
+    j = torch.arange(Lk, device=position.device)
     # One comparison per bound: those that are the same for all sequences stay small.
     inside = [j >= begin.unsqueeze(-1) for begin in begins] + [j < end.unsqueeze(-1) for end in ends]
-    inside += _scattered(mask)
+    inside += [bits for bits, _ in _scattered(mask, position, Lk)]
     return reduce(torch.logical_and, inside) if inside else None
-
-
-def prefix_ends(mask: AttentionMask, Lq: int, device: torch.device) -> Tensor:
-    """End key of each query under the prefixes of a mask, which has some: int64 (B|1, Lq), not clamped to the keys."""
-    _, ends = _bounds(AttentionMask(prefixes=mask.prefixes), _positions(Lq, device, 0))
-    return reduce(torch.minimum, ends).squeeze(1)
 
 
 def _positions(Lq: int, device: torch.device | str | None, shift: int | Tensor) -> Tensor:
@@ -197,9 +233,21 @@ def _bounds(mask: AttentionMask, position: Tensor) -> tuple[list[Tensor], list[T
     if mask.key_lengths is not None:
         lengths = mask.key_lengths.to(torch.int64)
         ends.append(lengths.unsqueeze(1) if lengths.dim() == 2 else lengths[:, None, None])
-    for lengths, offset in mask.prefixes:
-        ends.append(torch.maximum(lengths.to(torch.int64)[:, None, None], position + (offset + 1)))
+    if mask.first_keys is not None:
+        begins.append(mask.first_keys.to(torch.int64))
+    if mask.end_keys is not None:
+        ends.append(mask.end_keys.to(torch.int64))
+    for union in mask.unions:
+        ways = [_bounds(one, position)[1] for one in union]
+        if all(map(_begins_at_0, union)) and all(ways):  # without a bound, all keys are seen
+            ends.append(reduce(torch.maximum, (reduce(torch.minimum, way) for way in ways)))
     return begins, ends
+
+
+def _begins_at_0(mask: AttentionMask) -> bool:
+    """Return True for a mask of ends alone."""
+    others = mask.keep_mask, mask.key_keep_mask, mask.document_ids, mask.window_offset, mask.first_keys
+    return all(part is None for part in others) and all(_begins_at_0(one) for union in mask.unions for one in union)
 
 
 def _joined(begins: list[Tensor], ends: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -207,29 +255,45 @@ def _joined(begins: list[Tensor], ends: list[Tensor]) -> tuple[Tensor, Tensor]:
     return reduce(torch.maximum, begins, torch.zeros_like(end)), end
 
 
-def _scattered(mask: AttentionMask) -> list[Tensor]:
-    """Parts that may be no interval, as bits."""
-    bits = [t for t in (mask.keep_mask, mask.key_keep_mask) if t is not None]
+def _scattered(mask: AttentionMask, position: Tensor, Lk: int) -> list[tuple[Tensor, _Documents | None]]:
+    """Parts that may be no interval, as bits; with the ids of documents."""
+    found: list[tuple[Tensor, _Documents | None]] = []
+    found += [(keep, None) for keep in (mask.keep_mask, mask.key_keep_mask) if keep is not None]
     if mask.document_ids is not None:
         query_ids, key_ids = mask.document_ids
-        bits.append(query_ids[:, None, :, None] == key_ids[:, None, None, :])
-    return bits
+        found.append((query_ids[:, None, :, None] == key_ids[:, None, None, :], mask.document_ids))
+    for union in mask.unions:
+        ways = [_allowed(one, position, Lk) for one in union]
+        seen = [way for way in ways if way is not None]
+        if not all(map(_begins_at_0, union)) and len(seen) == len(ways):
+            found.append((reduce(torch.logical_or, seen), None))
+    return found
 
 
 def _lowered(
     mask: AttentionMask, Lq: int, Lk: int, device: torch.device | str | None, shift: int | Tensor, exact: bool
 ) -> Lowered:
-    begins, ends = _bounds(mask, _positions(Lq, device, shift))
-    return _narrowed(mask, begins, [*ends, torch.full((1, 1, 1), Lk, device=device)], Lq, Lk, exact)
+    position = _positions(Lq, device, shift)
+    begins, ends = _bounds(mask, position)
+    ends = [*ends, torch.full((1, 1, 1), Lk, device=device)]
+    return _narrowed(_scattered(mask, position, Lk), begins, ends, Lq, Lk, exact)
 
 
-def _narrowed(mask: AttentionMask, begins: list[Tensor], ends: list[Tensor], Lq: int, Lk: int, exact: bool) -> Lowered:
+def _narrowed(
+    scattered: list[tuple[Tensor, _Documents | None]],
+    begins: list[Tensor],
+    ends: list[Tensor],
+    Lq: int,
+    Lk: int,
+    exact: bool,
+) -> Lowered:
     """Intervals within the bounds, narrowed to the hull of each scattered part; and the bits of these parts."""
     bits = []
-    for scattered, (first, end, count) in zip(_scattered(mask), _hulls(mask, Lk) if Lk else (), strict=False):
+    for part, documents in scattered if Lk else ():
+        first, end, count = _hull_of_keep(part, Lk) if documents is None else _hull_of_documents(*documents, Lk)
         begins, ends = [*begins, first], [*ends, end]
         if not exact or not bool((end - first == count).all()):
-            bits.append(scattered)
+            bits.append(part)
     return _normal(*_joined(begins, ends), reduce(torch.logical_and, bits) if bits else None, Lq, Lk)
 
 
@@ -243,11 +307,6 @@ def _normal(begin: Tensor, end: Tensor, bits: Tensor | None, Lq: int, Lk: int) -
 
 _Hull = tuple[Tensor, Tensor, Tensor]
 """First and end key of each row, both 0 for an empty one, and number of keys, int64 (B|1, H|1, Lq|1)."""
-
-
-def _hulls(mask: AttentionMask, Lk: int) -> list[_Hull]:
-    hulls = [_hull_of_keep(t, Lk) for t in (mask.keep_mask, mask.key_keep_mask) if t is not None]
-    return hulls if mask.document_ids is None else [*hulls, _hull_of_documents(*mask.document_ids, Lk)]
 
 
 def _hull_of_keep(keep: Tensor, Lk: int) -> _Hull:

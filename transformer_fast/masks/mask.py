@@ -11,25 +11,24 @@ part          shape                  key ``j`` is allowed for query ``i`` of hea
 ``lengths``   (B,) or (B, Lq)        where ``j < lengths[b]`` or ``j < lengths[b, i]``
 ``causal``    an offset              where ``j <= i + causal``
 ``window``    an offset              where ``j >= i + window``
-``prefix``    (B,) and an offset     where ``j < lengths[b]``, and where ``j <= i + offset``
+``intervals`` (B|1, H|1, Lq|1)       where ``begin[b, h, i] <= j < end[b, h, i]``
 ``documents`` (B|1, Lq), (B|1, Lk)   where ``query_ids[b, i] == key_ids[b, j]``
 ``bias``      (B|1, H|1, Lq|1, Lk|1) where ``bias[b, h, i, j]``, added to the score, is not -inf
 ``alibi``     (H,) or (B, H)         everywhere; ``-slopes[b, h] * |i + offset - j|`` is added to the score
 ``relative``  (buckets, H)           everywhere; ``weight[bucket(j - i - offset), h]`` is added to the score
 ============= ====================== ===========================================================================
 
-Masks combine with ``&``. The parts stay separate, so combining masks never builds a tensor of size (Lq, Lk).
+Masks combine with ``&``. The parts stay separate, so combining masks never builds a tensor of size (Lq, Lk). With ``|``
+a key is allowed if one of several masks allows it; such a union is one more part.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..tracing import greatest, least, number, sizes
+from ..tracing import number, sizes
 from .checks import (
     boolean,
     check_dense,
@@ -39,15 +38,13 @@ from .checks import (
     checked_offset,
     four_dimensions,
     kind_of,
-    not_a_mask,
 )
-from .definition import visible
-from .distance import Alibi, DistanceBias, Relative, along_diagonals, distance_table
-from .parts import Prefix, both_documents, combine, same_rank, written
+from .combined import Combined
+from .distance import Alibi, Relative
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AttentionMask:
+class AttentionMask(Combined):
     """Mask of the keys that each query may attend to. Make one with a constructor below; combine masks with ``&``.
 
     Example:
@@ -58,16 +55,6 @@ class AttentionMask:
         tensor([[ True, False],
                 [ True,  True]])
     """
-
-    keep_mask: Tensor | None = None
-    key_keep_mask: Tensor | None = None
-    key_lengths: Tensor | None = None
-    causal_offset: int | None = None
-    additive_bias: Tensor | None = None
-    window_offset: int | None = None
-    document_ids: tuple[Tensor, Tensor] | None = None
-    distance_biases: tuple[DistanceBias, ...] = ()
-    prefixes: tuple[Prefix, ...] = ()
 
     @classmethod
     def keep(cls, mask: Tensor) -> AttentionMask:
@@ -168,7 +155,7 @@ class AttentionMask:
 
     @classmethod
     def prefix(cls, lengths: Tensor, offset: int = 0) -> AttentionMask:
-        """A prefix language model: query ``i`` sees keys ``j < lengths[b]``, and keys ``j <= i + offset``.
+        """A prefix language model: ``lengths(lengths) | causal(offset)``, with any lengths.
 
         The tokens of the prefix see each other; those behind it see the prefix and, as with ``causal``, no later key. A
         length past Lk is Lk, one below 0 is 0. No tensor of size Lq x Lk is made. Combine with ``lengths`` for padding.
@@ -182,13 +169,43 @@ class AttentionMask:
             ValueError: for another shape.
 
         Example:
-            >>> tfast.AttentionMask.prefix(torch.tensor([2])).dense(3, 3)[0, 0].int()
+            >>> AttentionMask = tfast.AttentionMask
+            >>> AttentionMask.prefix(torch.tensor([2])).dense(3, 3)[0, 0].int()
             tensor([[1, 1, 0],
                     [1, 1, 0],
                     [1, 1, 1]], dtype=torch.int32)
         """
         check_integers("prefix: lengths", lengths, "(B,)", (1,))
-        return cls(prefixes=(Prefix(lengths, checked_offset("prefix offset", offset)),))
+        return cls(key_lengths=lengths) | cls(causal_offset=checked_offset("prefix offset", offset))
+
+    @classmethod
+    def intervals(cls, begin: Tensor | None, end: Tensor | None) -> AttentionMask:
+        """Keys from ``begin`` to before ``end``, for each query; None is no bound.
+
+        A bound outside [0, Lk] is that of the first or the last key. Ends (Lq,) and (B, Lq) reach the kernels as they
+        are; begins, and bounds per head, as a keep mask of a byte per query and key.
+
+        Args:
+            begin, end: integer (Lq,), (B, Lq) or (B, H, Lq); sizes of 1 broadcast.
+
+        Raises:
+            TypeError: for bounds that are not integer tensors.
+            ValueError: for another rank.
+
+        Example:
+            >>> begin, end = torch.tensor([0, 0, 1]), torch.tensor([2, 3, 2])
+            >>> tfast.AttentionMask.intervals(begin, end).dense(3, 3)[0, 0].int()
+            tensor([[1, 1, 0],
+                    [1, 1, 1],
+                    [0, 1, 0]], dtype=torch.int32)
+        """
+        bounds = []
+        for name, t in (("begin", begin), ("end", end)):
+            if t is not None:
+                check_integers(f"intervals: {name}", t, "(Lq,), (B, Lq) or (B, H, Lq)", (1, 2, 3))
+                t = t[None, None] if t.dim() == 1 else t.unsqueeze(1) if t.dim() == 2 else t
+            bounds.append(t)
+        return cls(first_keys=bounds[0], end_keys=bounds[1])
 
     @classmethod
     def documents(cls, query_ids: Tensor, key_ids: Tensor | None = None) -> AttentionMask:
@@ -292,102 +309,3 @@ class AttentionMask:
             raise TypeError(f"bias must be a float tensor added to the scores, got {given}; a mask goes in mask=")
         check_dense("bias", bias)
         return cls(additive_bias=four_dimensions(bias))
-
-    def __and__(self, other: AttentionMask) -> AttentionMask:
-        """Keys that both masks allow; biases add up.
-
-        Raises:
-            TypeError: for a tensor, whose meaning is ambiguous; the message lists the constructors to choose from.
-        """
-        if not isinstance(other, AttentionMask):
-            raise not_a_mask(other)
-        return AttentionMask(
-            combine(self.keep_mask, other.keep_mask, torch.logical_and),
-            combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
-            combine(*same_rank(self.key_lengths, other.key_lengths), torch.minimum),
-            combine(self.causal_offset, other.causal_offset, least),
-            combine(self.additive_bias, other.additive_bias, torch.add),
-            combine(self.window_offset, other.window_offset, greatest),
-            combine(self.document_ids, other.document_ids, both_documents),
-            self.distance_biases + other.distance_biases,
-            self.prefixes + other.prefixes,
-        )
-
-    def __repr__(self) -> str:
-        """Constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor is shown by dtype and
-        shape."""
-        return written(*(getattr(self, field.name) for field in dataclasses.fields(self)))
-
-    def __rand__(self, other: object) -> AttentionMask:
-        """Raise for ``tensor & mask`` the error of ``mask & tensor``."""
-        raise not_a_mask(other)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors of the mask, by name: parts that are tensors, and tensors inside other parts."""
-        parts = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        tensors = {name: part for name, part in parts if isinstance(part, Tensor)}
-        if self.document_ids is not None:
-            tensors |= dict(zip(("query_ids", "key_ids"), self.document_ids, strict=True))
-        tensors |= {f"prefix {n}": prefix.lengths for n, prefix in enumerate(self.prefixes)}
-        return tensors | {
-            f"{type(bias).__name__.lower()} {n}": bias.tensor for n, bias in enumerate(self.distance_biases)
-        }
-
-    def to(self, device: torch.device | str) -> AttentionMask:
-        """The same mask with its tensors on ``device``."""
-        fields = {field.name for field in dataclasses.fields(self)}
-        moved: dict[str, Any] = {name: part.to(device) for name, part in self.tensors().items() if name in fields}
-        if self.document_ids is not None:
-            moved["document_ids"] = tuple(ids.to(device) for ids in self.document_ids)
-        moved["distance_biases"] = tuple(bias.with_tensor(bias.tensor.to(device)) for bias in self.distance_biases)
-        moved["prefixes"] = tuple(Prefix(prefix.lengths.to(device), prefix.offset) for prefix in self.prefixes)
-        return dataclasses.replace(self, **moved)
-
-    def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
-        """The whole mask as one bool keep tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
-        parts: dict[str, Any] = {"keep": self.keep_mask, "key_keep": self.key_keep_mask, "lengths": self.key_lengths}
-        parts |= {"causal": self.causal_offset, "window": self.window_offset, "prefixes": self.prefixes}
-        parts |= dict(zip(("query_ids", "key_ids"), self.document_ids or (), strict=False))
-        allowed = visible(Lq, Lk, next((t.device for t in self.tensors().values()), device), **parts)
-        return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
-
-    def added(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Sum of all biases as one tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
-        table = self.table(Lq, Lk, dtype)
-        if table is None:
-            return self.additive_bias
-        by_distance = along_diagonals(table, Lq, Lk, Lq - 1)
-        return by_distance if self.additive_bias is None else self.additive_bias + by_distance
-
-    def table(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Sum of ALiBi and relative positions, by distance: (B|1, H, Lq + Lk - 1), entry ``Lq - 1 + j - i`` for query
-        i and key j."""
-        return distance_table(self.distance_biases, Lq, Lk, Lq - 1, dtype)
-
-
-_NO_MASK = AttentionMask()
-_PARTS = tuple(field.name for field in dataclasses.fields(AttentionMask))
-
-
-def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
-    """Convert a ``mask`` argument of ``tfast.attention``: an AttentionMask, a bool or integer keep mask, or None."""
-    if mask is None:
-        return _NO_MASK
-    return mask if isinstance(mask, AttentionMask) else AttentionMask.keep(mask)
-
-
-def parts_beside(mask: AttentionMask, *names: str) -> list[str]:
-    """Names of the parts that a mask has, in the order of its fields, except those that the caller knows.
-
-    Code that refuses all other parts also refuses a part that is added later.
-    """
-    parts = {name: getattr(mask, name) for name in _PARTS if name not in names}
-    return [name for name, part in parts.items() if part is not None and not (isinstance(part, tuple) and not part)]
-
-
-def and_causal(offset: int | None, causal: bool | int) -> int | None:
-    """Combined causal offset of a mask with causal offset `offset` and of the argument ``causal`` of
-    ``tfast.attention``."""
-    if causal is False:
-        return offset
-    return combine(offset, 0 if causal is True else checked_offset("causal offset", causal), least)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..backends import in_transform, refuse_transform
 from ..tracing import is_traced, number, unrecorded
+from .arguments import parts_beside
 from .checks import broadcasts
-from .mask import AttentionMask, parts_beside
+from .mask import AttentionMask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,6 @@ from ..tracing import unrecorded
 from .distance import DistanceBias
 
 _Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
-
-
-class Prefix(NamedTuple):
-    """Part of a mask: query i sees keys ``j < lengths[b]`` and ``j <= i + offset``; lengths are integer (B,)."""
-
-    lengths: Tensor
-    offset: int = 0
 
 
 def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,14 +54,18 @@ def written(
     window: int | None,
     documents: tuple[Tensor, Tensor] | None,
     distance_biases: tuple[DistanceBias, ...],
-    prefixes: tuple[Prefix, ...],
+    first_keys: Tensor | None,
+    end_keys: Tensor | None,
+    unions: tuple[tuple[Any, ...], ...],
 ) -> str:
     """Source text of the constructors that make a mask, each tensor by dtype and shape; "AttentionMask()" for no
     parts."""
     named = ("keep", keep), ("keep", key_keep), ("lengths", lengths)
     calls = [f"{name}({_kind(t)})" for name, t in named if t is not None]
     calls += _bounds(causal, window)
-    calls += [f"prefix({_kind(lengths)}{f', offset={offset}' if offset else ''})" for lengths, offset in prefixes]
+    if first_keys is not None or end_keys is not None:
+        calls.append(f"intervals({', '.join('None' if t is None else _kind(t) for t in (first_keys, end_keys))})")
+    calls += [f"({' | '.join(map(repr, union))})" for union in unions]
     if documents is not None:
         queries, keys = documents
         calls.append(f"documents({_kind(queries)}{'' if keys is queries else f', {_kind(keys)}'})")

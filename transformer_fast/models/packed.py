@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..layers.attention import layer_mask
 from ..masks import AttentionMask
-from ..masks.mask import parts_beside
+from ..masks.arguments import parts_beside
 from ..masks.packing import PackedMask, packing_of
 from ..tracing import is_traced
 

@@ -24,7 +24,7 @@ from .attention_checks import (
     dropout_number,
     fitting_lengths,
     is_special,
-    kernel_lengths,
+    kernel_mask,
     refuse_keep_as_lengths,
     scale_of,
     special_arguments,
@@ -230,10 +230,11 @@ def _params(
     key_keep = mask.key_keep_mask
     if key_keep is not None and sizes(key_keep)[-1] != sizes(k)[2]:
         key_keep = key_keep.expand(-1, -1, -1, k.shape[2])
+    keep, lengths = kernel_mask(mask, q, k)
     return AttentionParams(
-        keep=mask.keep_mask,
+        keep=keep,
         key_keep=key_keep,
-        lengths=kernel_lengths(mask, q, k),
+        lengths=lengths,
         bias=mask.additive_bias,
         causal=causal,
         window=mask.window_offset,

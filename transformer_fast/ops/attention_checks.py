@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..backends import in_transform
 from ..masks import AttentionMask, and_causal
+from ..masks.arguments import parts_beside
 from ..masks.checks import broadcasts, check_dense, clamped, is_plain_on_cpu, kind_of, may_be_keep
 from ..masks.distance import distance_table
-from ..masks.lower import prefix_ends
-from ..masks.mask import parts_beside
+from ..masks.lower import kernel_parts, on_its_tensors
 from ..masks.parts import ranked
 from ..tensor_cache import get, get_or_compute
 from ..tracing import is_traced, needs_plain_ops, sizes, unrecorded
@@ -134,7 +134,12 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_ke
 def is_special(mask: AttentionMask, softcap: float | None = None, sinks: Tensor | None = None) -> bool:
     """Return True if a call has parts that the eager fast paths do not support."""
     special = softcap is not None or sinks is not None or mask.document_ids is not None
-    return special or len(mask.distance_biases) > 0 or len(mask.prefixes) > 0
+    return special or len(mask.distance_biases) > 0 or has_intervals(mask)
+
+
+def has_intervals(mask: AttentionMask) -> bool:
+    """Return True if a mask has parts that reach the kernels as lengths or as a keep mask: intervals and unions."""
+    return mask.first_keys is not None or mask.end_keys is not None or len(mask.unions) > 0
 
 
 def special_arguments(
@@ -255,11 +260,14 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
         raise ValueError(
             f"attention: lengths of shape {tuple(lengths.shape)} fit neither (B,) = ({B},) nor (B, Lq) = ({B}, {Lq})"
         )
-    prefixes = [prefix.lengths for prefix in mask.prefixes]
-    for t in prefixes:
-        if not broadcasts(t.shape[0], B):
-            raise ValueError(f"attention: prefix: lengths of shape {tuple(t.shape)} do not fit (B,) = ({B},)")
-    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, *prefixes):
+    for name, t in (("begin", mask.first_keys), ("end", mask.end_keys)):
+        if t is not None and not all(broadcasts(size, limit) for size, limit in zip(t.shape, full[:3])):
+            raise ValueError(
+                f"attention: intervals: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq) = {full[:3]}"
+            )
+    for one in (one for union in mask.unions for one in union):
+        check_mask(one, q, full)
+    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, mask.first_keys, mask.end_keys):
         if t is not None and t.device != q.device:
             raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
 
@@ -274,27 +282,31 @@ def refuse_keep_as_lengths(lengths: Tensor | None, Lk: int) -> None:
         )
 
 
-def kernel_lengths(mask: AttentionMask, q: Tensor, k: Tensor) -> Tensor | None:
-    """Lengths of a checked call as the kernels take them, int32 (B,) or (B, Lq), in [0, Lk]: the mask's own, and as
-    lengths per query its prefixes. On a GPU these are cached as :func:`normal_lengths` are."""
+def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Keep mask and lengths of a checked call as the kernels take them, with the intervals and unions of the mask.
+
+    Lengths are int32 (B,) or (B, Lq), in [0, Lk]. On a GPU they are cached, as :func:`normal_lengths` are, and so is
+    what is made of intervals and unions.
+    """
     (B, _, Lq, _), Lk = sizes(q), sizes(k)[2]
     own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, Lq, Lk)
-    if not mask.prefixes:
-        return own
+    if not has_intervals(mask):
+        return mask.keep_mask, own
 
-    def ends() -> Tensor:
-        found = prefix_ends(mask, q.shape[2], q.device)
-        if own is not None:
-            found = torch.minimum(found, own.long() if own.dim() == 2 else own.long().unsqueeze(1))
-        # In a traced graph, plain operators take lengths of any size, and the sizes stay open.
-        return found if is_traced() else found.clamp(0, Lk).to(torch.int32).expand(B, Lq).contiguous()
+    def found(_: object = None) -> tuple[Tensor | None, Tensor | None]:
+        end, keep = kernel_parts(mask, q.shape[2], k.shape[2], q.device)
+        if mask.keep_mask is not None:
+            keep = mask.keep_mask if keep is None else keep & mask.keep_mask
+        if end is not None and own is not None:
+            end = torch.minimum(end, own.long() if own.dim() == 2 else own.long().unsqueeze(1))
+        if end is None or is_traced():  # in a traced graph, plain operators take lengths of any size
+            return keep, own if end is None else end
+        return keep, end.clamp(0, Lk).to(torch.int32).expand(B, Lq).contiguous()
 
-    holder, *others = (prefix.lengths for prefix in mask.prefixes)
-    known = (type(t) is Tensor and t.device.type != "cpu" for t in (holder, *others))
-    if torch.compiler.is_compiling() or is_traced() or in_transform() or not all(known):
-        return ends()
-    offsets = tuple(prefix.offset for prefix in mask.prefixes)
-    return get_or_compute(holder, ("prefix lengths", offsets, own is None, B, Lq, Lk), (*others, own), ends)
+    if torch.compiler.is_compiling() or is_traced() or in_transform():
+        return found()
+    read = replace(mask, additive_bias=None, distance_biases=())
+    return on_its_tensors(read, 0, ("kernel mask", B, Lq, Lk), found)
 
 
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:

@@ -18,7 +18,7 @@ from ...integrations.unpadded import Unpadded, current
 from ...layers.carried import tokens_of, with_tokens
 from ...layers.padded_calls import GAPS, StaysPaddedError, check_sources, record
 from ...masks import AttentionMask
-from ...masks.mask import parts_beside
+from ...masks.arguments import parts_beside
 from ...masks.packing import PackedMask, Packing, take
 from .classes import Arguments, Forward, part, positional_names
 

@@ -6,9 +6,9 @@ limits them. Otherwise each kernel draws the same mask again.
 The layout follows the accumulator of a product in a warp: for 16 queries and 64 keys, a lane holds 32 weights, which
 form one word. In the word of lane 4 a + b, bit 16 r + 8 g + 2 n + h is of query 8 r + a and of key 32 g + 8 n + 2 b +
 h. The words of a block of 128 queries are (columns of 64 keys, 8 units of 16 queries, 32 lanes), with the columns of
-the longest sequence, rounded up to whole tiles. The blocks of (batch, head) follow one another; in a packed batch, those
-of a head do, and sequence b begins at block cu_seqlens[b] // 128 + b. Words of tiles that the forward skips are not
-written.
+the longest sequence, rounded up to whole tiles. The blocks of a (batch, head) follow one another. In a packed batch
+those of a head do, and sequence b begins at block cu_seqlens[b] // 128 + b. Words of tiles that the forward skips are
+not written.
 """
 
 import torch
