@@ -130,7 +130,7 @@ def test_wrong_calls_say_what_is_expected(call, error, said):
         call()
 
 
-@pytest.mark.parametrize("name", [name for name in compat.__all__ if name.startswith("flash")])
+@pytest.mark.parametrize("name", [name for name in compat.__all__ if name.startswith("flash_attn")])
 def test_names_and_order_of_the_arguments(name):
     """Callers of flash-attention pass options by position, so the order must be the same."""
     order = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"]

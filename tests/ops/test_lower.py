@@ -82,10 +82,6 @@ class Drawn:
         return self.choice.choice([0, 0, self.Lk - self.Lq, self.ints(-7, 8, self.B)])
 
 
-def defined(mask: AttentionMask, Lq: int, Lk: int, **others: Any) -> Tensor:
-    return visible(Lq, Lk, **mask.defined(), **others)
-
-
 def check(found: Lowered, expected: Tensor, shape: tuple[int, int, int, int]) -> None:
     """Check intervals, bits, and the queries of each tile of keys."""
     assert torch.equal(found.dense().expand(shape), expected.expand(shape))
@@ -113,7 +109,7 @@ def test_intervals_and_bits_are_the_definition(part: int) -> None:
         drawn = Drawn(number)
         mask, shift = drawn.mask(), drawn.shift()
         shape = drawn.B, drawn.H, drawn.Lq, drawn.Lk
-        expected = defined(mask, drawn.Lq, drawn.Lk, shift=shift)
+        expected = mask.visible(drawn.Lq, drawn.Lk, None, shift)
         found = lower(mask, drawn.Lq, drawn.Lk, shift=shift, exact=number % 2 == 0)
         check(found, expected, shape)
         if number % 10 == 0:
@@ -166,7 +162,7 @@ def test_a_packed_batch_is_one_row_of_intervals() -> None:
                 queries, keys = mask.document_ids
                 own = AttentionMask(causal_offset=mask.causal_offset, window_offset=mask.window_offset)
                 own &= AttentionMask.documents(queries[:, rows], keys[:, columns])
-            seen = defined(own, n, m, shift=m - n if bottom_right else 0)
+            seen = own.visible(n, m, None, m - n if bottom_right else 0)
             expected[:, :, rows, columns] = seen & keep[columns]
         if not keep.all():
             mask &= AttentionMask.keep(keep)

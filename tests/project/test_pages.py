@@ -207,7 +207,8 @@ def test_the_pictures_of_the_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", record)
     paths = mask_plots.mask_pictures(tmp_path)
     assert {p.name for p in paths} == {p.name for p in (DOCS / "images").glob("mask_*.png")}
-    assert all(f"images/{p.name}" in (DOCS / "masks.md").read_text() for p in paths)
+    pages = "".join((DOCS / page).read_text() for page in ("masks.md", "intervals.md"))
+    assert all(f"images/{p.name}" in pages for p in paths)
     seen = {
         path.stem: [axes.images[0].get_array() for axes in figure.get_axes()]
         for path, figure in zip(paths, figures, strict=True)

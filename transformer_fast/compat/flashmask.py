@@ -160,6 +160,6 @@ def _of_query_heads(name: str, t: Tensor, heads: int, key_heads: int) -> Tensor:
     """Repeat what each key head has for the query heads of its group."""
     if not isinstance(t, Tensor) or t.dim() != 4:
         return t
-    if sizes(t)[1] not in (1, heads, key_heads):
+    if all(sizes(t)[1] != count for count in (1, heads, key_heads)):
         raise ValueError(f"{_OP}: {name} must have 1, {key_heads} or {heads} heads, got shape {tuple(t.shape)}")
     return t.repeat_interleave(heads // key_heads, 1) if 1 < sizes(t)[1] == key_heads != heads else t

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..tracing import greatest, least
 from .checks import not_a_mask
-from .definition import visible
+from .definition import either, inside, visible
 from .distance import DistanceBias, along_diagonals, distance_table
 from .parts import both_documents, combine, same_rank, written
 
@@ -113,16 +113,19 @@ class Combined:
 
     def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
         """The whole mask as one bool keep tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
-        allowed = visible(Lq, Lk, next((t.device for t in self.tensors().values()), device), **self.defined())
+        allowed = self.visible(Lq, Lk, next((t.device for t in self.tensors().values()), device))
         return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
 
-    def defined(self) -> dict[str, Any]:
-        """The parts without biases, as :func:`.definition.visible` takes them."""
-        parts: dict[str, Any] = {"keep": self.keep_mask, "key_keep": self.key_keep_mask, "lengths": self.key_lengths}
-        parts |= {"causal": self.causal_offset, "window": self.window_offset}
-        parts |= {"first_keys": self.first_keys, "end_keys": self.end_keys}
-        parts["unions"] = tuple(tuple(mask.defined() for mask in union) for union in self.unions)
-        return parts | dict(zip(("query_ids", "key_ids"), self.document_ids or (), strict=False))
+    def visible(self, Lq: int, Lk: int, device: torch.device | str | None, shift: int | Tensor = 0) -> Tensor:
+        """The parts without biases by their :func:`~.definition.visible`, with its ``device`` and ``shift``."""
+        ids = dict(zip(("query_ids", "key_ids"), self.document_ids or (), strict=False))
+        others = [either([mask.visible(Lq, Lk, device, shift) for mask in union]) for union in self.unions]
+        if self.first_keys is not None or self.end_keys is not None:
+            others.append(inside(self.first_keys, self.end_keys, Lk))
+        return visible(
+            Lq, Lk, device, keep=self.keep_mask, key_keep=self.key_keep_mask, lengths=self.key_lengths,
+            causal=self.causal_offset, window=self.window_offset, others=others, shift=shift, **ids,
+        )  # fmt: skip
 
     def added(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Sum of all biases as one tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""

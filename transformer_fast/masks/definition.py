@@ -6,8 +6,7 @@ The reference of attention and ``AttentionMask.dense`` evaluate it. Kernels read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ def visible(
     lengths: Tensor | None = None,
     causal: int | None = None,
     window: int | None = None,
-    first_keys: Tensor | None = None,
-    end_keys: Tensor | None = None,
-    unions: tuple[tuple[Mapping[str, Any], ...], ...] = (),
+    others: Sequence[Tensor] = (),
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     shift: int | Tensor = 0,
@@ -42,8 +39,7 @@ def visible(
         lengths: (B,) or (B, Lq): ``j < lengths[b]`` or ``j < lengths[b, i]``; keys in use of a cache or of a sequence.
         causal: ``j <= p + causal``.
         window: ``j >= p + window``.
-        first_keys, end_keys: (B|1, H|1, Lq|1): ``j >= first_keys[b, h, i]`` and ``j < end_keys[b, h, i]``.
-        unions: of each, one of several masks allows the key; a mask is the arguments of this function from ``keep`` on.
+        others: bool, broadcastable to (B, H, Lq, Lk), each like ``keep``: :func:`inside` and :func:`either`.
         query_ids, key_ids: (B|1, Lq) and (B|1, Lk), both or neither: ``query_ids[b, i] == key_ids[b, j]``.
         shift: position of the first query, for all sequences or (B,): ``keys - queries`` aligns the last query with the
             last key (bottom-right), as in a cache.
@@ -63,15 +59,24 @@ def visible(
         allowed = allowed & (j <= p + causal)
     if window is not None:
         allowed = allowed & (j >= p + window)
-    if first_keys is not None:
-        allowed = allowed & (j >= first_keys.unsqueeze(-1))
-    if end_keys is not None:
-        allowed = allowed & (j < end_keys.unsqueeze(-1))
-    for union in unions:
-        one = torch.zeros_like(allowed[:1, :1, :1])
-        for parts in union:
-            one = one | visible(Lq, Lk, device, **parts, shift=shift)
-        allowed = allowed & one
+    for other in others:
+        allowed = allowed & other
     if query_ids is not None and key_ids is not None:
         allowed = allowed & (query_ids[:, None, :, None] == key_ids[:, None, None, :])
+    return allowed
+
+
+def inside(begin: Tensor | None, end: Tensor | None, Lk: int) -> Tensor:
+    """Intervals: ``begin[b, h, i] <= j < end[b, h, i]``, of bounds (B|1, H|1, Lq|1); None is no bound."""
+    found = [t for t in (begin, end) if t is not None]
+    j = torch.arange(Lk, device=found[0].device if found else None)
+    after = torch.ones_like(j, dtype=torch.bool) if begin is None else j >= begin.unsqueeze(-1)
+    return after if end is None else after & (j < end.unsqueeze(-1))
+
+
+def either(masks: Sequence[Tensor]) -> Tensor:
+    """A union: a key is seen if one of the masks allows it."""
+    allowed = masks[0]
+    for mask in masks[1:]:
+        allowed = allowed | mask
     return allowed
