@@ -18,7 +18,7 @@ GIVEN = ("as they are", "refilled", "from inference mode", "of a subclass")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One call. ``parts`` are the mask's: "dense", "padding", "lengths", "lengths per query", "causal", "window",
-    "documents", "prefix", "alibi", "relative"; and "sinks"."""
+    "documents", "prefix", "intervals", "union", "alibi", "relative"; and "sinks"."""
 
     number: int
     kind: str  # "padded", "packed", "decode"
@@ -82,6 +82,8 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
     parts = (*parts, *[part for part, p in others.items() if chance.random() < p])
     if padded and number % 9 == 0:
         parts = (*parts, "prefix")
+    if padded and number % 7 == 0:
+        parts = (*parts, ("intervals", "union")[number % 2])
     return Config(
         number=number,
         kind=kind,

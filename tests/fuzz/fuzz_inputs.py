@@ -103,6 +103,10 @@ def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dic
         ends = torch.maximum(prefix[:, None], torch.arange(c.Lq, device=DEVICE) + c.offset + 1)
         lengths = parts.get("lengths", torch.tensor([c.Lk], device=DEVICE))
         parts["lengths"] = torch.minimum(ends, lengths if lengths.dim() == 2 else lengths[:, None])
+    more, keep = drawn_ranges(c, generator)
+    mask = mask & more
+    if keep is not None:
+        parts["keep"] = keep & parts["keep"] if "keep" in parts else keep
     if "causal" in c.parts:
         parts["causal"] = c.causal
         mask = mask & AttentionMask.causal(c.causal)
@@ -111,6 +115,28 @@ def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dic
         parts["causal"] = min(ends)
     parts["window"] = window.window_offset
     return given_mask(mask & window, c), parts
+
+
+def drawn_ranges(c: Config, generator: torch.Generator) -> tuple[AttentionMask, Tensor | None]:
+    """Intervals, or the union of a mask of keys and another interval, and the same as a dense keep mask."""
+    if not {"intervals", "union"} & {*c.parts}:
+        return AttentionMask(), None
+
+    def bound() -> Tensor:
+        shapes = (c.Lq,), (1,), (c.B, c.Lq), (c.B, 1), (c.B, c.H, c.Lq), (1, c.H, c.Lq)
+        shape = shapes[int(torch.randint(len(shapes), (), generator=generator))]
+        return torch.randint(-3, c.Lk + 4, shape, generator=generator).to(DEVICE)
+
+    def per_head(t: Tensor) -> Tensor:
+        return t[None, None] if t.dim() == 1 else t[:, None] if t.dim() == 2 else t
+
+    begin, end, j = bound(), bound(), torch.arange(c.Lk, device=DEVICE)
+    inside = (j >= per_head(begin)[..., None]) & (j < per_head(end)[..., None])
+    mask = AttentionMask.intervals(begin, end)
+    if "intervals" in c.parts:
+        return mask, inside.expand(-1, -1, c.Lq, -1)
+    keys = (torch.rand(c.B, 1, 1, c.Lk, generator=generator) > 0.5).to(DEVICE)
+    return mask | AttentionMask.keep(keys), (inside | keys).expand(-1, -1, c.Lq, -1)
 
 
 @dataclasses.dataclass

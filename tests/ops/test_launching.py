@@ -61,6 +61,11 @@ def test_the_driver_gets_what_triton_gives_it(launched):
         assert seen(short) == seen(long), launch.arguments
 
 
+def test_sums_of_products_are_fused_whatever_triton_does_by_default():
+    """Triton 3.9 warns where a launch leaves it open, and 3.10 is to decide otherwise."""
+    assert Launch("one", recording.kernel, 1, {}, 4, 1).options()["enable_fp_fusion"] is True
+
+
 def test_a_new_length_compiles_no_norm_and_no_dropout(launched):
     from transformer_fast.triton import dropout, norm
 

@@ -118,6 +118,9 @@ def _cases_by_position(draw: Draw, inputs: Tensors) -> Iterator[Case]:
 
     prefix = AttentionMask.prefix(torch.arange(B, device=draw.device) * 20)
     yield Case("attention", "prefix, dropout 0.1", inputs, partial(ops.attention, mask=prefix, dropout_p=0.1))
+    place = torch.arange(L, device=draw.device)
+    union = AttentionMask.intervals(place - 40, place + 9) | AttentionMask.lengths(torch.full_like(place[:B], 7))
+    yield Case("attention", "intervals, union, dropout 0.1", inputs, partial(ops.attention, mask=union, dropout_p=0.1))
 
     def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return ops.attention(q, k, v, AttentionMask.alibi(slopes) & AttentionMask.causal())
