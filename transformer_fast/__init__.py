@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from . import compat, dialects, integrations, layers
-from ._moved import attribute as __getattr__  # noqa: F401, old module paths
 from .backends import BackendError, backend
 from .explain import explain
 from .extension import config as __config__  # noqa: F401
