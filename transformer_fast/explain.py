@@ -13,7 +13,7 @@ from .masks import AttentionMask, and_causal, as_attention_mask
 from .masks.lower import kernel_parts
 from .masks.tile_share import work_share
 from .ops.attention import check_backend
-from .ops.attention_checks import document_numbers, has_intervals, kernel_mask, refuse_keep_as_lengths
+from .ops.attention_checks import document_numbers, kernel_mask, refuse_keep_as_lengths
 from .triton.configs import attention_config
 from .triton.versions import limits
 
@@ -68,7 +68,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     stored = 0
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
         params = _kernel_params(q, k, mask, options)
-        if has_intervals(mask):
+        if mask.has_ranges:
             lines.append(
                 f"intervals and unions: {_describe_read(*kernel_parts(mask, q.shape[2], k.shape[2], q.device))}"
             )

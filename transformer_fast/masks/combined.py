@@ -82,7 +82,7 @@ class Combined:
     def __repr__(self) -> str:
         """Constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor is shown by dtype and
         shape."""
-        return written(*(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return written(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     def __rand__(self, other: object) -> Self:
         """Raise for ``tensor & mask`` the error of ``mask & tensor``."""
@@ -115,6 +115,11 @@ class Combined:
         """The whole mask as one bool keep tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
         allowed = self.visible(Lq, Lk, next((t.device for t in self.tensors().values()), device))
         return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
+
+    @property
+    def has_ranges(self) -> bool:
+        """True for a mask with parts that reach the kernels as lengths or as a keep mask."""
+        return self.first_keys is not None or self.end_keys is not None or len(self.unions) > 0
 
     def visible(self, Lq: int, Lk: int, device: torch.device | str | None, shift: int | Tensor = 0) -> Tensor:
         """The parts without biases by their :func:`~.definition.visible`, with its ``device`` and ``shift``."""

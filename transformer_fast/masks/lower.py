@@ -25,6 +25,10 @@ from .parts import both_documents
 
 _PACKED = "causal_offset", "window_offset", "document_ids", "key_keep_mask", "additive_bias", "distance_biases"
 """Parts of a packed batch."""
+_KERNELS: dict[str, Any] = dict.fromkeys(
+    ("keep_mask", "key_keep_mask", "key_lengths", "causal_offset", "additive_bias", "window_offset", "document_ids")
+) | {"distance_biases": ()}
+"""Parts that the kernels know, as a mask without them has them."""
 _Documents = tuple[Tensor, Tensor]
 _Found = TypeVar("_Found")
 
@@ -197,9 +201,7 @@ def allowed(
 def kernel_parts(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Convert parts that the kernels do not know, intervals and unions, to what they read: end keys of the queries,
     int64 (B|1, Lq) and not clamped to the keys, and a keep mask, bool (B|1, H|1, Lq, Lk); None for nothing."""
-    if mask.first_keys is None and mask.end_keys is None and not mask.unions:
-        return None, None
-    own = AttentionMask(first_keys=mask.first_keys, end_keys=mask.end_keys, unions=mask.unions)
+    own = dataclasses.replace(mask, **_KERNELS)
     position = _positions(Lq, device, 0)
     begins, ends = _bounds(own, position)
     per_query = [end for end in ends if sizes(end)[1] == 1]
@@ -246,8 +248,8 @@ def _bounds(mask: AttentionMask, position: Tensor) -> tuple[list[Tensor], list[T
 
 def _begins_at_0(mask: AttentionMask) -> bool:
     """Return True for a mask of ends alone."""
-    others = mask.keep_mask, mask.key_keep_mask, mask.document_ids, mask.window_offset, mask.first_keys
-    return all(part is None for part in others) and all(_begins_at_0(one) for union in mask.unions for one in union)
+    others = parts_beside(mask, "key_lengths", "causal_offset", "end_keys", "unions")
+    return not others and all(_begins_at_0(one) for union in mask.unions for one in union)
 
 
 def _joined(begins: list[Tensor], ends: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -46,32 +46,35 @@ def same_rank(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor
 
 
 def written(
-    keep: Tensor | None,
-    key_keep: Tensor | None,
-    lengths: Tensor | None,
-    causal: int | None,
-    bias: Tensor | None,
-    window: int | None,
-    documents: tuple[Tensor, Tensor] | None,
+    *,
+    keep_mask: Tensor | None,
+    key_keep_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    causal_offset: int | None,
+    additive_bias: Tensor | None,
+    window_offset: int | None,
+    document_ids: tuple[Tensor, Tensor] | None,
     distance_biases: tuple[DistanceBias, ...],
     first_keys: Tensor | None,
     end_keys: Tensor | None,
     unions: tuple[tuple[Any, ...], ...],
+    **others: Any,
 ) -> str:
     """Source text of the constructors that make a mask, each tensor by dtype and shape; "AttentionMask()" for no
     parts."""
-    named = ("keep", keep), ("keep", key_keep), ("lengths", lengths)
+    named = ("keep", keep_mask), ("keep", key_keep_mask), ("lengths", key_lengths)
     calls = [f"{name}({_kind(t)})" for name, t in named if t is not None]
-    calls += _bounds(causal, window)
+    calls += _bounds(causal_offset, window_offset)
     if first_keys is not None or end_keys is not None:
         calls.append(f"intervals({', '.join('None' if t is None else _kind(t) for t in (first_keys, end_keys))})")
     calls += [f"({' | '.join(map(repr, union))})" for union in unions]
-    if documents is not None:
-        queries, keys = documents
+    if document_ids is not None:
+        queries, keys = document_ids
         calls.append(f"documents({_kind(queries)}{'' if keys is queries else f', {_kind(keys)}'})")
     calls += [by_distance.written(_kind(by_distance.tensor)) for by_distance in distance_biases]
-    if bias is not None:
-        calls.append(f"bias({_kind(bias)})")
+    if additive_bias is not None:
+        calls.append(f"bias({_kind(additive_bias)})")
+    calls += [f"{name}({part})" for name, part in others.items() if part is not None]
     return " & ".join(calls) or "AttentionMask()"
 
 

@@ -134,12 +134,7 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_ke
 def is_special(mask: AttentionMask, softcap: float | None = None, sinks: Tensor | None = None) -> bool:
     """Return True if a call has parts that the eager fast paths do not support."""
     special = softcap is not None or sinks is not None or mask.document_ids is not None
-    return special or len(mask.distance_biases) > 0 or has_intervals(mask)
-
-
-def has_intervals(mask: AttentionMask) -> bool:
-    """Return True if a mask has parts that reach the kernels as lengths or as a keep mask: intervals and unions."""
-    return mask.first_keys is not None or mask.end_keys is not None or len(mask.unions) > 0
+    return special or len(mask.distance_biases) > 0 or mask.has_ranges
 
 
 def special_arguments(
@@ -290,7 +285,7 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
     """
     (B, _, Lq, _), Lk = sizes(q), sizes(k)[2]
     own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, Lq, Lk)
-    if not has_intervals(mask):
+    if not mask.has_ranges:
         return mask.keep_mask, own
 
     def found(_: object = None) -> tuple[Tensor | None, Tensor | None]:
