@@ -12,8 +12,8 @@
 #                 make fuzz SEED=0 COUNT=2000
 # make emulate    every Triton and CUDA kernel as compiled for two GPU architectures, executed here against the reference;
 #                 then faulty kernels, of which most must be seen. 40 minutes of one core; it goes on where it was stopped
-# make mutants    plant faults in the sources, one at a time, and see which tests fail: hours; it goes on where it was
-#                 stopped, and writes tests/mutants.md. ONLY=norm: only faults with this in their name or file
+# make mutants    plant faults in the sources, one at a time, see which tests fail, and write tests/mutants.md; more than
+#                 an hour. ONLY=norm: only faults with this in their name or file
 # make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
 #                 make sanitize-threads, under the one for races
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu
@@ -105,7 +105,6 @@ lint: setup
 	$(BIN)/python tools/prose.py
 	$(BIN)/codespell
 	$(BIN)/mypy
-	$(BIN)/python tools/mutants.py --check
 	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
 fuzz: setup
@@ -119,7 +118,7 @@ emulate: setup
 	$(BIN)/python tools/emulate.py --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --mutants
 
 mutants: setup
-	$(BIN)/python tools/mutants.py --continue $(if $(ONLY),--only "$(ONLY)")
+	$(BIN)/python tools/mutants.py $(if $(ONLY),--only "$(ONLY)")
 
 fmt: setup
 	$(BIN)/ruff check --fix .
