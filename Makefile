@@ -12,6 +12,7 @@
 #                 make fuzz SEED=0 COUNT=2000
 # make emulate    every Triton and CUDA kernel as compiled for two GPU architectures, executed here against the reference;
 #                 then faulty kernels, of which most must be seen. 40 minutes of one core; it goes on where it was stopped
+# make lab        the tests of these two, which no other command runs: lab/README.md
 # make mutants    plant faults in the sources, one at a time, see which tests fail, and write tests/mutants.md; more than
 #                 an hour. ONLY=norm: only faults with this in their name or file
 # make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
@@ -54,7 +55,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu gpu-prepare cuda-check pythons oldest release-check wheel-all hub arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test test-all lint fuzz emulate lab mutants fmt docs wheel bench predict gpu gpu-prepare cuda-check pythons oldest release-check wheel-all hub arm-check sanitize sanitize-threads clean
 
 # The tools are installed while the extension is compiled.
 setup:
@@ -108,14 +109,14 @@ lint: setup
 	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
 fuzz: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python tests/fuzz/fuzz.py --backend triton --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.fuzz --backend native --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz.fuzz --backend triton --seed $(SEED) --count $(COUNT)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_generation.py --seed $(SEED) --count $(COUNT)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_arguments.py --seed $(SEED) --count $(COUNT)
 
 emulate: setup
-	$(BIN)/python tools/emulate.py --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --continue build/emulate.jsonl
-	$(BIN)/python tools/emulate.py --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --mutants
+	$(BIN)/python -m lab.emulation --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --continue build/emulate.jsonl
+	$(BIN)/python -m lab.emulation --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --mutants
 
 mutants: setup
 	$(BIN)/python tools/mutants.py $(if $(ONLY),--only "$(ONLY)")
@@ -145,13 +146,20 @@ bench: setup
 	$(BIN)/python benchmarks/report.py $(RESULTS)/benchmarks.json --out $(RESULTS)
 
 predict: setup
-	$(BIN)/python benchmarks/predict
+	$(BIN)/python -m lab.prediction
+
+$(VENV)/.lab: lab/pyproject.toml | $(VENV)/.linked
+	@$(PROGRESS) "laboratory" $(PIP) --no-deps --no-build-isolation -e lab
+	@touch $@
+
+lab: setup $(VENV)/.lab
+	$(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal --all lab/tests
 
 gpu:
 	$(PYTHON) benchmarks/gpu.py --out $(RESULTS) $(if $(BUDGET),--budget $(BUDGET)) $(if $(REHEARSE),--rehearse)
 
 gpu-prepare:
-	$(PYTHON) tools/gpu_prepare.py
+	$(PYTHON) -m tools.gpu_prepare
 
 cuda-check: setup
 	$(BIN)/python tools/cuda_check.py

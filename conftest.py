@@ -1,16 +1,9 @@
-"""Set-up of every test: the paths of the modules of tests and tools, the plugins, a device and a seed."""
+"""Set-up of every test: the plugins, a device and a seed."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-FOLDERS = ("tests/support", "tests/fuzz", "tools", "tools/tests", "benchmarks")
-SHARING = ("tests/ops", "tests/accelerate", "tests/generation", "tests/translation")  # tests import what others define
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (*FOLDERS, *SHARING)]
 
 pytest_plugins = [
     "short_list",  # chooses the cases that run without --all

@@ -97,7 +97,7 @@ def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]
     ignored = [f"--ignore=tests/{name}" for name in left_out]
     # Twelve processes share the GPU: each has a context, and the tensors of one small test.
     tests = [*pytest, "-n", "12", "--continue-on-collection-errors", "tests/ops", "tests/layers", *ignored]
-    measured = [python, "-m", "benchmarks.predict.measured", "--out", str(out), *["--resume"] * resume]
+    measured = [python, "-m", "lab.prediction.measured", "--out", str(out), *["--resume"] * resume]
     kernels = ("torch", "triton")
 
     def quick(name: str, *options: str) -> list[str]:
@@ -108,7 +108,7 @@ def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]
     return [
         Step("build", 200, [python, "-m", "benchmarks.quick.build"], ("torch", "ninja")),
         Step("smoke", 40, quick("parity", "--smoke"), kernels, decides=True),
-        Step("compile", 60, [python, "tools/stand_in_gpu.py", "--processes", "16"], kernels, after=MOST_COMPILED),
+        Step("compile", 60, [python, "-m", "tools.stand_in_gpu", "--processes", "16"], kernels, after=MOST_COMPILED),
         Step("parity", 75, quick("parity"), kernels, resumes=True),
         Step("headline", 160, quick("headline"), kernels, resumes=True),
         Step("step", 270, quick("step"), (*kernels, "transformers"), resumes=True),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+from transformer_fast.triton.launcher import Launch
 
 META = "meta"
 
@@ -21,3 +25,14 @@ def results(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 def number(value: int, device: str) -> Tensor:
     """A seed, as kernels read it: int64 (1,)."""
     return torch.full((1,), value, dtype=torch.int64, device=device)
+
+
+def storages(launches: Iterable[Launch]) -> list[Tensor]:
+    """Return the storage of every tensor of the launches once, as a flat tensor."""
+    found = {}
+    for launch in launches:
+        for value in launch.arguments.values():
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                found[storage.data_ptr()] = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage)
+    return list(found.values())

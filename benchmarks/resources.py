@@ -1,6 +1,6 @@
 """Resources that each config of the attention kernels takes on a multiprocessor, on three architectures, without a GPU.
 
-    python benchmarks/resources.py --out benchmarks/results/static
+    python -m benchmarks.resources --out benchmarks/results/static
 
 Every config is compiled (tools/triton_kernels.py). The number of programs that fit on a multiprocessor follows from
 registers, shared memory and warps. ``make predict`` predicts the times of the kernels.
@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).resolve().parent / place) for place in (".", "..", "../tools"))
-
-from predict.machine import MULTIPROCESSORS
-from triton_kernels import cases, compile_launch
+from tools.multiprocessors import MULTIPROCESSORS
+from tools.triton_kernels import cases, compile_launch
 
 RESULTS = Path(__file__).resolve().parent / "results" / "static"
 
@@ -45,7 +42,7 @@ def resources() -> Iterable[dict[str, object]]:
 
 def markdown(kernels: list[dict[str, object]]) -> str:
     """Return the record as a table."""
-    text = "# Resources of the attention kernels\n\nMade by `python benchmarks/resources.py`. "
+    text = "# Resources of the attention kernels\n\nMade by `python -m benchmarks.resources`. "
     text += "programs: how many fit on a multiprocessor; occupancy: the share of its warps they fill.\n\n"
     head = list(kernels[0])
     lines = [head, ["---"] * len(head), *([str(row[key]) for key in head] for row in kernels)]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sass import Instruction
+from tools.sass import Instruction
 
 _RARE = 8
 """In a kernel without tensor cores, a loop with more than the main loop's work divided by this repeats a tile."""

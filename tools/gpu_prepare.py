@@ -16,8 +16,8 @@ import tarfile
 import time
 from pathlib import Path
 
-from cuda_check import cuda_home, environment
-from stand_in_gpu import CACHE, ROOT, USED
+from tools.cuda_check import cuda_home, environment
+from tools.stand_in_gpu import CACHE, ROOT, USED
 
 PACKAGES = ("torch==2.11.0", "triton==3.6.0", "numpy==2.5.*", "setuptools", "ninja", "pytest", "pytest-benchmark",
             "pytest-xdist", "hypothesis", "transformers==5.17.0", "matplotlib", "safetensors", "sacrebleu",
@@ -40,7 +40,7 @@ def main() -> None:
     variables = {**os.environ, "PATH": path, "CUDA_HOME": str(cuda_home()), "TRANSFORMER_FAST_CUDA": "1",
                  "TORCH_CUDA_ARCH_LIST": "9.0", "TRANSFORMER_FAST_CPU_SETS": "baseline"}  # fmt: skip
     subprocess.run([python, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=variables, check=True)
-    command = [python, "tools/stand_in_gpu.py", "--processes", str(options.processes)]
+    command = [python, "-m", "tools.stand_in_gpu", "--processes", str(options.processes)]
     variables |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(CACHE)}
     (CACHE / USED).unlink(missing_ok=True)
     compiled = subprocess.run(command, cwd=ROOT, env=variables, check=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from control_flow import Flow
-from sass import Instruction
+from tools.control_flow import Flow
+from tools.sass import Instruction
 
 _LOCAL = ("LDL", "STL")
 

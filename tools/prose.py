@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HELD = ("benchmarks", "csrc", "docs", "tools", "transformer_fast", "*.md", "conftest.py", "setup.py")
+HELD = ("benchmarks", "csrc", "docs", "lab", "tools", "transformer_fast", "*.md", "conftest.py", "setup.py")
 ENDINGS = (".py", ".md", ".cpp", ".h", ".cu", ".cuh")
 QUESTION = re.compile(r"(?:What|Whether|How|Which|Where|Why|Tell|Tells|Who|Whose|When)\b")
 PRONOUN = re.compile(

@@ -34,7 +34,6 @@ KERNEL_TESTS = (
     "tests/generation/test_quantized*.py",
     "tests/generation/test_step_linear.py",
 )
-TESTS_OF_TOOLS = ("tools/tests", "benchmarks/predict/tests")
 SETS = "from transformer_fast import extension; print(*extension.usable_instruction_sets())"
 WHEEL_TEST = "tests/project/test_packaging.py::test_a_stranger_can_use_the_wheel"
 
@@ -92,7 +91,7 @@ def parts(workers: str, wheel: str | None, everything: bool) -> list[Part]:
         Part("interpreter", [*pytest, "tests/interpreter"], {"TRITON_INTERPRET": "1"}, counted=True),
     ]
     if everything:
-        todo.append(Part("tools", [*pytest, *TESTS_OF_TOOLS], counted=True))
+        todo.append(Part("tools", [*pytest, "tools/tests"], counted=True))
     if wheel:
         todo.append(Part("wheel", [*serial, WHEEL_TEST], {"TRANSFORMER_FAST_TEST_WHEEL": wheel}, counted=True))
     return todo

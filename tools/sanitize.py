@@ -180,7 +180,7 @@ def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int)
         sys.exit(f"sanitize: not the kernels that were built here for {name}, but {' '.join(module)}")
     # -s: what UndefinedBehaviorSanitizer prints must not stay with pytest.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *tests]
-    fuzz = [sys.executable, "tests/fuzz/fuzz.py", "--backend", "native", "--count", str(count)]
+    fuzz = [sys.executable, "-m", "tests.fuzz.fuzz", "--backend", "native", "--count", str(count)]
     wrong = [sys.executable, "tests/fuzz/fuzz_arguments.py", "--count", str(WRONG_CALLS)]
     for what, command in (
         ("tests", pytest),

@@ -1,7 +1,7 @@
 """Fill Triton's cache for an H100 on a machine without a GPU: what a run there launches is compiled here.
 
-    python tools/stand_in_gpu.py                              # all parts, with the Triton of this environment
-    python tools/stand_in_gpu.py smoke large --shard 0/2      # every second piece of two parts
+    python -m tools.stand_in_gpu                              # all parts, with the Triton of this environment
+    python -m tools.stand_in_gpu smoke large --shard 0/2      # every second piece of two parts
 
 Tensors on the CPU count as tensors of an H100. Triton compiles each kernel and its launcher and starts it on a stub of
 the driver, which does nothing. The cache's key has no path, no machine and no GPU in it, so a GPU machine with the same
@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-sys.path.extend(str(Path(__file__).resolve().parent.parent / place) for place in (".", "benchmarks", "tools"))
 
 from benchmarks.quick import ROOT
 from benchmarks.quick.record import CACHE, Kernels
@@ -67,8 +65,9 @@ def install() -> Kernels:
     os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
     os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
     make_stub()
-    import host_cost
     from triton.backends.nvidia import driver as nvidia
+
+    from benchmarks import host_cost
 
     note_used_entries()
     nvidia.CudaUtils()  # its module belongs into the cache
@@ -194,11 +193,11 @@ def tiles() -> Iterator[Piece]:
     import torch
     from triton.runtime.errors import OutOfResources
 
-    from benchmarks.quick.tiles import CASES, attention, candidates, on_meta, run, with_tensors
+    from benchmarks.quick.tiles import CASES, candidates, launches_of, on_meta, run, with_tensors
     from transformer_fast.triton.configs import ATTENTION_KERNELS
 
     def launch(case: Any, packed: bool, kernel: str, config: object) -> None:
-        given = dict(attention.launches(case, packed, "cpu"))[kernel]
+        given = dict(launches_of(case, packed, "cpu"))[kernel]
         with suppress(ValueError, OutOfResources):
             run([with_tensors(on_meta(case, packed, kernel, config), given)], torch.empty(0))
 
@@ -212,9 +211,9 @@ def predicted() -> Iterator[Piece]:
     """Launches of the predicted cases."""
     import json
 
-    from benchmarks.predict.twins import compile_case, twins
+    from lab.prediction.twins import compile_case, twins
 
-    record = json.loads((ROOT / "benchmarks/results/static/predicted.json").read_text())
+    record = json.loads((ROOT / "lab/records/predicted.json").read_text())
     for twin in twins(record):
         yield partial(compile_case, twin.make)
 
@@ -232,9 +231,9 @@ def main(given: list[str] | None = None) -> int:
     if unknown := set(options.parts) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if options.processes:
-        command = [sys.executable, __file__, *options.parts]
+        command = [sys.executable, "-m", "tools.stand_in_gpu", *options.parts]
         shares = [f"{number}/{options.processes}" for number in range(options.processes)]
-        running = [subprocess.Popen([*command, "--shard", share]) for share in shares]
+        running = [subprocess.Popen([*command, "--shard", share], cwd=ROOT) for share in shares]
         codes = [process.wait() for process in running]
         return int(any(codes))
     shard, shards = map(int, options.shard.split("/"))

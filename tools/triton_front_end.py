@@ -14,17 +14,17 @@ import argparse
 import sys
 import time
 
-from triton_versions import ROOT, VERSIONS, check_imported, start_with
+from triton_versions import VERSIONS, check_imported, start_with
 
 CAPABILITY = 90
 
 
 def compile_all(version: str) -> int:
     """Compile the front end of every launch with the Triton that is imported; return 1 if one failed."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     check_imported(version)
     import triton_spills
-    from triton_kernels import cases, front_end_digest, triton_ir
+
+    from tools.triton_kernels import cases, front_end_digest, triton_ir
 
     start, failed, record = time.monotonic(), [], triton_spills.read()
     launches = [launch for arch, launch in cases() if arch == CAPABILITY]

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hot_loops import NoHotLoopError, is_serialised, spills
-from sass import cuobjdump, disassemble
+from tools.hot_loops import NoHotLoopError, is_serialised, spills
+from tools.sass import cuobjdump, disassemble
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may use, in bytes, by compute capability (CUDA programming guide, table of limits)."""
@@ -152,8 +152,7 @@ ON_ONE_ARCHITECTURE = re.compile(r" (documents|by distance|capped|sinks)\b|grad_
 def cases(everywhere: bool = False) -> Iterable[tuple[int, object]]:
     """(compute capability, launch) of every config of every kernel on every architecture; of calls with the rarer parts
     of a mask on sm_90 alone, unless `everywhere`."""
-    from triton_cases import CASES
-
+    from tools.triton_cases import CASES
     from transformer_fast.triton.configs import ARCHITECTURES
 
     for name, capability in ARCHITECTURES.items():

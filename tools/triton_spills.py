@@ -51,7 +51,7 @@ class Found:
 
 def launches() -> dict[str, object]:
     """The cases by name."""
-    from triton_cases import CASES
+    from tools.triton_cases import CASES
 
     found = (launch for name in ("attention", "attention_backward") for launch in CASES[name](f"sm{CAPABILITY}"))
     return {launch.name: launch for launch in found if RECORDED.match(launch.name)}
@@ -59,9 +59,8 @@ def launches() -> dict[str, object]:
 
 def compile_all(version: str, known: dict[str, Found], only: str) -> None:
     """Compile the cases with the Triton that is imported, and print each as JSON: its name, and what was found."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     check_imported(version)
-    from triton_kernels import compile_launch, front_end_digest, triton_ir
+    from tools.triton_kernels import compile_launch, front_end_digest, triton_ir
 
     for name, launch in launches().items():
         if not re.search(only, name):

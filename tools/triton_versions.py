@@ -26,9 +26,10 @@ def folder_of(version: str) -> Path:
 
 
 def start_with(version: str, script: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start a script of this folder that imports this version of Triton; what it prints can be read."""
+    """Start a script of this folder that imports this version of Triton, and this checkout; what it prints can be
+    read."""
     places = [] if version == installed_version("triton") else [str(folder_of(version))]
-    path = os.pathsep.join(filter(None, (*places, os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (*places, str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.Popen([sys.executable, script, *arguments], env=environment, stdout=subprocess.PIPE, text=True)

@@ -8,4 +8,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.extend(str(ROOT / place) for place in (".", "benchmarks", "tools"))
+sys.path.extend(str(ROOT / place) for place in (".", "benchmarks"))

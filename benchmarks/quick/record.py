@@ -100,7 +100,7 @@ def settle_keys() -> int:
     before (findings/triton_cache_key_order.sh). A process finds what another one compiled only if both keep to one
     order.
     """
-    from triton_kernels import jit_functions
+    from tools.triton_kernels import jit_functions
 
     return len({function.cache_key for function in jit_functions()})
 
@@ -113,7 +113,7 @@ def versions(device: str) -> dict[str, str]:
 
     found = {"device": "cpu", "torch": torch.__version__, "triton": triton.__version__}
     if device == "cuda":
-        from predict.measured import smi
+        from benchmarks.nvidia_smi import smi
 
         driver, clock = smi("driver_version"), smi("clocks.max.sm")
         found |= {"device": torch.cuda.get_device_name(0), "driver": str(driver), "highest clock": str(clock)}

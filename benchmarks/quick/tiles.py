@@ -17,13 +17,13 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import torch
-from attention_cases import Case
-from harness import compare
-from predict import attention
-from predict.measured import storages
-from predict.tensors import META
 from torch import Tensor
 
+from benchmarks.attention_cases import Case
+from benchmarks.attention_launches import launches as launches_of
+from benchmarks.attention_launches import tiles
+from benchmarks.harness import compare
+from benchmarks.launch_tensors import META, storages
 from transformer_fast.triton.configs import ATTENTION_KERNELS, AttentionConfig
 from transformer_fast.triton.launcher import Launch, run
 
@@ -56,8 +56,8 @@ def candidates(kernel: str) -> Iterator[AttentionConfig]:
 def on_meta(case: Case, packed: bool, kernel: str, config: AttentionConfig | None) -> Launch:
     """The launch of a kernel without its tensors, with another config than the table's unless that is None."""
     overrides = {} if config is None else {kernel: config}
-    with attention.tiles(case, packed, overrides):
-        return dict(attention.launches(case, packed, META))[kernel]
+    with tiles(case, packed, overrides):
+        return dict(launches_of(case, packed, META))[kernel]
 
 
 def with_tensors(launch: Launch, given: Launch) -> Launch:
@@ -95,7 +95,7 @@ def difference(launch: Launch, written: dict[str, Tensor], expected: dict[str, T
 def measure(name: str, kernel: str, device: str, seconds: float) -> dict[str, Any]:
     """Time all tiles of a kernel in a case."""
     case, packed = CASES[name]
-    launches = attention.launches(case, packed, device)
+    launches = launches_of(case, packed, device)
     run([launch for _, launch in launches], storages([launches[0][1]])[0])
     given = dict(launches)[kernel]
     tensors = storages([given])

@@ -1,7 +1,7 @@
-"""The calls that tools/emulate.py runs on the compiled Triton kernels: public functions, forward and every gradient.
+"""The calls that `make emulate` runs on the compiled Triton kernels: public functions, forward and every gradient.
 
 Attention is checked by the gate of tests/fuzz/fuzz_gate.py, the other ops by that of ``transformer_fast verify``. The
-calls of the CUDA kernels, where there is nvcc, are in emulation_cases_cuda.py.
+calls of the CUDA kernels, where there is nvcc, are in cases_cuda.py.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-import fuzz
 import torch
-from cuda_sources import nvcc
-from emulation_cases_cuda import cuda_cases
-from fuzz_config import LAYOUTS, Config
 from torch import Tensor
 
+from tests.fuzz import fuzz
+from tests.fuzz.fuzz_config import LAYOUTS, Config
+from tests.support.cuda_sources import nvcc
 from transformer_fast import ops
 from transformer_fast.cli import verification
 from transformer_fast.cli.verification import Case
 from transformer_fast.cli.verification_cases import wide_loss
 from transformer_fast.testing import poisoned_memory
+
+from .cases_cuda import cuda_cases
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU = torch.device("cpu")
@@ -277,7 +278,7 @@ QUICK = (
     "loss bf16 70x40, vocabulary 50",
     "loss fp32 17x16, vocabulary 1500",
 )
-"""Names of small cases that reach every kind of kernel, for tools/tests/test_emulation.py."""
+"""Names of small cases that reach every kind of kernel, for lab/tests/test_emulation.py."""
 MUTATED = (
     *(f"one head {name}" for name in ONE_HEAD),
     "norm bf16 layer 37x20, residual, dropout",
@@ -285,7 +286,7 @@ MUTATED = (
     "dropout bf16 33x7, bias, ReLU",
     "loss bf16 70x40, vocabulary 50",
 )
-"""Names of the cases whose kernels tools/emulate.py makes faulty."""
+"""Names of the cases whose kernels `make emulate` makes faulty."""
 
 
 @functools.cache

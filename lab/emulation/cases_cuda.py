@@ -1,4 +1,4 @@
-"""The calls that tools/emulate.py runs on the compiled CUDA kernels of csrc/cuda, held to the reference."""
+"""The calls that `make emulate` runs on the compiled CUDA kernels of csrc/cuda, held to the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of transformer_fast on CPU tensors: compiled for a GPU, executed by tools/ptx_emulator."""
+"""The Triton kernels of transformer_fast on CPU tensors: compiled for a GPU, executed by lab/ptx_emulator."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from ptx_emulator import Report, triton_driver
 from triton.runtime import JITFunction
-from triton_kernels import jit_functions
 
 import transformer_fast as tfast
+from lab.ptx_emulator import Report, triton_driver
+from tools.triton_kernels import jit_functions
 from transformer_fast import backends
 from transformer_fast import triton as triton_package
 from transformer_fast.ops import eager as _eager

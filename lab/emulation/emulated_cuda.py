@@ -1,4 +1,4 @@
-"""The CUDA kernels of csrc/cuda on CPU tensors: compiled by nvcc, executed by tools/ptx_emulator.
+"""The CUDA kernels of csrc/cuda on CPU tensors: compiled by nvcc, executed by lab/ptx_emulator.
 
 The host code is that of csrc/cuda as well: the library that tests/support/cuda_sources.py builds for the CPU.
 The launches of that library go to the emulator. Every tensor made inside is known to it, with its bounds.
@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import cuda_sources
 import torch
-from ptx_emulator import Argument, Report
-from ptx_emulator import launch as run_launch
 from torch import Tensor
+
+from lab.ptx_emulator import Argument, Report
+from lab.ptx_emulator import launch as run_launch
+from tests.support import cuda_sources
 
 EXECUTOR = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(ctypes.c_uint * 3), ctypes.c_int,

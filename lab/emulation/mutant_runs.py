@@ -8,10 +8,12 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from emulated_backend import emulated_backend
-from emulation_cases import cases
-from ptx_emulator import judge, mutants
 from tqdm import tqdm
+
+from lab.ptx_emulator import judge, mutants
+
+from .cases import cases
+from .emulated_backend import emulated_backend
 
 # Number of mutants per kind in a sample; and number of mutants per job of a worker.
 MUTANTS_OF_A_KIND = 40

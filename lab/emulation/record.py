@@ -1,4 +1,4 @@
-"""Record of the cases that passed in tools/emulate.py, so that an interrupted run can continue."""
+"""Record of the cases that passed in `make emulate`, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import triton
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DECISIVE = (
     *("transformer_fast/*.py", "transformer_fast/ops/*.py", "transformer_fast/reference/**/*.py"),
     *("transformer_fast/masks/*.py", "transformer_fast/testing/*.py"),
     *("transformer_fast/triton/**/*.py", "transformer_fast/cli/verification*.py"),
     *("csrc/**/*.*h", "csrc/cuda/*.cu", "tests/support/cuda_on_cpu/*.h", "tests/support/cuda_sources.py"),
-    *("tools/emulate.py", "tools/emulated_*.py", "tools/ptx_emulator/*.py"),
-    *("tools/tests/emulation_cases*.py", "tests/fuzz/fuzz*.py", "tests/support/helpers.py"),
+    *("lab/emulation/*.py", "lab/ptx_emulator/*.py", "tests/fuzz/fuzz*.py", "tests/support/helpers.py"),
 )
 """Files that decide the outcome of a case: kernels, launchers, reference, gate, cases and emulator."""
 

@@ -1,12 +1,12 @@
 """``make emulate``: run the compiled Triton and CUDA kernels in an emulator on the CPU and compare them with the
 reference.
 
-    python tools/emulate.py [--arch 80 90] [--only PATTERN] [--order lockstep reverse] [--random 30] [--json FILE]
+    python -m lab.emulation [--arch 80 90] [--only PATTERN] [--order lockstep reverse] [--random 30] [--json FILE]
                             [--continue FILE]
-    python tools/emulate.py --mutants [--all]
+    python -m lab.emulation --mutants [--all]
 
-Each case of tools/tests/emulation_cases.py is a call of a public function. Triton compiles its kernels as for a GPU, or
-nvcc where it is installed. The PTX of the kernels runs in tools/ptx_emulator, and every result must pass the gate of
+Each case of cases.py is a call of a public function. Triton compiles its kernels as for a GPU, or
+nvcc where it is installed. The PTX of the kernels runs in lab/ptx_emulator, and every result must pass the gate of
 CONTRIBUTING. Warps run in each given order. The results of all orders must agree bit for bit, except atomic sums. A
 finding of the emulator fails the case, as a wrong result does.
 
@@ -25,7 +25,6 @@ import functools
 import json
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,29 +34,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "fuzz"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import fuzz_gate
 import torch
-from cuda_sources import nvcc
-from emulate_mutants import mutant_summary, run_mutants, seen_share
-from emulate_record import PassedBefore
-from emulated_backend import all_kernels as triton_kernels
-from emulated_backend import emulated_backend, launched_kernels
-from emulated_cuda import all_kernels as cuda_kernels
-from emulated_cuda import emulated_cuda
-from emulation_cases import MUTATED, EmulationCase, cases
-from ptx_emulator import Report, judge
 from torch import Tensor
 from tqdm import tqdm
 
+from lab.ptx_emulator import Report, judge
+from tests.fuzz import fuzz_gate
+from tests.support.cuda_sources import nvcc
 from transformer_fast.cli import verification
 from transformer_fast.testing import gate
+
+from .cases import MUTATED, EmulationCase, cases
+from .emulated_backend import all_kernels as triton_kernels
+from .emulated_backend import emulated_backend, launched_kernels
+from .emulated_cuda import all_kernels as cuda_kernels
+from .emulated_cuda import emulated_cuda
+from .mutant_runs import mutant_summary, run_mutants, seen_share
+from .record import PassedBefore
 
 ORDERS = ("lockstep", "reverse")
 
@@ -217,7 +210,7 @@ def run_cases(jobs: list[tuple[str, int]], arguments: argparse.Namespace) -> lis
 
 def described(outcome: Outcome) -> str:
     lines = [f"sm_{outcome.arch} {outcome.name}", *([outcome.error] if outcome.error else []), *outcome.findings]
-    again = f"python tools/emulate.py --arch {outcome.arch} --only {outcome.name!r}"
+    again = f"python -m lab.emulation --arch {outcome.arch} --only {outcome.name!r}"
     if outcome.name.startswith("random "):
         _, seed, number = outcome.name.split()
         again += f" --seed {seed} --random {int(number) + 1}"
@@ -252,7 +245,7 @@ def summary(outcomes: list[Outcome], seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m lab.emulation", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=(80, 90), help="compute capabilities")
     parser.add_argument(
         "--only", metavar="PATTERN", default="*", help="run the cases whose name matches this shell pattern"
@@ -309,7 +302,3 @@ def main() -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

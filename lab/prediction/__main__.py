@@ -1,25 +1,22 @@
 """Predict the times of the Triton kernels on an H100 from their machine code; README.md has the method.
 
-python benchmarks/predict                                       all cases, into benchmarks/results/static
-python benchmarks/predict full-b4h16k4096-p0.0-bfloat16-infer   one case of attention_cases.py
-python benchmarks/predict CASE --packed --tile forward=64x64,4,3,128
+python -m lab.prediction                                       all cases, into lab/records
+python -m lab.prediction full-b4h16k4096-p0.0-bfloat16-infer   one case of benchmarks/attention_cases.py
+python -m lab.prediction CASE --packed --tile forward=64x64,4,3,128
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from attention_cases import CUDA, Case  # noqa: E402 - the path comes first
-
-from predict.attention import launched, tiles  # noqa: E402
-from predict.predictions import Prediction, Range, predict  # noqa: E402
-from predict.report import RESULTS, write  # noqa: E402
-from transformer_fast.triton.configs import AttentionConfig  # noqa: E402
+from benchmarks.attention_cases import CUDA, Case
+from benchmarks.attention_launches import tiles
+from lab.prediction.attention import launched
+from lab.prediction.predictions import Prediction, Range, predict
+from lab.prediction.report import RECORDS, write
+from transformer_fast.triton.configs import AttentionConfig
 
 
 def tile(text: str) -> tuple[str, AttentionConfig]:
@@ -50,9 +47,11 @@ def case_named(name: str) -> Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.prediction", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("case", nargs="?", help="case of attention_cases.py (default: all)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the record of all cases")
+    parser.add_argument("--out", type=Path, default=RECORDS, help="folder for the record of all cases")
     parser.add_argument("--packed", action="store_true", help="predict the packed batch, without padding")
     parser.add_argument(
         "--tile", type=tile, action="append", default=[], metavar="KERNEL=64x64,4,3[,128]", help=tile.__doc__
@@ -61,7 +60,7 @@ def main() -> None:
     if arguments.case is None:
         write(arguments.out, lambda line: print(line, flush=True))
         return
-    record = RESULTS / "predicted.json"
+    record = RECORDS / "predicted.json"
     if not record.is_file():
         raise SystemExit(f"{record} holds the calibration, and is missing: run `make predict` first")
     by = Range(**json.loads(record.read_text())["factor"])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.launch_tensors import META, results, values
 from transformer_fast.triton.launcher import Launch
 
 from .calibration_kernel import attention_kernel
@@ -20,7 +21,6 @@ from .grid import launch_cycles
 from .kernels import Durations, Steps, compiled
 from .machine import H100, Machine
 from .predictions import Range
-from .tensors import META, results, values
 
 BATCH_HEADS, LENGTH = 128, 4096
 

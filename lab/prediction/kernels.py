@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from control_flow import Flow, Walk
-from sass import Instruction, disassemble
-from triton_kernels import resource_usage, triton_compiled
+from tools.control_flow import Flow, Walk
+from tools.multiprocessors import MULTIPROCESSORS
+from tools.sass import Instruction, disassemble
+from tools.triton_kernels import resource_usage, triton_compiled
 
 from . import pipes
-from .machine import H100, MULTIPROCESSORS, Machine
+from .machine import H100, Machine
 from .replay import Replay, replay
 
 CAPABILITY = 90

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from tools.multiprocessors import MULTIPROCESSORS
+
 _GUIDE = "CUDA C++ programming guide, arithmetic throughput of compute capability 9.0"
 _LIMITS = "CUDA C++ programming guide, limits of compute capability 9.0, a multiprocessor"
 _LUO = "assumed, near what microbenchmarks report (W. Luo et al., arXiv 2402.13499)"
@@ -12,35 +14,6 @@ _FITTED = "assumed; what it gets wrong is in the calibration"
 
 def _assumed(value: float, unit: str, source: str):
     return field(default=value, metadata={"unit": unit, "source": source})
-
-
-@dataclass(frozen=True)
-class Multiprocessor:
-    """Limits of one multiprocessor, which its programs share: bytes of shared memory, warps, registers and programs
-    (CUDA C++ programming guide, limits by compute capability)."""
-
-    shared: int
-    warps: int = 64
-    registers: int = 65536
-    programs: int = 32
-
-    def occupancy(self, registers: int, shared: int, warps: int) -> tuple[int, float, str]:
-        """Return (number of programs that fit, share of the warps that they fill, limiting resource) for programs of
-        `warps` warps with this many registers per thread and bytes of shared memory."""
-        a_warp = -(-registers * 32 // 256) * 256  # registers are given out 256 to a warp
-        a_program = -(-(shared + 1024) // 128) * 128  # 1 KB is the system's own, in every program
-        fits = {
-            "registers": self.registers // (a_warp * warps),
-            "shared memory": self.shared // a_program,
-            "warps": self.warps // warps,
-            "programs": self.programs,
-        }
-        scarce = min(fits, key=fits.__getitem__)
-        return fits[scarce], fits[scarce] * warps / self.warps, scarce
-
-
-MULTIPROCESSORS = {80: Multiprocessor(164 * 1024), 90: Multiprocessor(228 * 1024), 100: Multiprocessor(228 * 1024)}
-"""By compute capability."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +61,7 @@ H100 = Machine()
 
 
 def assumptions(machine: Machine = H100) -> list[dict[str, object]]:
-    """Every number of the table, and the limits of :class:`Multiprocessor`: name, value, unit, source."""
+    """Every number of the table, and the limits of a multiprocessor: name, value, unit, source."""
     limits = fields(MULTIPROCESSORS[90])
     shared = [
         {"name": f.name, "value": getattr(MULTIPROCESSORS[90], f.name), "unit": "", "source": _LIMITS} for f in limits

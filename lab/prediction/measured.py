@@ -1,6 +1,6 @@
 """Time the cases of predicted.json on a GPU: the same launches, shapes, masks, lengths and dropout.
 
-    python -m benchmarks.predict.measured --out results
+    python -m lab.prediction.measured --out results
 
 The launches of a case run together and one by one, as replayed CUDA graphs over rotating tensors
 (benchmarks/harness.py). Results are filled with NaN before; a case whose results are not finite afterwards gets no
@@ -13,38 +13,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import triton
-from harness import compare
 from torch import Tensor
 
+from benchmarks.harness import compare
+from benchmarks.launch_tensors import storages
+from benchmarks.nvidia_smi import smi
 from transformer_fast.testing import Timing
 from transformer_fast.triton.launcher import Launch, run
 
 from .comparison import TimedLaunch, entry, markdown, summary
 from .kernels import CAPABILITY
-from .report import RESULTS
+from .report import RECORDS
 from .twins import Twin, compile_all, twins
 
 Timer = Callable[[Twin], tuple[Timing, list[TimedLaunch]]]
 Inputs = tuple[list[Launch], list[Tensor]]
 WHOLE = "ours"
-
-
-def storages(launches: Iterable[Launch]) -> list[Tensor]:
-    """Return the storage of every tensor of the launches once, as a flat tensor."""
-    found = {}
-    for launch in launches:
-        for value in launch.arguments.values():
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                found[storage.data_ptr()] = torch.empty(0, dtype=value.dtype, device=value.device).set_(storage)
-    return list(found.values())
 
 
 def timed(twin: Twin, device: str = "cuda", seconds: float = 0.1) -> tuple[Timing, list[TimedLaunch]]:
@@ -107,15 +97,6 @@ def machine() -> dict[str, object]:
     }
 
 
-def smi(what: str) -> str | None:
-    """Return one value of nvidia-smi; None without nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def clock() -> int | None:
     """Return the current clock of the multiprocessors in MHz; None without nvidia-smi."""
     digits = (smi("clocks.sm") or "").removesuffix(" MHz")
@@ -145,7 +126,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for measured.json and measured.md")
     parser.add_argument(
-        "--predicted", type=Path, default=RESULTS / "predicted.json", help="record that `make predict` wrote"
+        "--predicted", type=Path, default=RECORDS / "predicted.json", help="record that `make predict` wrote"
     )
     parser.add_argument("--seconds", type=float, default=0.1, help="approximate timing period per launch")
     parser.add_argument("--resume", action="store_true", help="skip the cases that measured.json has")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from sass import Instruction
+from tools.sass import Instruction
 
 from .machine import H100, Machine
 
@@ -67,7 +67,7 @@ class Operation:
         pipe: index in :data:`PIPES`.
         cost: cycles that it keeps its pipe.
         latency: cycles from its turn to its result, beyond the cost; for a delay or barrier, until the warp goes on.
-        stall, write_barrier, read_barrier, waits: see :class:`sass.Instruction`; barrier 6 for none.
+        stall, write_barrier, read_barrier, waits: see :class:`tools.sass.Instruction`; barrier 6 for none.
         count: how many groups may be outstanding after a wait; whether a product ends its group (1).
         operand_cost: cycles of a product in shared memory.
         memory: cycles until what a copy asked for has come.

@@ -1,4 +1,4 @@
-"""The record of all predictions: results/static/predicted.json and predicted.md."""
+"""The record of all predictions: lab/records/predicted.json and predicted.md."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import triton
-from attention_cases import CUDA, Case
 
-from . import ROOT, attention, rows
+from benchmarks.attention_cases import CUDA, Case
+
+from . import attention, rows
 from .calibration import Calibration, calibrate, factor
 from .machine import assumptions
 from .pipes import PIPES
 from .predictions import Prediction, Range, predict
 from .published import GOALS, PEERS, Goal
 
-RESULTS = ROOT / "benchmarks" / "results" / "static"
+RECORDS = Path(__file__).resolve().parents[1] / "records"
 CASES = [
     *(case for case in CUDA if case.dtype.itemsize == 2),
     Case("full", 4, 8, 4096, D=128),
@@ -146,7 +147,7 @@ def markdown(made: dict) -> str:
     """Return the record as tables."""
     by = made["factor"]
     text = "# Predicted for an H100\n\nMade by `make predict`, from the machine code that Triton compiles for sm_90. "
-    text += "**Nothing here is measured.** How: `benchmarks/predict/README.md`.\n\n"
+    text += "**Nothing here is measured.** How: `lab/prediction/README.md`.\n\n"
     text += "## Goals\n\nA goal holds if the middle of its range does.\n\n"
     head = ["goal", "limit", "predicted", "holds", "slowest launch and what binds it"]
     text += table(head, (goal_cells(goal) for goal in made["goals"]))

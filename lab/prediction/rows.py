@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
+from benchmarks.launch_tensors import META, number, results, values
 from transformer_fast.triton import cross_entropy, dropout, norm, norm_backward
 from transformer_fast.triton.launcher import Launch, blocks_of, multiprocessors_of
 
 from .kernels import Walked, compiled
 from .machine import H100
 from .predictions import Launched
-from .tensors import META, number, results, values
 
 ROWS = 16_384
 NORM_WIDTHS = (512, 1024, 2048, 4096, 8192)

@@ -8,16 +8,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from attention_cases import Case
-from triton_kernels import triton_compiled
-
+from benchmarks.attention_cases import Case
+from benchmarks.attention_launches import launches
+from benchmarks.launch_tensors import META
+from tools.triton_kernels import triton_compiled
 from transformer_fast.triton.launcher import Launch
 
-from . import attention, calibration, report, rows
+from . import calibration, report, rows
 from .kernels import CAPABILITY
 from .machine import H100
 from .predictions import Range
-from .tensors import META
 
 Make = Callable[[str], list[Launch]]
 
@@ -80,7 +80,7 @@ def makers() -> dict[str, Make]:
 
 
 def attention_case(case: Case, packed: bool, device: str) -> list[Launch]:
-    return [launch for _, launch in attention.launches(case, packed, device)]
+    return [launch for _, launch in launches(case, packed, device)]
 
 
 def row_case(works: Callable[..., list[rows.Work]], device: str) -> list[Launch]:

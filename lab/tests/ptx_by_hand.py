@@ -1,9 +1,10 @@
-"""Small kernels in PTX written by hand, for the tests of tools/ptx_emulator."""
+"""Small kernels in PTX written by hand, for the tests of lab/ptx_emulator."""
 
 from __future__ import annotations
 
 import torch
-from ptx_emulator import Argument, Report, launch
+
+from lab.ptx_emulator import Argument, Report, launch
 
 HEADER = ".version 8.0\n.target sm_80\n.address_size 64\n"
 

@@ -1,4 +1,4 @@
-"""A product by wgmma in PTX written by hand, for the tests of tools/ptx_emulator."""
+"""A product by wgmma in PTX written by hand, for the tests of lab/ptx_emulator."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from ptx_emulator import Argument, Report, launch
-from ptx_emulator.wgmma_layout import (
+
+from lab.ptx_emulator import Argument, Report, launch
+from lab.ptx_emulator.wgmma_layout import (
     accumulator_from_registers,
     decode_descriptors,
     first_factor_positions,

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,17 +19,12 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: nothing is compiled", allow_module_level=True)
 
-import emulate
-import emulate_mutants
-import emulate_record
-import emulated_backend
-import emulated_cuda
-import emulation_cases
-import ptx_emulator
-from cuda_sources import nvcc
-from ptx_emulator import judge, mutants
-
 import transformer_fast as tfast
+from lab import ptx_emulator
+from lab.emulation import cases as emulation_cases
+from lab.emulation import emulated_backend, emulated_cuda, mutant_runs, record, run
+from lab.ptx_emulator import judge, mutants
+from tests.support.cuda_sources import nvcc
 from transformer_fast import backends
 from transformer_fast.triton.launch_cache import launch_cache
 
@@ -45,8 +39,8 @@ CALLS = [(80, name) for name in emulation_cases.QUICK] + [(90, name) for name in
 
 @pytest.mark.parametrize(("arch", "name"), CALLS)
 def test_a_call_holds_the_gate_without_a_finding(arch, name):
-    outcome = emulate.run_case(name, arch)
-    assert outcome.passed, emulate.described(outcome)
+    outcome = run.run_case(name, arch)
+    assert outcome.passed, run.described(outcome)
     assert 0.0 < outcome.worst <= 1.0 and outcome.results > 0
     assert outcome.launches >= len(outcome.kernels) > 0 < outcome.instructions
 
@@ -54,14 +48,14 @@ def test_a_call_holds_the_gate_without_a_finding(arch, name):
 @pytest.mark.skipif(nvcc() is None, reason="there is no nvcc on this machine")
 @pytest.mark.parametrize("name", emulation_cases.QUICK_CUDA)
 def test_a_call_of_cuda_kernels_holds_the_gate_without_a_finding(name):
-    outcome = emulate.run_case(name, 80)
-    assert outcome.passed, emulate.described(outcome)
+    outcome = run.run_case(name, 80)
+    assert outcome.passed, run.described(outcome)
     assert outcome.launches > 0 and outcome.kernels
 
 
 @pytest.mark.skipif(nvcc() is None, reason="there is no nvcc on this machine")
 def test_quick_calls_launch_every_cuda_kernel():
-    launched = {kernel for name in emulation_cases.QUICK_CUDA for kernel in emulate.run_case(name, 80).kernels}
+    launched = {kernel for name in emulation_cases.QUICK_CUDA for kernel in run.run_case(name, 80).kernels}
     assert launched == emulated_cuda.all_kernels() and len(launched) == 6
 
 
@@ -78,11 +72,11 @@ def test_a_cuda_kernel_that_reads_other_memory_is_seen():
 
 
 def test_two_runs_agree_bit_for_bit():
-    outcome = emulate.run_case(LOSS, 80, ("lockstep", "lockstep", "serial"))
-    assert outcome.passed, emulate.described(outcome)
+    outcome = run.run_case(LOSS, 80, ("lockstep", "lockstep", "serial"))
+    assert outcome.passed, run.described(outcome)
 
 
-def faulty(monkeypatch: pytest.MonkeyPatch, kind: str, within: str) -> emulate.Outcome:
+def faulty(monkeypatch: pytest.MonkeyPatch, kind: str, within: str) -> run.Outcome:
     """Run a call whose kernels lack all instructions of a kind, and return what comes of it."""
 
     def without(ptx: str) -> str:
@@ -92,15 +86,15 @@ def faulty(monkeypatch: pytest.MonkeyPatch, kind: str, within: str) -> emulate.O
         return ptx
 
     backend = functools.partial(emulated_backend.emulated_backend, mutate=without)
-    monkeypatch.setattr(emulate, "emulated_backend", backend)
-    return emulate.run_case(LOSS, 80, ("lockstep",))
+    monkeypatch.setattr(run, "emulated_backend", backend)
+    return run.run_case(LOSS, 80, ("lockstep",))
 
 
 def test_a_wrong_result_fails(monkeypatch):
     """A result that a kernel should have written is still NaN."""
     outcome = faulty(monkeypatch, "store", "global")
     assert not outcome.passed and "AssertionError" in outcome.error
-    assert outcome.error in emulate.described(outcome) and f"--only {LOSS!r}" in emulate.described(outcome)
+    assert outcome.error in run.described(outcome) and f"--only {LOSS!r}" in run.described(outcome)
 
 
 def test_a_finding_fails_although_the_result_is_right(monkeypatch):
@@ -110,16 +104,16 @@ def test_a_finding_fails_although_the_result_is_right(monkeypatch):
 
 
 def test_other_bits_in_another_order_fail(monkeypatch):
-    case = emulation_cases.EmulationCase("drawn", lambda: emulate.verification.errors(*torch.rand(3, 4)), True)
-    monkeypatch.setattr(emulate, "cases", lambda *_: {"drawn": case})
+    case = emulation_cases.EmulationCase("drawn", lambda: run.verification.errors(*torch.rand(3, 4)), True)
+    monkeypatch.setattr(run, "cases", lambda *_: {"drawn": case})
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
-    assert "other bits" in emulate.run_case("drawn", 80).error
+    assert "other bits" in run.run_case("drawn", 80).error
 
 
 def test_a_case_that_launches_nothing_fails(monkeypatch):
     case = emulation_cases.EmulationCase("nothing", lambda: None)
-    monkeypatch.setattr(emulate, "cases", lambda *_: {"nothing": case})
-    assert "no kernel was launched" in emulate.run_case("nothing", 80).error
+    monkeypatch.setattr(run, "cases", lambda *_: {"nothing": case})
+    assert "no kernel was launched" in run.run_case("nothing", 80).error
 
 
 def test_everything_is_as_before_afterwards():
@@ -149,55 +143,51 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
 
     def run_case(name, arch, *_):
         ran.append(name)
-        return emulate.Outcome(name, arch, kernels=["k"], error="wrong" if name in wrong else None)
+        return run.Outcome(name, arch, kernels=["k"], error="wrong" if name in wrong else None)
 
     @contextlib.contextmanager
     def pool(workers):
         with ThreadPoolExecutor(workers) as executor:
             yield executor
 
-    monkeypatch.setattr(emulate, "run_case", run_case)
-    monkeypatch.setattr(emulate, "pool", pool)
+    monkeypatch.setattr(run, "run_case", run_case)
+    monkeypatch.setattr(run, "pool", pool)
     path = tmp_path / "kept" / "passed.jsonl"
 
-    def run(*flags):
+    def emulate(*flags):
         ran.clear()
         flags = ("--only", "dropout bf16 5x64*", "--arch", "80", "--continue", str(path), *flags)
-        monkeypatch.setattr(sys, "argv", ["emulate.py", *flags])
-        return emulate.main(), sorted(ran)
+        monkeypatch.setattr(sys, "argv", ["emulation", *flags])
+        return run.main(), sorted(ran)
 
     names = ["dropout bf16 5x64", "dropout bf16 5x64, bias, ReLU", "dropout bf16 5x64, bias, residual"]
-    assert run() == (1, names)
-    assert run() == (1, names[:1])
+    assert emulate() == (1, names)
+    assert emulate() == (1, names[:1])
     wrong.clear()
-    assert run() == (0, names[:1])
+    assert emulate() == (0, names[:1])
     capsys.readouterr()
-    assert run() == (0, []) and "3 cases have passed before" in capsys.readouterr().out
-    assert run("--seed", "1") == (0, names)
+    assert emulate() == (0, []) and "3 cases have passed before" in capsys.readouterr().out
+    assert emulate("--seed", "1") == (0, names)
     path.write_text(path.read_text()[:-20])
-    assert len(run("--seed", "1")[1]) == 1 and run("--seed", "1") == (0, [])
-    monkeypatch.setattr(emulate_record, "state", lambda: "kernels of another day")
-    assert run("--seed", "1") == (0, names)
+    assert len(emulate("--seed", "1")[1]) == 1 and emulate("--seed", "1") == (0, [])
+    monkeypatch.setattr(record, "state", lambda: "kernels of another day")
+    assert emulate("--seed", "1") == (0, names)
 
 
 def test_the_state_of_a_record_is_that_of_kernels_and_cases():
-    files = {
-        str(path.relative_to(emulate_record.ROOT))
-        for pattern in emulate_record.DECISIVE
-        for path in emulate_record.ROOT.glob(pattern)
-    }
+    files = {str(path.relative_to(record.ROOT)) for pattern in record.DECISIVE for path in record.ROOT.glob(pattern)}
     assert {
         *("transformer_fast/triton/attention/backward_q.py", "transformer_fast/reference/attention.py"),
-        *("tools/ptx_emulator/codegen.py", "tools/tests/emulation_cases.py", "transformer_fast/masks/parts.py"),
+        *("lab/ptx_emulator/codegen.py", "lab/emulation/cases.py", "transformer_fast/masks/parts.py"),
     } <= files
-    assert all(any(emulate_record.ROOT.glob(pattern)) for pattern in emulate_record.DECISIVE)
+    assert all(any(record.ROOT.glob(pattern)) for pattern in record.DECISIVE)
 
 
 def test_a_kernel_that_no_case_launches_is_named():
-    kernels = sorted(emulate.all_kernels())
-    outcomes = [emulate.Outcome("first", 80, kernels=kernels[:5]), emulate.Outcome("second", 80, kernels=kernels[4:-1])]
-    assert emulate.never_launched(outcomes) == set(kernels[-1:])
-    assert f"{len(kernels) - 1} of {len(kernels)} kernels" in emulate.summary(outcomes, 60.0)
+    kernels = sorted(run.all_kernels())
+    outcomes = [run.Outcome("first", 80, kernels=kernels[:5]), run.Outcome("second", 80, kernels=kernels[4:-1])]
+    assert run.never_launched(outcomes) == set(kernels[-1:])
+    assert f"{len(kernels) - 1} of {len(kernels)} kernels" in run.summary(outcomes, 60.0)
 
 
 PTX = """
@@ -286,38 +276,38 @@ def test_what_changes_nothing_is_not_seen(recorded):
 
 
 def test_the_sample_of_mutants_is_a_function_of_the_seed(recorded):
-    launches = [emulate_mutants.recorded(own.launch) for own in recorded]
-    first, again, other = (emulate_mutants.sampled(launches, seed) for seed in (1, 1, 2))
+    launches = [mutant_runs.recorded(own.launch) for own in recorded]
+    first, again, other = (mutant_runs.sampled(launches, seed) for seed in (1, 1, 2))
     assert first == again != other
     everything = [launch.mutants for launch in launches]
-    assert emulate_mutants.sampled(launches, None) == everything
+    assert mutant_runs.sampled(launches, None) == everything
     assert all(set(some) <= set(own) for some, own in zip(first, everything, strict=True))
 
 
 def test_the_summary_counts_every_mutant(recorded):
     """Of those made, each is left out for one reason, or run."""
-    launch = emulate_mutants.recorded(recorded[-1].launch)
+    launch = mutant_runs.recorded(recorded[-1].launch)
     made = [mutant.kind for mutant in mutants.mutants(recorded[-1].launch)]
     assert len(made) == launch.left_out.total() + len(launch.mutants)
     verdicts = [
         judge.Verdict("kernel", "guard", 3, "@%p1 st", True, "wrong result"),
         judge.Verdict("kernel", "guard", 4, "@%p2 st", False, "it makes no difference"),
     ]
-    outcome = emulate_mutants.Outcome(Counter(made), launch.left_out, verdicts)
-    said = emulate_mutants.mutant_summary({90: outcome}, 30.0)
+    outcome = mutant_runs.Outcome(Counter(made), launch.left_out, verdicts)
+    said = mutant_runs.mutant_summary({90: outcome}, 30.0)
     total = next(line for line in said.splitlines() if line.split()[0] == "all").split()
     executed = len(recorded[-1].executed_mutants())
     assert total[1:] == [*map(str, (len(made), executed, len(launch.mutants), 2, 1)), "50%", "0"]
     assert "its guard keeps every lane out" in said and "it makes no difference" in said
-    assert "1 of 2 mutants seen" in said and emulate_mutants.seen_share(verdicts) == 0.5
+    assert "1 of 2 mutants seen" in said and mutant_runs.seen_share(verdicts) == 0.5
 
 
 PARENT = """
 import os, time
-import emulate
+from lab.emulation import run
 
 if __name__ == "__main__":
-    with emulate.pool(1) as executor:
+    with run.pool(1) as executor:
         print(executor.submit(os.getpid).result(), flush=True)
         executor.submit(time.sleep, 600).result()
 """
@@ -326,10 +316,8 @@ if __name__ == "__main__":
 def test_processes_end_with_their_parent(tmp_path):
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
-    tools = str(Path(emulate.__file__).parent)
-    with subprocess.Popen(
-        [sys.executable, str(program)], env={**os.environ, "PYTHONPATH": tools}, stdout=subprocess.PIPE, text=True
-    ) as parent:
+    environment = {**os.environ, "PYTHONPATH": str(record.ROOT)}
+    with subprocess.Popen([sys.executable, str(program)], env=environment, stdout=subprocess.PIPE, text=True) as parent:
         worker = int(parent.stdout.readline())
         os.kill(worker, 0)
         parent.kill()

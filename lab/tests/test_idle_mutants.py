@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx_emulator import Argument, judge, mutants
-from ptx_emulator.idle_mutants import idle_mutants
+
+from lab.ptx_emulator import Argument, judge, mutants
+from lab.ptx_emulator.idle_mutants import idle_mutants
 
 HEAD = """
 .visible .entry kernel(.param .u64 a, .param .u32 n)

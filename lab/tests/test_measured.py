@@ -14,20 +14,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are not launched", allow_module_level=True)
 
 import gpu
-import harness
 import torch
-from attention_cases import Case
-from emulated_backend import emulated_backend
-from predict import comparison, measured, report, rows
-from predict.comparison import TimedLaunch
-from predict.machine import H100
-from predict.predictions import Range
-from predict.tensors import META
-from predict.twins import PredictedLaunch, Twin, attention_case, compile_case, row_case, twins
 
+from benchmarks import harness
+from benchmarks.attention_cases import Case
+from benchmarks.launch_tensors import META
+from lab.emulation.emulated_backend import emulated_backend
+from lab.prediction import comparison, measured, report, rows
+from lab.prediction.comparison import TimedLaunch
+from lab.prediction.machine import H100
+from lab.prediction.predictions import Range
+from lab.prediction.twins import PredictedLaunch, Twin, attention_case, compile_case, row_case, twins
 from transformer_fast.testing import Timing
 
-RECORD = json.loads((report.RESULTS / "predicted.json").read_text())
+RECORD = json.loads((report.RECORDS / "predicted.json").read_text())
 SXM = {"device": "NVIDIA H100 80GB HBM3", "multiprocessors": 132, "torch": "2.13", "triton": RECORD["triton"]}
 
 

@@ -8,14 +8,15 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from control_flow import Flow
-from predict import attention, calibration, grid, pipes, report, rows
-from predict.kernels import Steps, durations
-from predict.machine import H100, assumptions
-from predict.predictions import Prediction, Range
-from predict.published import Goal
-from predict.replay import replay
-from sass import Instruction, parse
+
+from lab.prediction import attention, calibration, grid, pipes, report, rows
+from lab.prediction.kernels import Steps, durations
+from lab.prediction.machine import H100, assumptions
+from lab.prediction.predictions import Prediction, Range
+from lab.prediction.published import Goal
+from lab.prediction.replay import replay
+from tools.control_flow import Flow
+from tools.sass import Instruction, parse
 
 LISTING = """
 	Function : _kernel
@@ -218,13 +219,13 @@ def test_goals():
 
 
 def json_prediction(**values):
-    record = json.loads((report.RESULTS / "predicted.json").read_text())
+    record = json.loads((report.RECORDS / "predicted.json").read_text())
     return Prediction(**(record["rows"][0]["kernels"][0] | {"time": Range(1e-6, 2e-6)} | values))
 
 
 @pytest.fixture(scope="module")
 def record():
-    return json.loads((report.RESULTS / "predicted.json").read_text())
+    return json.loads((report.RECORDS / "predicted.json").read_text())
 
 
 def test_the_record_has_every_case(record):
@@ -232,7 +233,7 @@ def test_the_record_has_every_case(record):
     assert [row["case"] for row in record["rows"]] == list(rows.cases())
     assert len(record["goals"]) == len(report.GOALS)
     assert record["assumptions"] == assumptions()
-    assert (report.RESULTS / "predicted.md").read_text() == report.markdown(record)
+    assert (report.RECORDS / "predicted.md").read_text() == report.markdown(record)
     for row in record["attention"] + record["rows"]:
         for kernel in row["kernels"]:
             assert kernel["time"]["low"] <= kernel["time"]["high"]

@@ -1,11 +1,12 @@
-"""Results of each family of PTX instructions in tools/ptx_emulator, against numpy."""
+"""Results of each family of PTX instructions in lab/ptx_emulator, against numpy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from ptx_by_hand import execute
+
+from lab.tests.ptx_by_hand import execute
 
 
 def compute(instructions: str, *inputs: np.ndarray) -> np.ndarray:

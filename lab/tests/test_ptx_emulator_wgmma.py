@@ -1,12 +1,13 @@
-"""wgmma in tools/ptx_emulator: hand-written kernels, right and clean; with one fault, reported."""
+"""wgmma in lab/ptx_emulator: hand-written kernels, right and clean; with one fault, reported."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from ptx_emulator import EmulationError
-from ptx_wgmma_by_hand import B_AT, IMAGE, Product
+
+from lab.ptx_emulator import EmulationError
+from lab.tests.ptx_wgmma_by_hand import B_AT, IMAGE, Product
 
 UNFENCED = "registers of a wgmma were accessed before it without wgmma.fence in between"
 NO_PROXY_FENCE = "wgmma reads shared bytes that threads wrote, without fence.proxy.async in between"

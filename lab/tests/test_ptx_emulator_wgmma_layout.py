@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptx_emulator.wgmma_layout import (
+
+from lab.ptx_emulator.wgmma_layout import (
     Descriptors,
     accumulator_from_registers,
     accumulator_positions,

@@ -1,4 +1,4 @@
-"""Products that Triton compiles to wgmma: right and clean in tools/ptx_emulator; without their fences, reported."""
+"""Products that Triton compiles to wgmma: right and clean in lab/ptx_emulator; without their fences, reported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ptx_emulator import Report
-from ptx_emulator.triton_driver import emulated
+
+from lab.ptx_emulator import Report
+from lab.ptx_emulator.triton_driver import emulated
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="needs Triton's compiler, not its interpreter")
 

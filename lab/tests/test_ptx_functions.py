@@ -1,11 +1,12 @@
-"""Calls of a PTX module's own functions: tools/ptx_emulator/functions.py, and sums with a carry."""
+"""Calls of a PTX module's own functions: lab/ptx_emulator/functions.py, and sums with a carry."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ptx_emulator import Argument, launch
-from ptx_emulator.functions import with_calls_inlined
+
+from lab.ptx_emulator import Argument, launch
+from lab.ptx_emulator.functions import with_calls_inlined
 
 PTX = """
 .func  (.param .b32 func_retval0) next_odd

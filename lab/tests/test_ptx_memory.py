@@ -1,12 +1,13 @@
-"""Memory, matrices and modules in tools/ptx_emulator: kernels in PTX written by hand, against numpy."""
+"""Memory, matrices and modules in lab/ptx_emulator: kernels in PTX written by hand, against numpy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from ptx_by_hand import HEADER, entry, execute
-from ptx_emulator import Argument, launch
+
+from lab.ptx_emulator import Argument, launch
+from lab.tests.ptx_by_hand import HEADER, entry, execute
 
 LANES = torch.arange(32, dtype=torch.int32)
 

@@ -1,12 +1,13 @@
-"""The checks of tools/ptx_emulator: each sees a fault in a small kernel, and nothing in the same kernel without it."""
+"""The checks of lab/ptx_emulator: each sees a fault in a small kernel, and nothing in the same kernel without it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from ptx_by_hand import HEADER, entry, execute
-from ptx_emulator import Argument, EmulationError, launch
+
+from lab.ptx_emulator import Argument, EmulationError, launch
+from lab.tests.ptx_by_hand import HEADER, entry, execute
 
 SHARED = ".extern .shared .align 16 .b8 buffer[];"
 OWN_WORD = "mov.u32 %r1, buffer; shl.b32 %r2, %r0, 2; add.s32 %r1, %r1, %r2;"  # %r1: a word of each thread
@@ -215,7 +216,7 @@ def test_what_lies_out_of_bounds_is_neither_read_nor_written():
     ],
 )
 def test_what_cannot_run_on_is_an_error(body, message, monkeypatch):
-    monkeypatch.setattr("ptx_emulator.machine.BLOCK_LIMIT", 1000)
+    monkeypatch.setattr("lab.ptx_emulator.machine.BLOCK_LIMIT", 1000)
     with pytest.raises(EmulationError, match=message):
         execute(body, torch.zeros(32), threads=64)
 

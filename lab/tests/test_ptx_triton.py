@@ -1,4 +1,4 @@
-"""Triton kernels compiled for sm_80 in tools/ptx_emulator: they compute what they shall, and a fault in one is seen."""
+"""Triton kernels compiled for sm_80 in lab/ptx_emulator: they compute what they shall, and a fault in one is seen."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ptx_by_hand import Report
+
+from lab.tests.ptx_by_hand import Report
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are not compiled", allow_module_level=True)
 
-from ptx_emulator.triton_driver import emulated
+from lab.ptx_emulator.triton_driver import emulated
 
 ORDERS = ["lockstep", "serial", "reverse"]
 

@@ -2,7 +2,7 @@
 
 A configuration is a pure function of the seed and its number, so that one that fails is repeated alone:
 
-    TRITON_INTERPRET=1 python tests/fuzz/fuzz.py --backend triton --seed 0 --first 17 --count 1
+    TRITON_INTERPRET=1 python -m tests.fuzz.fuzz --backend triton --seed 0 --first 17 --count 1
 
 On CPU "triton" runs in Triton's interpreter, on tiles of 32 x 32, so that small shapes have whole tiles, edges and more
 than one of each.
@@ -14,14 +14,8 @@ import argparse
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from fuzz_config import DEVICE, GIVEN, LAYOUTS, Config, combinations, config
-from fuzz_gate import INTERPRETED, ORDERS, SECOND_LOOKS, hold
-from fuzz_inputs import bounds_of, draw_bias, draw_mask, draw_special, given, normal, used_before, window_of
 from torch import Tensor
 from tqdm import tqdm
 
@@ -30,6 +24,10 @@ from transformer_fast.masks.distance import distance_table
 from transformer_fast.reference import attention as reference
 from transformer_fast.reference.dropout import attention_keep, rescale
 from transformer_fast.testing import assert_as_exact_as_eager, poisoned_memory
+
+from .fuzz_config import DEVICE, GIVEN, LAYOUTS, Config, combinations, config
+from .fuzz_gate import INTERPRETED, ORDERS, SECOND_LOOKS, hold
+from .fuzz_inputs import bounds_of, draw_bias, draw_mask, draw_special, given, normal, used_before, window_of
 
 __all__ = ["DEVICE", "Config", "check", "combinations", "config", "main", "small_tiles"]
 
@@ -193,7 +191,7 @@ def main() -> None:
             failed += 1
             again = f"--backend {arguments.backend} --seed {arguments.seed} --first {number} --count 1"
             tqdm.write(
-                f"{type(error).__name__}: {error}\n  {chosen}\n  again: {interpreted}python tests/fuzz/fuzz.py {again}"
+                f"{type(error).__name__}: {error}\n  {chosen}\n  again: {interpreted}python -m tests.fuzz.fuzz {again}"
             )
         numbers.set_postfix(wrong=failed, refresh=False)
     seconds = time.monotonic() - started

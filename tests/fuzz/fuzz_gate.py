@@ -6,12 +6,13 @@ import functools
 import os
 
 import torch
-from fuzz_config import DEVICE, DTYPES, Config
-from fuzz_inputs import Special
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast.testing import assert_as_exact_as_eager, errors, fixed_dropout_seed, poisoned_memory
+
+from .fuzz_config import DEVICE, DTYPES, Config
+from .fuzz_inputs import Special
 
 DROPOUT_SEED = 2**41 + 7
 ORDERS = 8

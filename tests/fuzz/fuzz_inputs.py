@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from fuzz_config import DEVICE, DTYPES, GIVEN, Config
 from torch import Tensor
 
 from transformer_fast import AttentionMask
 from transformer_fast.masks.checks import may_be_keep
 from transformer_fast.masks.distance import relative_buckets
+
+from .fuzz_config import DEVICE, DTYPES, GIVEN, Config
 
 
 class Watched(Tensor):

@@ -5,16 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fuzz
 import pytest
 
+from tests.fuzz import fuzz
 
-@pytest.mark.parametrize("name", ["fuzz", "fuzz_generation"])
-def test_the_program_runs_by_itself(name):
+
+@pytest.mark.parametrize("program", [["-m", "tests.fuzz.fuzz"], ["tests/fuzz/fuzz_generation.py"]])
+def test_the_program_runs_by_itself(program):
     """``make fuzz`` starts the program without pytest's paths."""
-    path = Path(__file__).parent / f"{name}.py"
+    root = Path(__file__).parents[2]
     plain = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run([sys.executable, path, "--count", "1"], env=plain, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *program, "--count", "1"], cwd=root, env=plain, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

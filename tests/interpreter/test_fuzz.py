@@ -2,8 +2,9 @@
 
 import random
 
-import fuzz
 import pytest
+
+from tests.fuzz import fuzz
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered"),

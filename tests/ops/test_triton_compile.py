@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: there is nothing to compile", allow_module_level=True)
 
-from triton_kernels import SHARED_LIMIT, cases, compile_launch
+from tools.triton_kernels import SHARED_LIMIT, cases, compile_launch
 
 CASES = list(cases())
 

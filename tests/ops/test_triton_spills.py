@@ -21,11 +21,11 @@ import triton
 import triton_spills
 from pythons import oldest_versions, requirements
 from test_triton_compile import spill_limit
-from triton_kernels import front_end_digest, triton_ir
 from triton_spills import CAPABILITY, Found
 from triton_versions import VERSIONS
 
 import transformer_fast as tfast
+from tools.triton_kernels import front_end_digest, triton_ir
 from transformer_fast.triton.versions import is_known, limits
 
 RECORD = triton_spills.read()
@@ -103,7 +103,7 @@ def test_a_case_of_another_kernel_is_compiled_again(monkeypatch, capsys):
         compiled.append(launch.name)
         return type("Compiled", (), {"registers": 168, "spill_bytes": 8, "hot_spills": None, "serialised": True})
 
-    monkeypatch.setattr("triton_kernels.compile_launch", compile_launch)
+    monkeypatch.setattr("tools.triton_kernels.compile_launch", compile_launch)
     monkeypatch.setattr(triton_spills, "launches", lambda: {name: launch})
     outcomes = []
     for known in ({}, {name: Found("another", 1, 2, 3, False)}, {name: Found(digest, 1, 2, 3, False)}):

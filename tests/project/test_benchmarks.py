@@ -25,7 +25,7 @@ from transformer_fast.translation.progress import Silent
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
-MODULES = {"apart", "attention_cases", "conftest", "harness"}
+MODULES = {"apart", "attention_cases", "attention_launches", "conftest", "harness", "launch_tensors", "nvidia_smi"}
 ELSEWHERE = {
     "gpu": "test_gpu.py",
     "headline": "test_pages.py",
@@ -105,7 +105,7 @@ def check_race(record: dict) -> None:
 
 def few_launches() -> Iterator[tuple[int, object]]:
     """Two of the record's attention launches instead of hundreds."""
-    from triton_kernels import cases
+    from tools.triton_kernels import cases
 
     return itertools.islice(((arch, launch) for arch, launch in cases() if launch.name.startswith("attention")), 2)
 

@@ -194,7 +194,7 @@ def test_the_real_steps_are_programs_of_the_repository(tmp_path):
         interpreter, *command = step.command
         names.append(step.name)
         assert interpreter == sys.executable and step.limit > 0
-        if command[0] == "-m" and not command[1].startswith("benchmarks"):
+        if command[0] == "-m" and not command[1].startswith(("benchmarks", "lab", "tools")):
             assert importlib.util.find_spec(command[1])
         else:
             script = f"{command[1].replace('.', '/')}.py" if command[0] == "-m" else command[0]
@@ -208,8 +208,7 @@ def test_the_real_steps_are_programs_of_the_repository(tmp_path):
 
 
 def test_commands_for_the_gpu_machine_are_short_and_understood(monkeypatch):
-    import gpu_prepare
-    import stand_in_gpu
+    from tools import gpu_prepare, stand_in_gpu
 
     assert gpu.CACHE == stand_in_gpu.CACHE
     lines = gpu_prepare.COMMANDS.splitlines()
@@ -224,7 +223,7 @@ def test_commands_for_the_gpu_machine_are_short_and_understood(monkeypatch):
 
 def test_only_the_entries_of_this_run_are_packed(tmp_path):
     """The cache keeps the kernels of earlier sources, and the archive must travel."""
-    import gpu_prepare
+    from tools import gpu_prepare
 
     cache = tmp_path / "cache"
     for entry in ("used", "earlier"):

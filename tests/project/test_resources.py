@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("triton")
 
 import resources
-from predict.machine import MULTIPROCESSORS
+
+from tools.multiprocessors import MULTIPROCESSORS
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Summary of the ahead-of-time compilation of the Triton kernels, at the end of a test run.
 
-The compilation itself is tools/triton_kernels.py, which benchmarks/resources.py and benchmarks/predict use too.
+The compilation itself is tools/triton_kernels.py, which benchmarks/resources.py and lab/prediction use too.
 """
 
 from __future__ import annotations

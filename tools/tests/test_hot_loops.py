@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from hot_loops import NoHotLoopError, Spills, hot_loop, is_serialised, spills
-from sass import parse
+
+from tools.hot_loops import NoHotLoopError, Spills, hot_loop, is_serialised, spills
+from tools.sass import parse
 
 LISTING = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;                /* 0x00000a0000017a02 */

@@ -1,0 +1,1 @@
+"""Calls of transformer_fast whose compiled GPU kernels run in the PTX emulator."""

@@ -1,0 +1,3 @@
+"""Tests run on one thread each; the benchmarks do not."""
+
+from tests.support import one_thread  # noqa: F401
