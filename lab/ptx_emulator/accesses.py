@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from .arithmetic import UNSIGNED, Array
+from .machine import Machine
 from .memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BITS
-
-if TYPE_CHECKING:
-    from .machine import Machine
+from .state import State
 
 
 class Space(Protocol):
     """Parts of a memory that `load`, `store` and `atomic` need. Places index `data`; lanes is None for all lanes."""
 
-    machine: Machine
+    state: State
     data: np.ndarray
 
     def place(
@@ -50,8 +49,8 @@ def load(
         if signed:
             value = value.view(UNSIGNED[8 * kind.itemsize])
         if lanes is not None:
-            before = space.machine.undefined(kind.itemsize) if old is None else old[column]
-            register = np.empty(space.machine.lanes, value.dtype)
+            before = space.state.undefined(kind.itemsize) if old is None else old[column]
+            register = np.empty(space.state.lanes, value.dtype)
             register[:] = before
             register[lanes] = value
             value = register
@@ -100,15 +99,15 @@ def atomic(
     index: int,
 ) -> np.ndarray:  # fmt: skip
     """Run an atomic operation, lane by lane in order; return the previous value per lane."""
-    machine, size = space.machine, kind.itemsize
+    state, size = space.state, kind.itemsize
     lanes, places = space.place(mask, address, offset, size, index)
     if places.size:
         space.check_atomic(lanes, places, size, index)
     memory = space.data.view(kind)
     update = ATOMIC[operation]
-    chosen = np.arange(machine.lanes) if lanes is None else lanes
-    given = [machine.full(value).view(kind)[chosen] for value in operands]
-    before = np.zeros(machine.lanes, kind)
+    chosen = np.arange(state.lanes) if lanes is None else lanes
+    given = [state.full(value).view(kind)[chosen] for value in operands]
+    before = np.zeros(state.lanes, kind)
     for turn, (lane, place) in enumerate(zip(chosen.tolist(), (places // size).tolist(), strict=True)):
         old = memory[place]
         before[lane] = old

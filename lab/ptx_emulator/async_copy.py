@@ -7,14 +7,11 @@ bytes; other warps see them after the next barrier, like other writes of the thr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .arithmetic import Array
-
-if TYPE_CHECKING:
-    from .machine import Machine
+from .machine import Machine
 
 
 @dataclass

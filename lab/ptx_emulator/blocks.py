@@ -7,52 +7,14 @@ for the lanes of its mask, those that some block reads in this way.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any
 
+from . import codegen_arithmetic, codegen_memory, codegen_values, codegen_warp, codegen_wgmma  # noqa: F401 - emitters
 from .codegen import EMITTERS, WITHOUT_TARGET, Code
 from .kernel import WIDTHS, Instruction, Kernel
+from .program import Block, Program, Step
 from .report import EmulationError
 
 _NAME = re.compile(r"[\w$%@.]+")
-
-
-class Step(Enum):
-    """Last step of a block."""
-
-    NEXT = auto()
-    BRANCH = auto()
-    EXIT = auto()
-    BARRIER = auto()
-
-
-@dataclass
-class Block:
-    """One basic block.
-
-    Args:
-        first, last: indices of its instructions, both inclusive.
-        step, target: kind of its last step, and the target block of a branch.
-        function: runs it; returns the lanes that take its branch or exit, or None for all.
-    """
-
-    first: int
-    last: int
-    step: Step = Step.NEXT
-    target: int = 0
-    function: Callable[..., Any] = lambda *_: None
-
-
-@dataclass
-class Program:
-    """A kernel translated. Granules are the narrowest accesses to shared and global memory, in bytes."""
-
-    kernel: Kernel
-    blocks: list[Block]
-    shared_granule: int
-    global_granule: int
 
 
 def ends_block(instruction: Instruction) -> Step | None:
@@ -68,8 +30,6 @@ def ends_block(instruction: Instruction) -> Step | None:
 
 def translate(kernel: Kernel) -> Program:
     """Raises EmulationError at an instruction that no emitter knows."""
-    from . import codegen_arithmetic, codegen_memory, codegen_values, codegen_warp, codegen_wgmma  # noqa: F401
-
     codegen_wgmma.prepare(kernel)
     blocks = _blocks(kernel)
     outside = _live_between_blocks(kernel, blocks)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from . import warp
 from .codegen import Code, emits
 from .codegen_values import unknown
 from .kernel import Instruction
-
-if TYPE_CHECKING:
-    from .machine import Machine
+from .machine import Machine
 
 
 def _two(operand: str) -> list[str]:

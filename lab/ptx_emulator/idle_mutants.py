@@ -14,9 +14,9 @@ from functools import cached_property
 
 import torch
 
-from . import Argument
-from . import launch as run_launch
 from .kernel import Instruction, Kernel
+from .launch import Argument
+from .launch import launch as run_launch
 from .mutants import GUARD, SHORT, Mutant, RecordedLaunch, copied, end_of
 from .parser import parse
 from .wgmma_analysis import WgmmaRegisters, accesses, is_mma, successors, wgmma_registers

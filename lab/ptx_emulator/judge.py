@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import Argument, EmulationError, Report
-from . import launch as run_launch
 from .idle_mutants import idle_mutants
+from .launch import Argument
+from .launch import launch as run_launch
 from .mutants import SHORT, Mutant, RecordedLaunch, copied, mutants, shortened
+from .report import EmulationError, Report
 
 ORDERS = ("lockstep", "reverse", "serial")
 # Largest distance of a result from that of the faultless kernel, in units of the type's precision.

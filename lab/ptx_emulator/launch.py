@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import Program, translate
+from .blocks import translate
 from .kernel import Kernel
 from .machine import Machine
 from .memory import Tensors
 from .parser import parse
+from .program import Program
 from .report import EmulationError, Report
 from .sanitizer import GlobalShadow
 
@@ -108,7 +109,7 @@ def launch(
     given = [(a.name, a.value) for a in arguments if hasattr(a.value, "untyped_storage")]
     tensors = Tensors([*given, *memory], variables)
     parameters = _parameters(kernel, arguments, tensors)
-    shadow = GlobalShadow(tensors.data.size, program.global_granule) if sanitize else None
+    shadow = GlobalShadow(tensors.data.size, program.global_granule, tensors.describe) if sanitize else None
     executed = np.zeros(len(program.blocks), np.int64)
     ctas = grid[0] * grid[1] * grid[2]
     at_once = max(1, LANES_AT_ONCE // count)

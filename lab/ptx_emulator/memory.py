@@ -7,7 +7,7 @@ with a finding, the lanes whose access is out of bounds or misaligned; `check_re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,8 @@ from .arithmetic import Array
 from .kernel import Variable
 from .report import EmulationError
 from .sanitizer import GlobalShadow, SharedShadow
-
-if TYPE_CHECKING:
-    from .machine import Machine
+from .state import State
+from .wgmma_shadow import WgmmaShadow
 
 GLOBAL_BASE = 0x7F00_0000_0000
 SHARED_WINDOW = 0x7E00_0000_0000
@@ -102,9 +101,9 @@ def shift(data: np.ndarray) -> int:
     return (data.itemsize * data.shape[1]).bit_length() - 1
 
 
-def _of_lanes(machine: Machine, mask: Array, values: Array) -> tuple[np.ndarray | None, np.ndarray]:
+def _of_lanes(state: State, mask: Array, values: Array) -> tuple[np.ndarray | None, np.ndarray]:
     """Select the lanes under a mask (None: all), and their values."""
-    values = machine.full(values)
+    values = state.full(values)
     if mask is None or mask.all():
         return None, values
     lanes = np.flatnonzero(mask)
@@ -112,14 +111,14 @@ def _of_lanes(machine: Machine, mask: Array, values: Array) -> tuple[np.ndarray 
 
 
 class GlobalSpace:
-    def __init__(self, machine: Machine, tensors: Tensors, shadow: GlobalShadow | None) -> None:
-        self.machine, self.tensors, self.data = machine, tensors, tensors.data
+    def __init__(self, state: State, tensors: Tensors, shadow: GlobalShadow | None) -> None:
+        self.state, self.tensors, self.data = state, tensors, tensors.data
         self.shadow = shadow
 
     def place(
         self, mask: Array, address: Array, offset: int, total: int, index: int
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        lanes, address = _of_lanes(self.machine, mask, address)
+        lanes, address = _of_lanes(self.state, mask, address)
         places = (address + np.uint64((offset - GLOBAL_BASE) & (2**64 - 1))).view(np.int64)
         outside = places.view(np.uint64) >= np.uint64(self.data.size)
         inside = np.where(outside, 0, places) if outside.any() else places
@@ -130,18 +129,18 @@ class GlobalSpace:
             lane = first if lanes is None else int(lanes[first])
             kind = "global access out of bounds" if outside.any() else "global access misaligned"
             where = self.tensors.describe(int(places[first]))
-            self.machine.report(kind, index, f"{self.machine.thread_name(lane)}: {total} bytes at {where}")
+            self.state.report(kind, index, f"{self.state.thread_name(lane)}: {total} bytes at {where}")
             lanes = np.flatnonzero(~wrong) if lanes is None else lanes[~wrong]
             places = places[~wrong]
         return lanes, places
 
     def check_read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
         if self.shadow is not None:
-            self.shadow.read(self.machine, lanes, places, total, index)
+            self.shadow.read(self.state, lanes, places, total, index)
 
     def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None:
         if self.shadow is not None:
-            self.shadow.write(self.machine, lanes, places, data.itemsize * data.shape[1], index)
+            self.shadow.write(self.state, lanes, places, data.itemsize * data.shape[1], index)
         rows(self.data, data)[places >> shift(data)] = data
 
     def check_atomic(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
@@ -149,19 +148,21 @@ class GlobalSpace:
 
 
 class SharedSpace:
-    """Shared memory of all CTAs of a machine, one after another, `stride` bytes each of which `size` are valid."""
+    """Shared memory of some CTAs, one after another, `stride` bytes each of which `size` are valid."""
 
-    def __init__(self, machine: Machine, size: int, granule: int, sanitize: bool) -> None:
-        self.machine, self.size = machine, size
+    def __init__(self, state: State, size: int, granule: int, sanitize: bool) -> None:
+        self.state, self.size = state, size
         self.stride = (size + 31) // 16 * 16
-        self.data = np.full(machine.ctas * self.stride, UNDEFINED, np.uint8)
-        self.base = machine.cta * self.stride
-        self.shadow = SharedShadow(machine, self.data.size, self.stride, granule) if sanitize else None
+        self.data = np.full(state.ctas * self.stride, UNDEFINED, np.uint8)
+        self.base = state.cta * self.stride
+        self.shadow = SharedShadow(state, self.data.size, self.stride, granule) if sanitize else None
+        watched = self.shadow is not None and state.kernel.wgmma is not None
+        self.wgmma = WgmmaShadow(self.shadow) if watched else None
 
     def place(
         self, mask: Array, address: Array, offset: int, total: int, index: int
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        lanes, address = _of_lanes(self.machine, mask, address)
+        lanes, address = _of_lanes(self.state, mask, address)
         places = address.astype(np.int64) + offset
         if places.size and places[0] >= SHARED_WINDOW:
             places = places - SHARED_WINDOW
@@ -170,10 +171,10 @@ class SharedSpace:
             first = int(np.flatnonzero(wrong)[0])
             lane = first if lanes is None else int(lanes[first])
             misaligned = 0 <= places[first] <= self.size - total
-            self.machine.report(
+            self.state.report(
                 "shared access misaligned" if misaligned else "shared access out of bounds",
                 index,
-                f"{self.machine.thread_name(lane)}: {total} bytes at {int(places[first])} of {self.size}",
+                f"{self.state.thread_name(lane)}: {total} bytes at {int(places[first])} of {self.size}",
             )
             lanes = np.flatnonzero(~wrong) if lanes is None else lanes[~wrong]
             places = places[~wrong]
@@ -200,24 +201,24 @@ class SharedSpace:
 class LocalSpace:
     """Local memory of every thread, `stride` bytes each."""
 
-    def __init__(self, machine: Machine, size: int) -> None:
-        self.machine, self.size = machine, size
+    def __init__(self, state: State, size: int) -> None:
+        self.state, self.size = state, size
         self.stride = (size + 31) // 16 * 16
-        self.data = np.full(machine.lanes * self.stride, UNDEFINED, np.uint8)
+        self.data = np.full(state.lanes * self.stride, UNDEFINED, np.uint8)
         self.written = np.zeros(self.data.size, bool)
-        self.base = np.arange(machine.lanes) * self.stride
+        self.base = np.arange(state.lanes) * self.stride
 
     def place(
         self, mask: Array, address: Array, offset: int, total: int, index: int
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        lanes, address = _of_lanes(self.machine, mask, address)
+        lanes, address = _of_lanes(self.state, mask, address)
         places = address.astype(np.int64) + offset
         if places.size and places[0] >= LOCAL_WINDOW:
             places = places - LOCAL_WINDOW
         wrong = (places < 0) | (places > self.size - total) | ((places & (total - 1)) != 0)
         if wrong.any():
             first = int(np.flatnonzero(wrong)[0])
-            self.machine.report(
+            self.state.report(
                 "local access out of bounds or misaligned", index, f"{total} bytes at {places[first]} of {self.size}"
             )
             lanes = np.flatnonzero(~wrong) if lanes is None else lanes[~wrong]
@@ -226,7 +227,7 @@ class LocalSpace:
 
     def check_read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
         if not self.written[places[:, None] + np.arange(total)].all():
-            self.machine.report("local bytes read that were never written", index, f"{total} bytes")
+            self.state.report("local bytes read that were never written", index, f"{total} bytes")
 
     def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None:
         rows(self.data, data)[places >> shift(data)] = data

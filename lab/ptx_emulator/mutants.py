@@ -17,8 +17,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from . import Argument, Report, triton_driver
-from . import launch as run_launch
+from . import triton_driver
+from .launch import Argument
+from .launch import launch as run_launch
+from .report import Report
 
 # Instructions that may be taken out, by the beginning of their operation. Triton's accesses of global memory are all
 # guarded.

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .arithmetic import Array, f32_to_tf32
 from .fragments import accumulator_from_registers, registers_from_accumulator, rows_from_registers
+from .machine import Machine
 from .report import EmulationError
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 LANE_BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 

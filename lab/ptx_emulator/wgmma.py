@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .arithmetic import Array
+from .machine import Machine
 from .report import EmulationError
 from .warp import converged
 from .wgmma_layout import (
@@ -29,10 +29,6 @@ from .wgmma_layout import (
     product,
 )
 from .wgmma_operands import Mma, of_warps, operand
-from .wgmma_shadow import WgmmaShadow
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 
 @dataclass
@@ -105,7 +101,7 @@ class Warpgroups:
             result = product(stacked, right, into, mma.shape.type, mma.negate).reshape(len(warps), 16, -1)
         else:
             result = product(left, right[members], before, mma.shape.type, mma.negate)
-        shadow = self._shadow()
+        shadow = self.machine.shared.wgmma
         if shadow is not None:
             shadow.read(warps[leaders], chunks, mma.index)
             shadow.mark_readers(warps, chunks[members])
@@ -141,7 +137,7 @@ class Warpgroups:
         warps = self._execute(mask, index)
         values = dict(zip(numbers, registers, strict=True))
         waits = self._chosen(warps)
-        shadow = self._shadow()
+        shadow = self.machine.shared.wgmma
         for issued in self.in_flight:
             ready = issued.pending & (issued.group > 0) & waits[issued.warps]
             ready &= issued.group <= self.groups[issued.warps] - remaining
@@ -186,9 +182,6 @@ class Warpgroups:
             self.machine.report("the warps of a warpgroup executed different wgmma instructions", self.last, detail)
 
     # ---- parts of them
-
-    def _shadow(self) -> WgmmaShadow | None:
-        return None if self.machine.shared.shadow is None else self.machine.shared.shadow.wgmma
 
     def _execute(self, mask: Array, index: int) -> np.ndarray:
         """Numbers of the warps that execute an instruction."""
@@ -275,6 +268,5 @@ def check_registers(machine: Machine, *arguments: object) -> None:
 
 def proxy_fence(machine: Machine, mask: Array) -> None:
     """Execute fence.proxy.async."""
-    shadow = machine.shared.shadow
-    if shadow is not None and shadow.wgmma is not None:
-        shadow.wgmma.fence(mask)
+    if machine.shared.wgmma is not None:
+        machine.shared.wgmma.fence(mask)

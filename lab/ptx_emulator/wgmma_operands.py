@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .arithmetic import Array
+from .machine import Machine
 from .wgmma_layout import Shape, decode_descriptors, misaligned_descriptors, operand_chunks, operand_from_chunks
 from .wgmma_shadow import CHUNK
-
-if TYPE_CHECKING:
-    from .machine import Machine
 
 
 @dataclass(frozen=True)

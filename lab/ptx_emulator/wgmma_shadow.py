@@ -9,12 +9,9 @@ A chunk is 16 bytes, the unit in which descriptors address memory, and a block o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from .sanitizer import SharedShadow
+from .sanitizer import SharedShadow
 
 CHUNK = 16
 UNFENCED = np.int32(2**31 - 1)
@@ -32,13 +29,14 @@ class WgmmaShadow:
     """
 
     def __init__(self, shadow: SharedShadow) -> None:
-        self.shadow, self.machine = shadow, shadow.machine
+        self.shadow, self.state = shadow, shadow.state
+        shadow.watcher = self
         self.granules = CHUNK // shadow.granule
         chunks = len(shadow.stamp) // self.granules
         self.fenced = np.zeros(len(shadow.stamp), np.int32)
         self.chunk_fenced = np.zeros(chunks, np.int32)
         self.copied = np.zeros(chunks, bool)
-        self.lane_fenced = np.zeros(self.machine.lanes, np.int32)
+        self.lane_fenced = np.zeros(self.state.lanes, np.int32)
         self.readers = np.zeros(chunks, np.uint32)
         self.any_reader = False
 
@@ -59,21 +57,21 @@ class WgmmaShadow:
         if wrong.any():
             access = int(np.flatnonzero(wrong)[0])
             lane = access if lanes is None else int(lanes[access])
-            detail = f"{self.machine.thread_name(lane)}: byte {int(places[access]) % self.shadow.stride}"
-            self.machine.report(f"shared {what} to bytes that a wgmma in flight reads", index, detail)
+            detail = f"{self.state.thread_name(lane)}: byte {int(places[access]) % self.shadow.stride}"
+            self.state.report(f"shared {what} to bytes that a wgmma in flight reads", index, detail)
 
     def fence(self, mask: np.ndarray | None) -> None:
         """fence.proxy.async: orders the writes that its threads made, or that barriers made visible to them."""
-        machine, shadow = self.machine, self.shadow
-        active = machine.active(mask)
-        self.lane_fenced[active] = machine.epoch[active]
+        state, shadow = self.state, self.shadow
+        active = state.active(mask)
+        self.lane_fenced[active] = state.epoch[active]
         chunks = np.flatnonzero(self.chunk_fenced == UNFENCED)
         if not len(chunks):
             return
         cta = chunks * CHUNK // shadow.stride
-        epoch = np.where(active, machine.epoch, 0).reshape(-1, machine.threads).max(1)[cta][:, None]
+        epoch = np.where(active, state.epoch, 0).reshape(-1, state.threads).max(1)[cta][:, None]
         writer, written = shadow.writers(chunks)
-        own = active[cta[:, None] * machine.threads + writer]
+        own = active[cta[:, None] * state.threads + writer]
         rows = self.fenced.reshape(-1, self.granules)
         fenced = rows[chunks]
         fenced = np.where((fenced == UNFENCED) & (own | (written < epoch)), epoch, fenced)
@@ -90,7 +88,7 @@ class WgmmaShadow:
             chunks: numbers of the chunks that each warpgroup reads; (n, any).
         """
         shadow = self.shadow
-        epoch = self.machine.epoch[warps * 32][:, None]
+        epoch = self.state.epoch[warps * 32][:, None]
         if shadow.block_in_flight[chunks].any():
             kind = "shared read of bytes with a cp.async in flight"
             self._report(kind, shadow.block_in_flight[chunks], warps, chunks, index)
@@ -116,7 +114,7 @@ class WgmmaShadow:
 
     def mark_readers(self, warps: np.ndarray, chunks: np.ndarray) -> None:
         """Record that these warps (n,) have a wgmma in flight that reads these chunks (n, any)."""
-        of_cta = warps % self.machine.warps
+        of_cta = warps % self.state.warps
         for warp in np.unique(of_cta):
             self.readers[chunks[of_cta == warp]] |= np.uint32(1 << warp)
         self.any_reader = True
@@ -124,7 +122,7 @@ class WgmmaShadow:
     def done(self, warps: np.ndarray, chunks: np.ndarray) -> None:
         """The wgmma of these warps (n,) that read these chunks (n, any) is complete. The reads of that wgmma belong to
         this epoch."""
-        of_cta = warps % self.machine.warps
+        of_cta = warps % self.state.warps
         for warp in np.unique(of_cta):
             self.readers[chunks[of_cta == warp]] &= ~np.uint32(1 << warp)
         self.any_reader = bool(self.readers.any())
@@ -133,7 +131,7 @@ class WgmmaShadow:
             chunks.reshape(-1) * CHUNK,
             CHUNK,
             np.repeat(of_cta, count),
-            np.repeat(self.machine.epoch[warps * 32], count),
+            np.repeat(self.state.epoch[warps * 32], count),
         )
 
     def _report(
@@ -141,5 +139,5 @@ class WgmmaShadow:
     ) -> None:
         reader, place = np.argwhere(wrong)[0]
         byte = int(chunks[reader, place]) * CHUNK % self.shadow.stride
-        thread = self.machine.thread_name(int(warps[reader]) * 32)
-        self.machine.report(kind, index, f"{thread} and its warpgroup: 16 bytes at {byte}", note=note)
+        thread = self.state.thread_name(int(warps[reader]) * 32)
+        self.state.report(kind, index, f"{thread} and its warpgroup: 16 bytes at {byte}", note=note)
