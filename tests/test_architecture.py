@@ -112,6 +112,13 @@ def test_no_private_name_leaves_its_package() -> None:
     assert not found
 
 
+def test_the_laboratory_is_not_needed() -> None:
+    """Besides its own files only the stand-in for a GPU imports it, to compile what `make gpu` measures."""
+    users = {path for path in tracked("*.py") if re.search(r"^ *(from|import) lab\b", path.read_text(), re.MULTILINE)}
+    outside = [path.relative_to(ROOT).as_posix() for path in users if ROOT / "lab" not in path.parents]
+    assert outside == ["tools/stand_in_gpu.py"]
+
+
 def test_files_are_short() -> None:
     files = tracked("*.py", "*.cpp", "*.h", "*.cu", "*.cuh")
     assert files
