@@ -212,9 +212,9 @@ def sums() -> Iterator[str]:
 
 CHECKS = {
     "Triton source": ("Triton's interpreter", "values, masks, shapes", "tests/interpreter"),
-    "PTX": ("emulator on the CPU", "bounds, races, waits", "tools/ptx_emulator"),
+    "PTX": ("emulator on the CPU", "bounds, races, waits", "lab/ptx_emulator"),
     "machine code": ("compile, disassemble", "registers, spills", "tests/ops/test_triton_compile.py"),
-    "time": ("replay of the code", "a range per case", "benchmarks/predict"),
+    "time": ("replay of the code", "a range per case", "lab/prediction"),
 }
 """By what is checked: how, what is found, and where the check stands."""
 

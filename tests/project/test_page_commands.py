@@ -40,8 +40,11 @@ def check(command: str, *, whole: bool) -> None:
         check_cli(rest[rest.index("-m") + 2 :], whole=whole)
     elif program == "torchrun":  # options of the reader's own script
         assert not rest or rest[-1] == "train.py"
+    elif program in ("python", "python3") and rest[:2] == ["-m", "http.server"]:
+        pass
     elif program in ("python", "python3") and rest[0] == "-m":
-        assert rest[1] in ("http.server",)
+        module = rest[1].replace(".", "/")
+        check_script(module if (ROOT / module).is_dir() else f"{module}.py", rest[2:])
     elif program in ("python", "python3"):
         check_script(*rest[:1], rest[1:])
     else:
@@ -83,7 +86,7 @@ def check_cli(words: list[str], *, whole: bool) -> None:
 def check_script(script: str, words: list[str]) -> None:
     """Check that the script exists and its source has the options; a benchmark may also have pytest's options."""
     for word in words:
-        if re.match(r"(tests|benchmarks|tools)/", word) and "<" not in word:
+        if re.match(r"(tests|benchmarks|lab|tools)/", word) and "<" not in word:
             assert (ROOT / word.partition("::")[0]).exists(), word
     options = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
     if script == "pytest" or Path(script).name.startswith("bench_"):
@@ -103,7 +106,7 @@ def test_the_commands_of_a_page_can_be_run(page: Path) -> None:
         check(command, whole=True)
 
 
-@of_pages()
+@of_pages([*pages.PAGES, *pages.LABORATORY])
 def test_the_commands_in_the_sentences_exist(page: Path) -> None:
     for command in pages.inline_commands(page):
         check(command, whole=False)
@@ -114,6 +117,7 @@ def test_the_commands_in_the_sentences_exist(page: Path) -> None:
     [
         "make tset", "make bench GPU=avx2", "transformer-fast train --sauce a", "transformer-fast plot --in x",
         "python benchmarks/nothing.py", "python benchmarks/gpu.py --hours 9", "pip install 'transformer_fast[gpu]'",
+        "python -m benchmarks.nothing", "python -m lab.prediction --hours 9",
         "TRANSFORMER_FAST_NOTHING=1 transformer-fast info", "sudo make test", "pytest tests/nothing.py",
         "pip install transformer_fast-9.9.9-*.whl",
     ],

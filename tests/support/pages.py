@@ -13,6 +13,7 @@ README = ROOT / "README.md"
 REFERENCE = DOCS / "reference"
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 """All pages."""
+LABORATORY = sorted((ROOT / "lab").rglob("*.md"))
 PAGES = [page for page in WRITTEN if page.parent != REFERENCE]
 """All pages except those of the reference, which are made from docstrings."""
 
@@ -38,9 +39,14 @@ def block_with(page: Path, text: str) -> str:
     return block
 
 
+def without_blocks(page: Path) -> str:
+    """Return the text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
 def commands(page: Path) -> list[str]:
     """Return the lines of a page's indented blocks, which are commands; without their comments."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
+    text = without_blocks(page).replace("\\\n", " ")
     return [line.split("  #")[0].strip() for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE)]
 
 
@@ -56,5 +62,6 @@ def with_omitted(words: list[str]) -> list[str]:
 
 def inline_commands(page: Path) -> list[str]:
     """Return the commands in the sentences of a page."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return re.findall(r"`((?:make|transformer-fast|python3?|pytest|torchrun|benchmarks/\w+\.py)(?: [^`\n]*)?)`", text)
+    return re.findall(
+        r"`((?:make|transformer-fast|python3?|pytest|torchrun|benchmarks/\w+\.py)(?: [^`\n]*)?)`", without_blocks(page)
+    )
