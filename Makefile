@@ -111,8 +111,8 @@ lint: setup
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.fuzz --backend native --seed $(SEED) --count $(COUNT)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz.fuzz --backend triton --seed $(SEED) --count $(COUNT)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_generation.py --seed $(SEED) --count $(COUNT)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_arguments.py --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.fuzz_generation --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.fuzz_arguments --seed $(SEED) --count $(COUNT)
 
 emulate: setup
 	$(BIN)/python -m lab.emulation --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --continue build/emulate.jsonl

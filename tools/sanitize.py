@@ -181,7 +181,7 @@ def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int)
     # -s: what UndefinedBehaviorSanitizer prints must not stay with pytest.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *tests]
     fuzz = [sys.executable, "-m", "tests.fuzz.fuzz", "--backend", "native", "--count", str(count)]
-    wrong = [sys.executable, "tests/fuzz/fuzz_arguments.py", "--count", str(WRONG_CALLS)]
+    wrong = [sys.executable, "-m", "tests.fuzz.fuzz_arguments", "--count", str(WRONG_CALLS)]
     for what, command in (
         ("tests", pytest),
         (f"{count} random calls", fuzz),

@@ -1,11 +1,11 @@
 """Random wrong calls of the operators of ``torch.ops.transformer_fast``: several arguments changed at once.
 
-    python tests/fuzz/fuzz_arguments.py --seed 0 --count 2000
+    python -m tests.fuzz.fuzz_arguments --seed 0 --count 2000
 
 Each call ends in an error that names an argument, or in the right result (tests/support/op_arguments.py). A call is a
 pure function of the seed and its number, so that one that fails is repeated alone:
 
-    python tests/fuzz/fuzz_arguments.py --seed 0 --first 17 --count 1
+    python -m tests.fuzz.fuzz_arguments --seed 0 --first 17 --count 1
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import random
 import sys
 import time
 import warnings
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from op_arguments import Recorded, changed_at_random, problem_of, recorded
+from tests.support.op_arguments import Recorded, changed_at_random, problem_of, recorded
 
 
 def wrong_call(seed: int, number: int) -> tuple[Recorded, list[str]]:

@@ -1,11 +1,11 @@
 """Random options of generation on random models: decoding with a cache against decoding without; and, where options
 allow it, with drafted tokens.
 
-    python tests/fuzz/fuzz_generation.py --seed 0 --count 200
+    python -m tests.fuzz.fuzz_generation --seed 0 --count 200
 
 A configuration is a pure function of the seed and its number, so that one that fails is repeated alone:
 
-    python tests/fuzz/fuzz_generation.py --seed 0 --first 17 --count 1
+    python -m tests.fuzz.fuzz_generation --seed 0 --first 17 --count 1
 
 Tokens must be the same and scores the same to rounding. An answer that differs is a tie only if it is shown to be one:
 somewhere on its way the uncached search must have put two candidates in order whose scores lie closer together than
@@ -20,15 +20,12 @@ import dataclasses
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.compare_cached import DTYPES, TIES, margins
 from transformer_fast import GenerationConfig, Transformer, generate
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from compare_cached import DTYPES, TIES, margins
 
 BOS, EOS, VOCAB = 0, 1, 12
 SCORES = {"fp32": 1e-3, "bf16": 0.5}
@@ -189,7 +186,7 @@ def main() -> None:
             failed += 1
             print(f"{type(error).__name__}: {error}\n  {chosen}")
             again = f"--seed {arguments.seed} --first {number} --count 1"
-            print(f"  again: python tests/fuzz/fuzz_generation.py {again}", flush=True)
+            print(f"  again: python -m tests.fuzz.fuzz_generation {again}", flush=True)
         else:
             sentences, ties = sentences + counted[0], ties + counted[1]
     told = f"{arguments.count} calls, {sentences} sentences, {ties} ties, {failed} wrong"

@@ -10,14 +10,13 @@ import pytest
 from tests.fuzz import fuzz
 
 
-@pytest.mark.parametrize("program", [["-m", "tests.fuzz.fuzz"], ["tests/fuzz/fuzz_generation.py"]])
+@pytest.mark.parametrize("program", ["fuzz", "fuzz_arguments", "fuzz_generation"])
 def test_the_program_runs_by_itself(program):
     """``make fuzz`` starts the program without pytest's paths."""
     root = Path(__file__).parents[2]
     plain = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run(
-        [sys.executable, *program, "--count", "1"], cwd=root, env=plain, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", f"tests.fuzz.{program}", "--count", "1"]
+    done = subprocess.run(command, cwd=root, env=plain, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

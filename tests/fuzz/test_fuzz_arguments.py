@@ -1,9 +1,10 @@
 """A fixed part of the wrong calls of tests/fuzz/fuzz_arguments.py, and faults that they must show."""
 
-import fuzz_arguments as fuzz
 import pytest
 import torch
-from op_arguments import Recorded, problem_of, recorded
+
+from tests.fuzz import fuzz_arguments as fuzz
+from tests.support.op_arguments import Recorded, problem_of, recorded
 
 
 @pytest.mark.cover(1)

@@ -1,7 +1,8 @@
 """A fixed part of the random options of tests/fuzz/fuzz_generation.py: equal answers with and without a cache."""
 
-import fuzz_generation as fuzz
 import pytest
+
+from tests.fuzz import fuzz_generation as fuzz
 
 
 @pytest.mark.cover(1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from op_arguments import operators, outcome, problem_of, recorded, wrong_calls
 
+from tests.support.op_arguments import operators, outcome, problem_of, recorded, wrong_calls
 from transformer_fast import extension
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason="the operators are in the extension")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from op_arguments import Recorded, Wrong, operators, outcome, recorded, wrong_calls
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from tests.support.op_arguments import Recorded, Wrong, operators, outcome, recorded, wrong_calls
 from transformer_fast import extension
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason="the operators are in the extension")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
-from unittest import mock
 
 import pytest
+import results_pictures as results
 from pages import README, ROOT
-
-with mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path]):
-    results = importlib.import_module("results_pictures")
 
 SENTENCES = "attention: sentences-b64h8kmax-p0.1-float32-train"
 CAUSAL = "attention: full causal-b2h8k1024-p0.0-float32-infer"

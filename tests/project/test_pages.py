@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import io
 import os
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
+import explained_pictures
+import headline
 import matplotlib.figure
 import numpy as np
+import packed_picture
 import pytest
+import results_pictures
 import torch
 from pages import (
     DOCS,
@@ -163,31 +164,24 @@ def test_the_twelve_lines_of_accelerate() -> None:
 # Numbers and links
 
 
-def script(name: str) -> types.ModuleType:
-    """Import a script of benchmarks/ as a module."""
-    with mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path]):
-        return importlib.import_module(name)
-
-
 def test_the_picture_of_a_packed_batch_is_what_the_record_says() -> None:
-    picture = script("packed_picture")
-    assert picture.PICTURE.read_text() == picture.draw(), "python benchmarks/packed_picture.py draws it again"
-    (times,) = (script("headline").said(bar.times) for bar in picture.bars() if bar.ours)
+    drawn = packed_picture.draw()
+    assert packed_picture.PICTURE.read_text() == drawn, "python benchmarks/packed_picture.py draws it again"
+    (times,) = (headline.said(bar.times) for bar in packed_picture.bars() if bar.ours)
     assert re.search(r"training step is ([\d.]+) times as fast", TEXT)[1] == times
 
 
 @pytest.mark.parametrize("name", ["attention", "dropout", "empty_rows", "gpu_code", "sums"])
 def test_the_picture_of_an_explanation_is_what_the_code_draws(name: str) -> None:
-    pictures = script("explained_pictures")
     text = (DOCS / "explained" / f"{name}.md").read_text()
     (picture,) = re.findall(r"images/(explained_\w+)\.svg", text)
-    path = pictures.FOLDER / f"{picture}.svg"
-    assert path.read_text() == pictures.draw(picture), "python benchmarks/explained_pictures.py draws it again"
+    drawn = explained_pictures.draw(picture)
+    path = explained_pictures.FOLDER / f"{picture}.svg"
+    assert path.read_text() == drawn, "python benchmarks/explained_pictures.py draws it again"
 
 
 def test_the_headline_is_what_the_records_say() -> None:
     """The picture is drawn from the records, and the sentence above it has the same numbers."""
-    headline = script("headline")
     assert headline.PICTURE.read_text() == headline.draw(), "python benchmarks/headline.py draws it again"
     attention, step = ([headline.said(bar.times) for bar in rows if bar.ours] for rows in headline.groups().values())
     page = (DOCS / "benchmarks.md").read_text()
@@ -197,10 +191,9 @@ def test_the_headline_is_what_the_records_say() -> None:
 
 @pytest.mark.parametrize("name", ["ops", "models", "generation"])
 def test_the_picture_of_results_is_what_the_records_say(name: str) -> None:
-    pictures = script("results_pictures")
-    path = pictures.FOLDER / f"results_{name}.svg"
+    path = results_pictures.FOLDER / f"results_{name}.svg"
     assert f"images/{path.name}" in (DOCS / "results" / f"{name}.md").read_text()
-    assert path.read_text() == pictures.draw(name), "python benchmarks/results_pictures.py draws it again"
+    assert path.read_text() == results_pictures.draw(name), "python benchmarks/results_pictures.py draws it again"
 
 
 @of_pages([*WRITTEN, *LABORATORY])

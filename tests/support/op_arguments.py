@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from op_calls import Draw, Operators, attention_calls, by_dispatcher, calls, masked_calls, token_calls
 from torch import Tensor
 
 import transformer_fast as tfast
+from tests.support.op_calls import Draw, Operators, attention_calls, by_dispatcher, calls, masked_calls, token_calls
 from transformer_fast import AttentionMask
 from transformer_fast.ops import _plain
 
