@@ -20,6 +20,7 @@ from ...attention_params import AttentionParams
 from ..configs import ATTENTION, ATTENTION_KERNELS, KEPT_BITS, AttentionConfig
 from ..launcher import blocks_of
 from ..philox import attention_draws, attention_keep_tile, kept_of_draws
+from ..versions import keeps_packed_bits
 from .launches import call_kind
 from .tiles import padded_head_dim
 
@@ -42,6 +43,8 @@ def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) ->
         docstring explains the layout.
     """
     packed = params.packed
+    if packed is not None and not keeps_packed_bits(triton.__version__):
+        return None
     keys = k.shape[2] if packed is None else min(packed.max_k, k.shape[0])
     if params.window is not None or params.dropout_p == 0.0 or call_kind(keys, params) not in ("long", "packed long"):
         return None
