@@ -5,17 +5,17 @@ from .fault import Fault
 ROWS = (
     Fault(
         name="two windows combine to the wider one",
-        path="transformer_fast/masks/mask.py",
+        path="transformer_fast/masks/combined.py",
         old="combine(self.window_offset, other.window_offset, greatest),",
         new="combine(self.window_offset, other.window_offset, least),",
         tests=("tests/ops/test_masks.py",),
     ),
     Fault(
-        name="a prefix and the look-ahead are intersected",
+        name="the ends of a union are intersected",
         path="transformer_fast/masks/lower.py",
-        old="ends.append(torch.maximum(lengths",
-        new="ends.append(torch.minimum(lengths",
-        tests=("tests/ops/test_lower.py",),
+        old="ends.append(reduce(torch.maximum, (",
+        new="ends.append(reduce(torch.minimum, (",
+        tests=("tests/ops/test_intervals.py", "tests/ops/test_lower.py"),
     ),
     Fault(
         name="ids of two documents clash when they are combined",
