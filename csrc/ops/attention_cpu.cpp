@@ -58,11 +58,10 @@ struct Sequence {
 template <typename T, typename A>
 using Sequences = c10::SmallVector<Sequence<T, A>, 1>;
 
-// The index in a distance bias for query i and key i.
-int64_t distance_0(const AttentionParams& params, int64_t queries, int64_t keys) {
+// The index of distance 0 in a distance bias.
+int64_t distance_0(const AttentionParams& params, int64_t queries) {
   if (!params.is_packed()) return queries - 1;
-  if (!params.packed.bottom_right) return params.packed.max_q.expect_int() - 1;
-  return params.packed.max_k.expect_int() - 1 - (keys - queries);
+  return (params.packed.bottom_right ? params.packed.max_k : params.packed.max_q).expect_int() - 1;
 }
 
 // One entry for a padded batch, or one entry per sequence of a packed batch. The entries point into the bias.
@@ -73,7 +72,7 @@ Sequences<T, A> sequences_of(const Tensor& q, const Tensor& k, const Tensor& v, 
   set_diagonals(common, known(params.causal), known(params.window));
   if (params.sinks) common.sinks = params.sinks->const_data_ptr<A>();
   common.scale = static_cast<A>(params.scale), common.softcap = static_cast<A>(params.softcap.value_or(0));
-  common.zero_empty_rows = params.zero_empty_rows;
+  common.zero_empty_rows = params.zero_empty_rows, common.bottom_right = params.packed.bottom_right;
   common.dropout = dropout_params(params.dropout_p, params.seed);
   if (!params.is_packed()) {
     set_tensors(common, q, k, v);
@@ -101,12 +100,11 @@ Sequences<T, A> sequences_of(const Tensor& q, const Tensor& k, const Tensor& v, 
     p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2), p.first_batch = b;
     p.Lq = starts_q[b + 1] - start_q, p.Lk = stored_keys = starts_k[b + 1] - start_k;
     if (used) p.Lk = used->const_data_ptr<int32_t>()[b];
-    if (params.packed.bottom_right) p.upper += p.Lk - p.Lq, p.lower += p.Lk - p.Lq;
     if (bias) {
       bias_start = bias_starts->const_data_ptr<int64_t>()[b];
       p.bias = bias_view<T, A>(bias_of_sequence(*bias, bias_start, p.Lq, stored_keys));
     }
-    p.distance_bias = distance_view<const A>(params.distance_bias, distance_0(params, p.Lq, p.Lk));
+    p.distance_bias = distance_view<const A>(params.distance_bias, distance_0(params, p.Lq));
     p.query_ids = ids_view(params.query_ids, start_q), p.key_ids = ids_view(params.key_ids, start_k);
     p.q = rows_view<const T>(q, start_q);
     p.k = rows_view<const T>(k, start_k), p.v = rows_view<const T>(v, start_k);
@@ -202,7 +200,7 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
     c10::SmallVector<AttentionBackward<T, A>, 1> calls;
     for (const auto& [p, start_q, start_k, bias_start, stored_keys] : sequences) {
       View<A> grad_distances;
-      if (needs.distance_bias) grad_distances = distance_view<A>(grads.distance_bias, distance_0(params, p.Lq, p.Lk));
+      if (needs.distance_bias) grad_distances = distance_view<A>(grads.distance_bias, distance_0(params, p.Lq));
       if (p.Lk == 0)  // no task will write the result
         grads.q.narrow(0, start_q, p.Lq).zero_();
       else

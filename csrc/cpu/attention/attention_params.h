@@ -100,25 +100,6 @@ struct AttentionKernelParams {
   bool has_uniform_rows() const { return !zero_empty_rows && !sinks; }
 };
 
-// Number of keys of query i of batch entry b, by its length.
-template <typename T, typename A>
-int64_t key_length(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
-  return params.lengths.data ? std::min<int64_t>(params.Lk, *params.lengths.at(b, 0, i)) : params.Lk;
-}
-
-// The key at distance 0 from query i, on the main diagonal.
-template <typename T, typename A>
-int64_t own_key(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
-  return params.bottom_right ? i + key_length(params, b, i) - params.Lq : i;
-}
-
-// The keys visible to query i of batch entry b by length and diagonals; the start of an empty range is arbitrary.
-template <typename T, typename A>
-Range visible_keys(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
-  const int64_t length = key_length(params, b, i), own = own_key(params, b, i);
-  return {std::max<int64_t>(0, own + params.lower), std::max<int64_t>(0, std::min(length, own + params.upper + 1))};
-}
-
 // Number of distances between queries and keys, ordered from (last query, first key) on.
 template <typename T, typename A>
 int64_t distances(const AttentionKernelParams<T, A>& params) {
@@ -129,12 +110,6 @@ int64_t distances(const AttentionKernelParams<T, A>& params) {
 template <typename T, typename A>
 A sink_of(const AttentionKernelParams<T, A>& params, int64_t h) {
   return params.sinks ? params.sinks[h] : -std::numeric_limits<A>::infinity();
-}
-
-// Bias by distance for query i, indexed by the key; nullptr for none.
-template <typename T, typename A>
-const A* distance_row(const AttentionKernelParams<T, A>& params, int64_t b, int64_t h, int64_t i) {
-  return params.distance_bias.data ? params.distance_bias.at(b, h, 0) - own_key(params, b, i) : nullptr;
 }
 
 // Weights that a forward keeps for its backward, by tiles: per block of queries and per key, the lanes of the block. A

@@ -153,7 +153,7 @@ void sum_distances(const AttentionBackward<T, A>& call, const DistanceParts<A>& 
   for (int64_t task = 0; task < p.B * p.Hkv * ranges; ++task)
     for (int64_t member = 0; member < group; ++member) {
       const int64_t head = task / ranges, h = head % p.Hkv * group + member;
-      A* const grad = call.grad_distance_bias.at(head / p.Hkv, h, 0) - (p.Lq - 1);
+      A* const grad = call.grad_distance_bias.at(head / p.Hkv, h, 0) - own_key(p, head / p.Hkv, p.Lq - 1);
       const A* const part = parts.of_task(task) + member * count;
       for (int64_t n = 0; n < count; ++n) grad[n] += part[n];
     }

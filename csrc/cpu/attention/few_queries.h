@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../simd/operands.h"
-#include "tile.h"
+#include "mask.h"
 
 namespace transformer_fast {
 namespace {
@@ -179,8 +179,8 @@ class QueryRows {
   int64_t count() const { return group_ * params_.Lq; }
   int64_t head(int64_t row) const { return kv_head_ * group_ + row / params_.Lq; }
   int64_t position(int64_t row) const { return row % params_.Lq; }
-  // The keys visible to the row by length and diagonals.
-  Range visible(int64_t row) const { return visible_keys(params_, b_, position(row)); }
+  // The keys of the row, but for those that bits block.
+  Range visible(int64_t row) { return lowered(row).keys_of(position(row) % kQueryTile); }
 
   // Addresses of key `first` and its value, and how many of the `count` keys follow at the same stride.
   int64_t find_keys(int64_t first, int64_t count, RowsAt<T>* k, RowsAt<T>* v) const {
@@ -213,7 +213,7 @@ class QueryRows {
   // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors. `ahead`: values to prefetch, or
   // none. `slopes`: output for the softcap's slopes, or null.
   void find_scores(int64_t row, const A* query, RowsAt<T> k, int64_t first, int64_t count, A* scores,
-                   RowsAt<T> ahead = {}, A* slopes = nullptr) const {
+                   RowsAt<T> ahead = {}, A* slopes = nullptr) {
     const auto& p = params_;
     if (ahead.first)
       multiply_rows<true>(k, count, p.D, query, p.scale, scores, ahead);
@@ -221,34 +221,21 @@ class QueryRows {
       multiply_rows(k, count, p.D, query, p.scale, scores);
     if (p.softcap > 0) cap(count, p.softcap, scores, slopes);
     const int64_t h = head(row), i = position(row);
-    const Range keys = visible(row);
+    const Lowered<A>& mask = lowered(row);
+    const auto add = [&](const auto& addends) {
+      for (int64_t j = 0; addends && j < count; j += kW) {
+        const Vector<A> addend = j + kW <= count ? addends.at(0, first + j, kW) : addends.at(0, first + j, count - j);
+        store(scores + j, added<A>(load(scores + j), addend));
+      }
+    };
+    if (p.bias || p.keep.data || p.key_keep.data) add(Addends<T, A, false>(p, b_, h, i, false));
+    if (p.bias || p.keep.data || p.distance_bias.data || mask.compares_ids)
+      add(Addends<T, A, true>(p, b_, h, i, mask.compares_ids));
+    const Range keys = mask.keys_of(i - mask.first_query);
     const int64_t begin = std::clamp<int64_t>(keys.begin - first, 0, count);
     const int64_t end = std::clamp<int64_t>(keys.end - first, 0, count);
     std::fill(scores, scores + begin, kBlocked<A>);
     std::fill(scores + end, scores + round_up(count, kW), kBlocked<A>);
-    if (p.bias) {
-      const auto bias = p.bias.from(b_, h, i, first);
-      for (int64_t j = begin; j < end; ++j) {
-        const A added = bias.at(0, j);
-        scores[j] = added == kBlocked<A> ? added : scores[j] + added;
-      }
-    }
-    if (const A* distances = distance_row(p, b_, h, i))
-      for (int64_t j = begin; j < end; ++j) {
-        const A added = distances[first + j];
-        scores[j] = added == kBlocked<A> ? added : scores[j] + added;
-      }
-    if (p.query_ids.data) {
-      const int32_t own = *p.query_ids.at(b_, 0, i), *const ids = p.key_ids.at(b_, 0, first);
-      for (int64_t j = begin; j < end; ++j)
-        if (ids[j] != own) scores[j] = kBlocked<A>;
-    }
-    for (const auto* mask : {&p.keep, &p.key_keep}) {
-      if (!mask->data) continue;
-      const bool* kept = mask->at(b_, h, i) + first * mask->column_stride();
-      for (int64_t j = begin; j < end; ++j)
-        if (!kept[j * mask->column_stride()]) scores[j] = kBlocked<A>;
-    }
   }
 
   // Draws for keys first .. first + count - 1, first a multiple of kKeysDrawn; whole vectors of draws are written.
@@ -258,8 +245,16 @@ class QueryRows {
   }
 
  private:
+  // The mask of the block that the row's position is in, kept for the rows that follow.
+  const Lowered<A>& lowered(int64_t row) {
+    const int64_t first = position(row) / kQueryTile * kQueryTile;
+    if (!lowered_ || lowered_->first_query != first) lowered_.emplace(params_, b_, first);
+    return *lowered_;
+  }
+
   const AttentionKernelParams<T, A>& params_;
   int64_t b_, kv_head_, group_;
+  std::optional<Lowered<A>> lowered_;
 };
 
 // kept ? value : 0 over `count` weights, whole vectors at a time.

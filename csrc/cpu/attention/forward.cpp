@@ -34,7 +34,7 @@ class ForwardBlock {
     std::fill(row_sum_, row_sum_ + lanes_, A(params_.sinks ? 1 : 0));
     query_operand_ = load_lanes(params_.q.at(b_, h_, first_query_), params_.q.row_stride(), queries_, params_.D,
                                 operands<T>(query_lanes_));
-    BlockMask<T, A> mask(params_, b_, h_, first_query_, queries_, mask_buffers_);
+    BlockMask<T, A> mask(params_, b_, h_, first_query_, mask_buffers_);
     const Range visible = mask.keys();
     for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
       const int64_t keys = mask.prepare(first, std::min(kKeyTile, visible.end - first), scores_);
@@ -165,10 +165,8 @@ template <typename T, typename A>
 void attention_forward(std::span<const AttentionForward<T, A>> calls) {
   using Params = AttentionKernelParams<T, A>;
   const auto blocks_of = [](const Params& p) { return (p.Lq + kQueryTile - 1) / kQueryTile; };
-  // All keys visible to the queries of a batch entry, extended to begin at a whole chunk.
-  const auto keys_of = [](const Params& p) {
-    return has_few_queries(p) ? std::min(p.Lk, p.upper - p.lower + p.Lq + kRowKeys) : 0;
-  };
+  // All keys of a batch entry's queries, extended to begin at a whole chunk.
+  const auto keys_of = [](const Params& p) { return has_few_queries(p) ? std::min(p.Lk, most_keys(p) + kRowKeys) : 0; };
   const auto head_size = [](const Params& p) {
     return p.H / p.Hkv * p.Lq * RowPart<A>::size(round_up(p.D, kLanes<A>));
   };

@@ -38,7 +38,7 @@ class ScoreGradients {
     lanes_ = round_up(queries, kW);
     if (p.dropout.p > 0) dropout_.emplace(p, b_, h);
     uniform_rows_ = load_statistics();
-    mask_.emplace(p, b_, h, first_query, queries, mask_buffers_);
+    mask_.emplace(p, b_, h, first_query, mask_buffers_);
     const Range visible = mask_->keys(), needed = uniform_rows_ ? Range{0, p.Lk} : visible;
     const Range keys = needed.intersection(range);
     if (keys.empty()) return keys;

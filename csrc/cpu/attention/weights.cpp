@@ -16,18 +16,17 @@ class WeightsBlock {
       : params_(params), b_(b), h_(h), first_query_(first_query),
         queries_(std::min(kQueryTile, params.Lq - first_query)), lanes_(round_up(queries_, kW)) {
     const int64_t keys = std::min(kKeyTile, params.Lk);
-    Workspace<A>::divide(
-        {{&query_lanes_, params.D * lanes_},
-         {&staged_, keys * round_up(params.D, kW)},
-         {&mask_buffers_.key_addend, keys},
-         {&mask_buffers_.pair_addend, params.softcap > 0 && !has_few_queries(params) ? keys * lanes_ : 0},
-         {&scores_, params.Lk * lanes_}});
+    Workspace<A>::divide({{&query_lanes_, params.D * lanes_},
+                          {&staged_, std::max(keys * round_up(params.D, kW), params.Lk)},
+                          {&mask_buffers_.key_addend, keys},
+                          {&mask_buffers_.pair_addend, params.softcap > 0 ? keys * lanes_ : 0},
+                          {&scores_, params.Lk * lanes_}});
     if (params.dropout.p > 0) dropout_.emplace(params, b, h);
   }
 
   // Writes the rows of the block, Lk elements each.
   void run(T* weights) {
-    find_scores();
+    has_few_queries(params_) ? find_few_scores() : find_scores();
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(lane);
     const int64_t Lk = params_.Lk;
     transpose_rows<A>(
@@ -39,12 +38,9 @@ class WeightsBlock {
   // (Lk, lanes), -inf where blocked.
   void find_scores() {
     const auto& p = params_;
-    const bool few = has_few_queries(p);
-    Rows<E> query{};
-    if (!few)
-      query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D, operands<T>(query_lanes_));
-    if (few) mask_buffers_.pair_addend = nullptr;  // products are capped before they are added to the addends
-    BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, mask_buffers_);
+    const Rows<E> query =
+        load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D, operands<T>(query_lanes_));
+    BlockMask<T, A> mask(p, b_, h_, first_query_, mask_buffers_);
     const Range visible = mask.keys();
     std::fill(scores_, scores_ + visible.begin * lanes_, kBlocked<A>);
     std::fill(scores_ + visible.end * lanes_, scores_ + p.Lk * lanes_, kBlocked<A>);
@@ -53,28 +49,22 @@ class WeightsBlock {
       const int64_t loaded = std::min(kKeyTile, visible.end - first), keys = mask.prepare(first, loaded, scores);
       std::fill(scores + keys * lanes_, scores + loaded * lanes_, kBlocked<A>);
       if (keys == 0) continue;
-      const T* k = p.k.at(b_, h_ / (p.H / p.Hkv), first);
-      if (few) {
-        if (!mask.has_pairs()) std::fill(scores, scores + keys * lanes_, A(0));
-        multiply_queries(k, keys, scores);
-        mask.apply_keys_and_bounds(keys, scores);
-        continue;
-      }
-      const Matrix<E> factors = load_factors(k, p.k.row_stride(), keys, p.D, operands<T>(staged_));
-      mask.find_scores(keys, factors, query, scores);
+      const T* const k = p.k.at(b_, h_ / (p.H / p.Hkv), first);
+      mask.find_scores(keys, load_factors(k, p.k.row_stride(), keys, p.D, operands<T>(staged_)), query, scores);
     }
   }
 
-  // Adds the products of few queries in the forward's order: one sum per lane along D, then the sum of the lanes, which
-  // rounds less than one long sum.
-  void multiply_queries(const T* k, int64_t keys, A* scores) {
+  // The same of few queries, as their forward sums it, which rounds less than one long sum.
+  void find_few_scores() {
     const auto& p = params_;
+    const int64_t group = p.H / p.Hkv;
+    QueryRows<T, A> rows(p, b_, h_ / group);
+    RowsAt<T> k, v;
+    rows.find_keys(0, p.Lk, &k, &v);
     for (int64_t i = 0; i < queries_; ++i) {
       copy_operands(p.q.at(b_, h_, first_query_ + i), p.D, query_lanes_);
-      multiply_rows(RowsAt<T>{k, p.k.row_stride()}, keys, p.D, query_lanes_, p.scale, staged_);
-      if (p.softcap > 0) cap(keys, p.softcap, staged_);
-      for (int64_t j = 0; j < keys; ++j)
-        if (A& score = scores[j * lanes_ + i]; score != kBlocked<A>) score += staged_[j];
+      rows.find_scores(h_ % group * p.Lq + first_query_ + i, query_lanes_, k, 0, p.Lk, staged_);
+      for (int64_t j = 0; j < p.Lk; ++j) scores_[j * lanes_ + i] = staged_[j];
     }
   }
 
