@@ -69,9 +69,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
         params = _kernel_params(q, k, mask, options)
         if mask.has_ranges:
-            lines.append(
-                f"intervals and unions: {_describe_read(*kernel_parts(mask, q.shape[2], k.shape[2], q.device))}"
-            )
+            lines.append(f"intervals and unions: {_describe_read(mask, params, q, k)}")
         lines.append(_describe_tiles(q, k, params, backend))
         stored = _bytes_for_backward(q, k, params) if backend == "triton" else 0
     if backend == "triton" and (lacking := limits(version := metadata.version("triton"))):
@@ -134,10 +132,11 @@ def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str,
     )
 
 
-def _describe_read(end: Tensor | None, keep: Tensor | None) -> str:
+def _describe_read(mask: AttentionMask, params: AttentionParams, q: Tensor, k: Tensor) -> str:
     """Text on what the kernels read for intervals and unions."""
+    end, keep = kernel_parts(mask, q.shape[2], k.shape[2], q.device)
     read = [] if end is None else ["lengths per query"]
-    if keep is not None:
+    if keep is not None and (keep := params.keep) is not None:
         read.append(f"a keep mask {tuple(keep.shape)} of {keep.nbytes / 2**20:,.1f} MiB")
     return f"read as {' and '.join(read)}" if read else "all keys"
 

@@ -18,7 +18,7 @@ def drawn(heads: int, columns: int, keys: int = LK) -> torch.Tensor:
 
 def hidden_rows(bounds: list[int], causal: bool, key: int) -> set[int]:
     """Queries that do not see a key."""
-    rows = set(range(key)) if causal else set()
+    rows = set(range(max(0, key - (LK - LQ)))) if causal else set()
     if len(bounds) == 1:
         return rows | set(range(bounds[0], LQ))
     if causal:
@@ -78,6 +78,12 @@ def test_published_examples(ends, mask):
     assert torch.equal(startend_mask(indices, 10, causal=True).dense(10, 10), mask.dense(10, 10))
 
 
+def test_the_last_query_sees_all_keys():
+    """As in the function's own tests: with fewer queries than keys, the look-ahead is aligned with the last key."""
+    seen = startend_mask(torch.full((1, 1, 7, 1), 4).int(), 4, causal=True).dense(4, 7)[0, 0]
+    assert torch.equal(seen, torch.ones(4, 7).tril(3).bool())
+
+
 def test_windows_blocks_and_a_mask_made_once():
     q, k, v = (torch.randn(1, 300, 2, D) for _ in range(3))
     heads = [t.transpose(1, 2) for t in (q, k, v)]
@@ -109,10 +115,18 @@ WRONG = {
     "keys": (lambda: flashmask_attention(X, X, X, drawn(1, 2, 9)), ValueError, "each of the 41 keys"),
     "heads": (lambda: flashmask_attention(X, X, X, drawn(3, 2)), ValueError, "must have 1, 2 or 2 heads"),
     "batch": (lambda: flashmask_attention(X, X, X, drawn(1, 2)[:1].expand(3, -1, -1, -1)), ValueError, "broadcast"),
+    "no tensor": (lambda: flashmask_attention(X, X, X, [1]), TypeError, "int32 tensor, got list"),
+    "a window of no bound": (lambda: flashmask_attention(X, X, X, window_size=(2, -1)), ValueError, "got (2, -1)"),
+    "a window of three": (lambda: flashmask_attention(X, X, X, window_size=(2, 1, 1)), ValueError, "one or two ints"),
+    "a window of fewer queries": (lambda: flashmask_attention(X[:, 1:], X, X, window_size=3), ValueError, "40 and 41"),
+    "other blocks": (
+        lambda: flashmask_attention(X, X, X, drawn(1, 2), block_mask=torch.ones(1, 1, 2, 2).int()), ValueError,
+        "must be (B, H, 1, 1)",
+    ),
     "a window too": (lambda: flashmask_attention(X, X, X, drawn(1, 2), window_size=3), ValueError, "got both"),
     "blocks alone": (lambda: flashmask_attention(X, X, X, block_mask=X.int()), ValueError, "startend_row_indices"),
     "three axes": (lambda: flashmask_attention(X[0], X, X), ValueError, "query must be a tensor (B, L, H, D)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

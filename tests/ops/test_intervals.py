@@ -93,6 +93,19 @@ WRONG = {
     "a wrong mask in a union": (
         lambda: call(AttentionMask.lengths(I) | AttentionMask.causal()), ValueError, "fit neither (B,) = (2,)",
     ),
+    "documents of another length in a union": (
+        lambda: call(AttentionMask.causal() | AttentionMask.documents(I[None, 1:])), ValueError, "(B, L) = (2, 70)",
+    ),
+    "one document for all in a union": (
+        lambda: call(AttentionMask.causal() | AttentionMask.documents(I[None, :1])), ValueError, "(B, L) = (2, 70)",
+    ),
+    "documents on another device in a union": (
+        lambda: call(AttentionMask.causal() | AttentionMask.documents(I[None].to("meta"))), ValueError, "bias on meta",
+    ),
+    "a keep mask as lengths in a union": (
+        lambda: call(AttentionMask.lengths((I > 3).int().expand(2, -1)) | AttentionMask.causal()), ValueError,
+        "can be read two ways",
+    ),
     "a bias in a union": (
         lambda: AttentionMask.causal() | AttentionMask.alibi(torch.ones(4)), ValueError, "(a | b) & bias",
     ),

@@ -61,6 +61,19 @@ def test_a_packed_batch_has_a_block_more_per_sequence():
         assert kept_bits.empty_kept_bits(q, q, params, "sm90") is None
 
 
+@pytest.mark.parametrize("lengths", [[2048, *[16] * 1000], [4000, *[1] * 4000], [4096, *[8] * 2000]])
+def test_short_sequences_beside_a_long_one_take_no_block_each(lengths):
+    starts, q = meta(len(lengths) + 1, dtype=torch.int32), meta(sum(lengths), 16, 64)
+    params = replace(DROPPED, packed=PackedBatch(starts, starts, max(lengths), max(lengths)))
+    assert kept_bits.empty_kept_bits(q, q, params, "sm90") is None
+
+
+def test_one_query_takes_no_block():
+    """Grouped heads share a key and a value, and no bits."""
+    q, k = meta(64, 64, 1, 64), meta(64, 1, 4096, 64)
+    assert kept_bits.empty_kept_bits(q, k, DROPPED, "sm90") is None
+
+
 def test_not_where_there_is_no_kernel_for_it():
     for params in (
         AttentionParams(),

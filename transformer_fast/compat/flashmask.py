@@ -26,8 +26,8 @@ def startend_mask(startend_row_indices: Tensor, queries: int, *, causal: bool = 
     ======= ========== ===========================================================================================
     columns ``causal`` queries i that do not see key j
     ======= ========== ===========================================================================================
-    1       True       ``i >= t[j, 0]``, and ``i < j``
-    2       True       ``t[j, 0] <= i < t[j, 1]``, and ``i < j``
+    1       True       ``i >= t[j, 0]``, and ``i < j - (Lk - Lq)``
+    2       True       ``t[j, 0] <= i < t[j, 1]``, and ``i < j - (Lk - Lq)``
     2       False      ``i >= t[j, 0]``, and ``i < t[j, 1]``
     4       False      ``t[j, 0] <= i < t[j, 1]``, and ``t[j, 2] <= i < t[j, 3]``
     ======= ========== ===========================================================================================
@@ -37,7 +37,7 @@ def startend_mask(startend_row_indices: Tensor, queries: int, *, causal: bool = 
     Args:
         startend_row_indices: int32 (B, 1, Lk, columns), or with a head per query head in place of 1.
         queries: number of queries.
-        causal: query i sees keys up to i only.
+        causal: the last query sees all keys, the one before all but the last, and so on.
 
     Raises:
         TypeError: for indices that are not an int32 tensor.
@@ -52,9 +52,7 @@ def startend_mask(startend_row_indices: Tensor, queries: int, *, causal: bool = 
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
     given, columns = startend_row_indices, _COLUMNS[bool(causal)]
-    if not isinstance(given, Tensor) or given.dtype != torch.int32:
-        kind = f"{given.dtype}" if isinstance(given, Tensor) else type(given).__name__
-        raise TypeError(f"{_OP}: startend_row_indices must be an int32 tensor, got {kind}")
+    _check_indices(given)
     if given.dim() != 4 or sizes(given)[3] not in columns:
         raise ValueError(
             f"{_OP}: startend_row_indices must be (B, H, Lk, columns) with {columns[0]} or {columns[1]} columns for "
@@ -71,7 +69,7 @@ def startend_mask(startend_row_indices: Tensor, queries: int, *, causal: bool = 
     else:
         hidden = ((i >= bounds[0]) & (i < bounds[1])) | ((i >= bounds[2]) & (i < bounds[3]))
     mask = AttentionMask.keep(~hidden)
-    return mask & AttentionMask.causal() if causal else mask
+    return mask & AttentionMask.causal(sizes(given)[2] - queries) if causal else mask
 
 
 def flashmask_attention(
@@ -98,14 +96,14 @@ def flashmask_attention(
         startend_row_indices: int32 (B, 1 or Hkv or H, Lk, 1 or 2 or 4), as :func:`startend_mask` explains; or what that
             function returned, with this ``causal``; None for no such mask.
         dropout: probability of dropping an attention weight, where ``training``.
-        causal: query i sees keys up to i only.
+        causal: query i sees keys up to ``i + Lk - Lq`` only.
         window_size: left and right, or one number for both: query i sees keys from ``i - left`` to ``i + right``, with
-            ``causal`` to i. Excludes ``startend_row_indices``.
+            ``causal`` to i. For as many queries as keys. Excludes ``startend_row_indices``.
         return_softmax_lse: also return the natural logsumexp.
         softmax_scale: multiplies the scores; ``1 / sqrt(D)`` by default.
         bias: float, broadcastable to (B, H, Lq, Lk), added to the scores; learned or not.
-        block_mask: int32 (B, 1 or Hkv or H, blocks of 128 queries, blocks of 128 keys), 0 hides a block. Requires
-            ``startend_row_indices``.
+        block_mask: int32 (B, 1 or Hkv or H, ceil(Lq / 128), ceil(Lk / 128)), 0 hides a block of 128 queries and 128
+            keys. Requires ``startend_row_indices``.
 
     Returns:
         (B, Lq, H, D) in query's dtype, 0 for a query that sees no key; or a tuple of it and the logsumexp (B, H, Lq).
@@ -129,13 +127,15 @@ def flashmask_attention(
         raise ValueError(f"{_OP}: expected startend_row_indices or window_size, got both")
     if block_mask is not None and startend_row_indices is None:
         raise ValueError(f"{_OP}: block_mask needs startend_row_indices")
-    mask = AttentionMask.causal() if causal else AttentionMask()
+    mask = AttentionMask.causal(keys - queries) if causal else AttentionMask()
     if window_size is not None:
-        left, right = (window_size, window_size) if isinstance(window_size, int) else window_size
-        mask = mask & AttentionMask.window(left, right)
+        if queries != keys:
+            raise ValueError(f"{_OP}: window_size is for as many queries as keys, got {queries} and {keys}")
+        mask = mask & _window(window_size)
     if isinstance(startend_row_indices, AttentionMask):
         mask = mask & startend_row_indices
     elif startend_row_indices is not None:
+        _check_indices(startend_row_indices)
         given = _of_query_heads("startend_row_indices", startend_row_indices, heads, key_heads)
         if given.dim() == 4 and sizes(given)[2] != keys:
             raise ValueError(
@@ -145,6 +145,12 @@ def flashmask_attention(
         mask = mask & startend_mask(given, queries, causal=causal)
     if block_mask is not None:
         check_integers(_OP, "block_mask", block_mask, "(B, H, blocks, blocks)", query.device)
+        blocks = -(-queries // 128), -(-keys // 128)
+        if any(size != count for size, count in zip(sizes(block_mask)[2:], blocks, strict=True)):
+            raise ValueError(
+                f"{_OP}: block_mask must be (B, H, {blocks[0]}, {blocks[1]}), blocks of 128 queries and 128 keys, got "
+                f"shape {tuple(block_mask.shape)}"
+            )
         kept = _of_query_heads("block_mask", block_mask, heads, key_heads) != 0
         kept = kept.repeat_interleave(128, 2)[:, :, :queries].repeat_interleave(128, 3)[..., :keys]
         mask = mask & AttentionMask.keep(kept)
@@ -156,9 +162,24 @@ def flashmask_attention(
     return (out.transpose(1, 2), logsumexp) if return_softmax_lse else out.transpose(1, 2)
 
 
+def _check_indices(given: Tensor) -> None:
+    if not isinstance(given, Tensor) or given.dtype != torch.int32:
+        kind = f"{given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"{_OP}: startend_row_indices must be an int32 tensor, got {kind}")
+
+
+def _window(size: int | tuple[int, int]) -> AttentionMask:
+    bounds = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, (tuple, list)) else ()
+    if len(bounds) != 2 or not all(type(bound) is int and bound >= 0 for bound in bounds):
+        raise ValueError(
+            f"{_OP}: window_size must be one or two ints of at least 0, or None for no window, got {size!r}"
+        )
+    return AttentionMask.window(*bounds)
+
+
 def _of_query_heads(name: str, t: Tensor, heads: int, key_heads: int) -> Tensor:
     """Repeat what each key head has for the query heads of its group."""
-    if not isinstance(t, Tensor) or t.dim() != 4:
+    if t.dim() != 4:
         return t
     if all(sizes(t)[1] != count for count in (1, heads, key_heads)):
         raise ValueError(f"{_OP}: {name} must have 1, {key_heads} or {heads} heads, got shape {tuple(t.shape)}")

@@ -195,17 +195,20 @@ def _check_special(
             of_slopes = "(H,) with" if packed is not None else f"(H,) or (B, H) with B = {B} and"
             of = "(buckets, H) with" if name == "relative" else of_slopes
             raise ValueError(f"{op}: {name} must be {of} H = {H}, got shape {tuple(bias.tensor.shape)}")
-    if mask.document_ids is not None:
-        for name, ids, length in zip(("query_ids", "key_ids"), mask.document_ids, packed or lengths, strict=True):
-            if not broadcasts(ids.shape[0], B) or ids.shape[1] != length:
-                raise ValueError(
-                    f"{op}: documents: {name} must be (B, L) = ({B}, {int(length)}), or (1, {int(length)}) for all "
-                    f"sequences, got shape {tuple(ids.shape)}"
-                )
+    _check_documents(op, mask, B, packed or lengths)
     given = {**AttentionMask(document_ids=mask.document_ids, distance_biases=mask.distance_biases).tensors()}
     for name, t in (given if sinks is None else given | {"sinks": sinks}).items():
         if t.device != q.device:
             raise ValueError(f"{op}: q is on {q.device} but {name} on {t.device}")
+
+
+def _check_documents(op: str, mask: AttentionMask, B: int, lengths: tuple[int, int]) -> None:
+    for name, ids, length in zip(("query_ids", "key_ids"), mask.document_ids or (), lengths, strict=False):
+        if not broadcasts(ids.shape[0], B) or ids.shape[1] != length:
+            raise ValueError(
+                f"{op}: documents: {name} must be (B, L) = ({B}, {int(length)}), or (1, {int(length)}) for all "
+                f"sequences, got shape {tuple(ids.shape)}"
+            )
 
 
 def document_numbers(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,7 +265,10 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
             )
     for one in (one for union in mask.unions for one in union):
         check_mask(one, q, full)
-    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, mask.first_keys, mask.end_keys):
+        _check_documents("attention", one, B, full[2:])
+        refuse_keep_as_lengths(one.key_lengths, full[3])
+    ids = mask.document_ids or ()
+    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, mask.first_keys, mask.end_keys, *ids):
         if t is not None and t.device != q.device:
             raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
 
@@ -281,7 +287,7 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
     """Keep mask and lengths of a checked call as the kernels take them, with the intervals and unions of the mask.
 
     Lengths are int32 (B,) or (B, Lq), in [0, Lk]. On a GPU they are cached, as :func:`normal_lengths` are, and so is
-    what is made of intervals and unions.
+    what is made of intervals and unions with a tensor.
     """
     (B, _, Lq, _), Lk = sizes(q), sizes(k)[2]
     own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, Lq, Lk)

@@ -218,7 +218,7 @@ KEPT_BITS = Table({"share": 1.0})
 """Memory that the attention forward may use to keep dropout bits for the backward, as a share of the memory of q, k, v
 and the output. 0 keeps nothing. ``math.inf`` keeps the bits of all supported calls: padded or packed, 16-bit, head
 size 64, more than LONG keys, without windows, documents, dense masks and biases. A weight takes one bit, so 4,096 keys
-reach 1.0. Without kept bits, each kernel draws the same dropout mask again."""
+reach 1.0; the ends of tiles may take a quarter more. Without kept bits, each kernel draws the same mask again."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) ->
     columns = 2 * blocks_of(keys, _BLOCK.value)
     rows = q.numel() // q.shape[-1]
     most = KEPT_BITS["share"] * 2 * (q.numel() + k.numel()) * q.element_size()
-    if rows * columns * 8 > most or blocks * columns * 256 >= 2**31:
+    # The ends of tiles may take a quarter more: many short sequences beside a long one would take many times as much.
+    if rows * columns * 8 > most or heads * blocks * columns * 1024 > 1.25 * most or blocks * columns * 256 >= 2**31:
         return None
     return torch.empty((heads, blocks, columns, 8, 32), dtype=torch.int32, device=q.device)
 
