@@ -109,7 +109,8 @@ WRONG = {
     "a bias in a union": (
         lambda: AttentionMask.causal() | AttentionMask.alibi(torch.ones(4)), ValueError, "(a | b) & bias",
     ),
-    "a tensor in a union": (lambda: AttentionMask.causal() | torch.ones(3).bool(), TypeError, "several ways"),
+    "a tensor in a union": (lambda: AttentionMask.causal() | torch.ones(3).bool(), TypeError, "AttentionMask | tensor"),
+    "nothing in a union": (lambda: AttentionMask.causal() | None, TypeError, "AttentionMask | NoneType: both sides"),
     "a tensor before a union": (lambda: torch.ones(3).bool() | AttentionMask.causal(), TypeError, "several ways"),
     "a packed batch": (
         lambda: tfast.attention_packed(*[torch.ones(3, 1, 4)] * 3, *[torch.tensor([0, 3]).int()] * 2, mask=CAUSAL_ENDS),

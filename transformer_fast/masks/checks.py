@@ -119,10 +119,10 @@ def four_dimensions(mask: Tensor) -> Tensor:
     return mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
-def not_a_mask(other: object) -> TypeError:
-    """Error for ``mask & other``, with the expressions to write instead."""
+def not_a_mask(other: object, symbol: str = "&") -> TypeError:
+    """Error for ``mask & other``, or another symbol, with the expressions to write instead."""
     if not isinstance(other, Tensor):
-        return TypeError(f"AttentionMask & {type(other).__name__}: both sides must be an AttentionMask")
+        return TypeError(f"AttentionMask {symbol} {type(other).__name__}: both sides must be an AttentionMask")
     # Libraries differ in the meaning of True and in the presence of the head axis, so no reading is chosen here.
     keep, blocked = "AttentionMask.keep(t) if nonzero means kept", "AttentionMask.blocked(t) if nonzero means blocked"
     readings = [keep, blocked]
@@ -132,6 +132,6 @@ def not_a_mask(other: object) -> TypeError:
     elif other.dtype != torch.bool:
         readings.append("AttentionMask.lengths(t) if it holds lengths")
     return TypeError(
-        f"AttentionMask & tensor: a {other.dtype} tensor {tuple(other.shape)} can be read in several ways. Combine "
-        f"the mask with {'; '.join(readings)}."
+        f"AttentionMask {symbol} tensor: a {other.dtype} tensor {tuple(other.shape)} can be read in several ways. "
+        f"Combine the mask with {'; '.join(readings)}."
     )

@@ -69,7 +69,7 @@ class Combined:
                     [1, 0, 1]], dtype=torch.int32)
         """
         if not isinstance(other, Combined):
-            raise not_a_mask(other)
+            raise not_a_mask(other, "|")
         for mask in (self, other):
             if mask.additive_bias is not None or mask.distance_biases:
                 raise ValueError(f"a union has no bias, got {mask}; add the bias to the union: (a | b) & bias")
@@ -77,7 +77,7 @@ class Combined:
 
     def __ror__(self, other: object) -> Self:
         """Raise for ``tensor | mask`` the error of ``mask | tensor``."""
-        raise not_a_mask(other)
+        raise not_a_mask(other, "|")
 
     def __repr__(self) -> str:
         """Constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor is shown by dtype and
