@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
+from transformer_fast.masks.lower import lower
+from transformer_fast.ops.attention_checks import kernel_mask
 
 B, H, L, D = 2, 4, 70, 16
 LENGTHS = torch.tensor([L, 51])
@@ -81,6 +85,37 @@ def test_explain_says_what_the_kernels_read():
 
 
 CAUSAL_ENDS = MASKS["ends"] & AttentionMask.causal()
+
+
+class Sizes(TorchDispatchMode):
+    """Record of the largest result."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        self.most = max(self.most, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0)
+        return out
+
+
+@pytest.mark.parametrize("name", ["prefix", "prefixes", "ends", "ends of a union"])
+def test_ends_are_lowered_in_linear_memory(name):
+    """Also by a call: nothing has Lq x Lk elements."""
+    length, prefix = 2_000, AttentionMask.prefix(torch.tensor([900, 30]))
+    place = torch.arange(length)
+    mask = {
+        "prefix": prefix,
+        "prefixes": prefix & (AttentionMask.lengths(torch.tensor([7, 1999])) | AttentionMask.prefix(STARTS)),
+        "ends": AttentionMask.intervals(None, place.expand(2, -1)),
+        "ends of a union": AttentionMask.causal(-9) | AttentionMask.intervals(None, place // 2),
+    }[name]
+    q = torch.zeros(2, 1, length, 1)
+    with Sizes() as sizes:
+        kernel_mask(mask, q, q)
+        lower(mask, length, length)
+    assert 0 < sizes.most <= 4 * length
+
+
 WRONG = {
     "begins of floats": (lambda: AttentionMask.intervals(torch.ones(3), None), TypeError, "begin must be an"),
     "ends of four axes": (

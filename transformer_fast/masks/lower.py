@@ -240,8 +240,10 @@ def _bounds(mask: AttentionMask, position: Tensor) -> tuple[list[Tensor], list[T
     if mask.end_keys is not None:
         ends.append(mask.end_keys.to(torch.int64))
     for union in mask.unions:
+        if not all(map(_begins_at_0, union)):
+            continue  # bits, see _scattered
         ways = [_bounds(one, position)[1] for one in union]
-        if all(map(_begins_at_0, union)) and all(ways):  # without a bound, all keys are seen
+        if all(ways):  # without a bound, all keys are seen
             ends.append(reduce(torch.maximum, (reduce(torch.minimum, way) for way in ways)))
     return begins, ends
 
@@ -265,9 +267,11 @@ def _scattered(mask: AttentionMask, position: Tensor, Lk: int) -> list[tuple[Ten
         query_ids, key_ids = mask.document_ids
         found.append((query_ids[:, None, :, None] == key_ids[:, None, None, :], mask.document_ids))
     for union in mask.unions:
+        if all(map(_begins_at_0, union)):
+            continue  # ends, see _bounds
         ways = [_allowed(one, position, Lk) for one in union]
         seen = [way for way in ways if way is not None]
-        if not all(map(_begins_at_0, union)) and len(seen) == len(ways):
+        if len(seen) == len(ways):
             found.append((reduce(torch.logical_or, seen), None))
     return found
 
