@@ -116,6 +116,18 @@ def test_ends_are_lowered_in_linear_memory(name):
     assert 0 < sizes.most <= 4 * length
 
 
+def test_a_compiled_call_refuses_lengths_out_of_range_beside_a_union():
+    def call(lengths):
+        mask = AttentionMask.lengths(lengths) & AttentionMask.prefix(STARTS)
+        return tfast.attention(*[torch.ones(B, H, L, D)] * 3, mask)
+
+    compiled = torch.compile(call, dynamic=False)
+    assert torch.equal(compiled(LENGTHS), call(LENGTHS))
+    for wrong in ([99, 3], [3, -4]):
+        with pytest.raises((ValueError, RuntimeError), match="length"):
+            compiled(torch.tensor(wrong))
+
+
 WRONG = {
     "begins of floats": (lambda: AttentionMask.intervals(torch.ones(3), None), TypeError, "begin must be an"),
     "ends of four axes": (
