@@ -85,6 +85,10 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
 
+def hidden_rows(*shape: int) -> Tensor:
+    return torch.randint(0, 9, shape, dtype=torch.int32)
+
+
 def in_a_block() -> Call:
     block_mask = create_block_mask(causal, None, None, 6, 6, device="cpu")
     return Call(lambda q, k, v: compat.flex_attention(q, k, v, block_mask=block_mask))
@@ -182,6 +186,23 @@ COMPAT: dict[str, Case] = {
         lambda b, n: (heads(b, n), heads(b, n, HKV), heads(b, n, HKV), lengths(b, n)),
     ),
     "flex_attention, a block mask": (in_a_block, lambda b, n: (heads(b, 6), heads(b, 6), heads(b, 6))),
+    "flashmask_attention": (
+        lambda: Call(two_results(
+            lambda q, k, v, t: compat.flashmask_attention(q, k, v, t, causal=True, return_softmax_lse=True)
+        )),
+        lambda b, n: (*padded(b, n), hidden_rows(b, 1, n + 2, 1)),
+    ),
+    "flashmask_attention, a bias": (
+        lambda: Call(lambda q, k, v, t, bias: compat.flashmask_attention(q, k, v, t, bias=bias)),
+        lambda b, n: (*padded(b, n), hidden_rows(b, HKV, n + 2, 4), torch.randn(b, H, n, n + 2)),
+    ),
+    "flashmask_attention, a window": (
+        lambda: Call(lambda q: compat.flashmask_attention(q, q, q, window_size=(2, 1))), lambda b, n: (rows(b, n, H),),
+    ),
+    "startend_mask": (
+        lambda: Call(lambda q, k, v, t: tfast.attention(q, k, v, compat.startend_mask(t, q.shape[2], causal=True))),
+        lambda b, n: (heads(b, 3, H), heads(b, n, H), heads(b, n, H), hidden_rows(b, H, n, 2)),
+    ),
 }  # fmt: skip
 """A call of every function of ``compat`` that takes tensors, by its name."""
 

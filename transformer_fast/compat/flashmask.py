@@ -69,7 +69,7 @@ def startend_mask(startend_row_indices: Tensor, queries: int, *, causal: bool = 
     else:
         hidden = ((i >= bounds[0]) & (i < bounds[1])) | ((i >= bounds[2]) & (i < bounds[3]))
     mask = AttentionMask.keep(~hidden)
-    return mask & AttentionMask.causal(sizes(given)[2] - queries) if causal else mask
+    return mask & AttentionMask.causal(given.shape[2] - queries) if causal else mask
 
 
 def flashmask_attention(
@@ -127,10 +127,10 @@ def flashmask_attention(
         raise ValueError(f"{_OP}: expected startend_row_indices or window_size, got both")
     if block_mask is not None and startend_row_indices is None:
         raise ValueError(f"{_OP}: block_mask needs startend_row_indices")
-    mask = AttentionMask.causal(keys - queries) if causal else AttentionMask()
+    mask = AttentionMask.causal(key.shape[1] - queries) if causal else AttentionMask()
     if window_size is not None:
-        if queries != keys:
-            raise ValueError(f"{_OP}: window_size is for as many queries as keys, got {queries} and {keys}")
+        if sizes(query)[1] != keys:
+            raise ValueError(f"{_OP}: window_size is for as many queries as keys, got {sizes(query)[1]} and {keys}")
         mask = mask & _window(window_size)
     if isinstance(startend_row_indices, AttentionMask):
         mask = mask & startend_row_indices
