@@ -9,13 +9,14 @@ metrics, and profile.jsonl has the metrics of COLUMNS, with the case and the way
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .record import Deadline, Record, parser, settle_keys
+from .record import CUT, Deadline, Record, parser, settle_keys
 
 LONG, CAUSAL, FULL, D128 = (
     "long-b4h16k4096-p0.1-bfloat16-train",
@@ -43,8 +44,8 @@ COLUMNS = {
     "issued": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 1e-2),
 }
 """Name here: name at ncu, and its unit; all but the first two are shares of the most that is possible."""
-STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-"""ncu's name of how many warps wait for a reason per instruction that is issued."""
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+"""ncu's name of how many warps wait for a reason, which the group is, per instruction that is issued."""
 
 
 def calls_of(name: str, way: str, device: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -91,13 +92,8 @@ def rows(profile: str) -> Iterator[dict[str, Any]]:
             number += 1
             continue
         name, way = WAYS[number]
-        stalls = {
-            reason: value
-            for column in kernel
-            if column.startswith(STALL.split("{}")[0]) and column.endswith(STALL.split("{}")[1])
-            if (value := _number(kernel[column])) is not None
-            for reason in [column.removeprefix(STALL.split("{}")[0]).removesuffix(STALL.split("{}")[1])]
-        }
+        waits = {found[1]: _number(kernel[column]) for column in kernel if (found := STALL.fullmatch(column))}
+        stalls = {reason: value for reason, value in waits.items() if value is not None}
         row: dict[str, Any] = {"case": name, "way": way, "kernel": kernel["Kernel Name"].split("(")[0][:100]}
         for title, (metric, unit) in COLUMNS.items():
             value = _number(kernel.get(metric))
@@ -130,11 +126,11 @@ def main(given: list[str] | None = None) -> int:
     page = ["ncu", "--import", str(report), "--page", "raw", "--csv", "--print-units", "base"]
     text = subprocess.run(page, stdout=subprocess.PIPE, text=True, check=True).stdout
     (options.out / "profile.csv").write_text(text)
-    record = Record(options.out / "profile.jsonl")
+    record = Record(options.out / "profile.jsonl", "case", "way")
     for row in rows(text):
         record.add(row)
         print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    return code
+    return code or CUT * (len(record.done()) < len(WAYS))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from attention_cases import CASES
 from gpu import ROOT
 
-from benchmarks.quick import headline, parity, report, step, tiles
+from benchmarks.quick import headline, parity, profile, report, step, tiles
 from benchmarks.quick.record import CUT, Record
 from transformer_fast.cli.verification_cases import op_cases
 from transformer_fast.triton.configs import AttentionConfig
@@ -101,6 +101,29 @@ def test_a_tile_that_keeps_no_bits_is_not_compared():
     with pytest.raises(ValueError, match="has no kept_bits"):
         tiles.with_tensors(tiles.on_meta(case, packed, "forward", AttentionConfig(64, 32, 4, 3)), given)
     tiles.with_tensors(tiles.on_meta(case, packed, "forward", AttentionConfig(64, 64, 4, 3)), given)
+
+
+def test_a_profile_is_read_by_way():
+    """As ncu prints it: names, units, and after each way's mark its kernels; what ncu does not know is None."""
+    reason = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    tensor = "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active"
+    names = [
+        "Kernel Name",
+        "gpu__time_duration.sum",
+        tensor,
+        reason.format("barrier"),
+        reason.format("long_scoreboard"),
+    ]
+    lines = [names, ["", "ns", "%", "", ""], ["void erfinv_kernel(int)", "1", "2", "3", "4"],
+             ["_forward_kernel", "1,234,567", "43.5", "0.5", "1.5"], ["void erfinv_kernel(int)", "", "", "", ""],
+             ["flash(x)", "n/a", "", "2", ""]]  # fmt: skip
+    text = "==PROF== connected\n" + "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+    ours, peer = profile.rows(text)
+    assert (ours["case"], ours["way"], ours["kernel"]) == (*profile.WAYS[0], "_forward_kernel")
+    assert (ours["us"], ours["tensor cores"], ours["registers"]) == (1234.567, 0.435, None)
+    assert ours["stalls"] == {"long_scoreboard": 1.5, "barrier": 0.5}
+    assert (peer["case"], peer["way"], peer["kernel"], peer["us"]) == (*profile.WAYS[1], "flash", None)
+    assert peer["tensor cores"] is None and peer["stalls"] == {"barrier": 2.0}
 
 
 def test_the_committed_record_has_its_table(tmp_path):
