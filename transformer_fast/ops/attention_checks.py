@@ -300,15 +300,15 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
             keep = mask.keep_mask if keep is None else keep & mask.keep_mask
         if end is None:
             return keep, own
-        if own is None:
-            lengths = end if is_traced() else end.clamp(0, Lk)
-        else:
-            given = own.long() if own.dim() == 2 else own.long().unsqueeze(1)
-            lengths = torch.minimum(end, given)
-            if not is_traced():  # in a traced graph, plain operators take lengths of any size
-                # What is out of range in a compiled graph stays so, for the op to refuse it.
-                lengths = torch.where((given < 0) | (given > Lk), given, lengths.clamp(0, Lk))
-        return keep, lengths if is_traced() else lengths.to(torch.int32).expand(B, Lq).contiguous()
+        given = None if own is None else own.long() if own.dim() == 2 else own.long().unsqueeze(1)
+        if given is not None:
+            end = torch.minimum(end, given)
+        if is_traced():  # plain operators take lengths of any size
+            return keep, end
+        end = end.clamp(0, Lk)
+        if given is not None:  # what is out of range in a compiled graph stays so, for the op to refuse it
+            end = torch.where((given < 0) | (given > Lk), given, end)
+        return keep, end.to(torch.int32).expand(B, Lq).contiguous()
 
     if torch.compiler.is_compiling() or is_traced() or in_transform():
         return found()
