@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "backward_threads.h"
 #include "build_config.h"
 #include "cpu/attention/attention_params.h"
 #include "instruction_set.h"
@@ -38,6 +39,10 @@ PYBIND11_MODULE(_C, m) {
         "The instruction sets with kernels that this processor runs, the best first.");
   m.attr("attention_tile") = py::make_tuple(transformer_fast::kQueryTile, transformer_fast::kKeyTile);
   m.def("load_kernels", &transformer_fast::load_kernels, "Loads the library of kernels at a path.");
+  m.def("keep_for_backward", &transformer_fast::keep_for_backward,
+        "Keeps a backend's name, or None, for backward passes that begin in this thread.");
+  m.def("kept_for_backward", &transformer_fast::kept_for_backward,
+        "The backend kept by this thread, or by the thread whose backward pass this one computes; else None.");
 
   namespace eager = transformer_fast::eager;
   m.def("attention", &eager::attention);

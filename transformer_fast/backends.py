@@ -16,10 +16,8 @@ Choose with the context manager ``transformer_fast.backend(name)`` or the enviro
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -53,15 +51,6 @@ class _Chosen(threading.local):
 
 _chosen = _Chosen()
 _active: list[str] = []  # of all threads
-
-# PyTorch passes the objects that a thread stores under a key to the threads that compute gradients. On CUDA, activation
-# checkpointing recomputes layers in those threads. A ContextVar is lost there: 2.11 passes no context on, and with
-# 2.12 to 2.14 a backward begun in such a thread passes on the thread's own. C++ has this store, and a stack that
-# the profiler uses too (ThreadLocalDebugInfo), which throws if a profiler was started inside the block.
-_KEY, _PROBE = "transformer_fast.backend", "transformer_fast.probe"
-_stash, _has, _get = torch._C._stash_obj_in_tls, torch._C._is_key_in_tls, torch._C._get_obj_in_tls
-_forget = getattr(torch._C, "_remove_obj_from_tls", None)  # since torch 2.13
-
 
 def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function as ``torch.compiler.assume_constant_result`` does, without importing the compiler."""
@@ -128,32 +117,21 @@ def backend(name: str) -> Iterator[None]:
 
 
 def _keep_for_backward(name: str | None) -> None:
+    """Hand the choice to the threads that compute this thread's gradients.
+
+    On CUDA, activation checkpointing recomputes layers in those threads. A ContextVar is lost there: torch 2.11 passes
+    no context on, and with 2.12 to 2.14 a backward begun in such a thread passes on the thread's own.
+    """
     if torch.compiler.is_compiling():  # compiled code has chosen its backend already, for the backward pass too
         return
-    if name is None and _forget is not None:
-        _forget(_KEY)
-        return
-    if _steals_references():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(name))
-    _stash(_KEY, name)
-
-
-@functools.cache
-def _steals_references() -> bool:
-    """Return True if PyTorch keeps an object for a thread without a reference of its own, as 2.11 does: it releases one
-    all the same when another object takes the place."""
-    probe = object()
-    before = sys.getrefcount(probe)
-    _stash(_PROBE, probe)
-    steals = sys.getrefcount(probe) == before
-    if steals:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
-    return steals
+    if module := extension.module():  # without the extension, every op runs on the reference
+        module.keep_for_backward(name)
 
 
 def _backend_of_forward() -> str | None:
     """Backend of the thread that began a backward pass, read in PyTorch's backward threads."""
-    return _get(_KEY) if _has(_KEY) else None
+    module = extension.module()
+    return module.kept_for_backward() if module else None
 
 
 def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:

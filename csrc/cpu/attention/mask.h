@@ -19,8 +19,8 @@ struct MaskBuffers {
   A *key_addend = nullptr, *pair_addend = nullptr, *slopes = nullptr;
 };
 
-// Bits and bias of the queries of a block: what is added to scores, -inf where a key is blocked. Of the parts that
-// differ between queries, or of those that are the same for all; from query i on.
+// Bits and bias of the queries of a block: what is added to scores, -inf where a key is blocked. kDiffer chooses the
+// parts that differ between queries, or those that are the same for all.
 template <typename T, typename A, bool kDiffer>
 struct Addends {
   Bias<T, A> bias;
@@ -38,7 +38,7 @@ struct Addends {
 
   explicit operator bool() const { return bias || keep.data || key_keep.data || distances || key_ids; }
 
-  // Of keys j .. j + count - 1 for the i-th of the queries.
+  // Addends of keys j .. j + count - 1 for the i-th of the queries.
   [[gnu::always_inline]] Vector<A> at(int64_t i, int64_t j, int64_t count) const {
     Vector<A> row{};
     if (bias) row = load_bias(bias, i, j, count);
