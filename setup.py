@@ -228,7 +228,7 @@ class Build(cpp_extension.BuildExtension):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Of this Python, or of every one: the module of another is not there, or stands beside."""
+        """Wheel tag: py3-none for a prebuilt wheel that serves every Python, else this interpreter's."""
         python, abi, platform = super().get_tag()
         return ("py3", "none", platform) if PREBUILT else (python, abi, platform)
 
@@ -304,7 +304,7 @@ def kernels_file(name: str) -> str:
 def kernels_extension(name: str, flags: list[str]) -> Extension:
     """Extension with the kernels of one instruction set: a library that the module loads, not a Python module.
 
-    Of torch it needs the headers for 16-bit numbers, and the name of libtorch_cpu to find torch's OpenMP runtime.
+    The library needs torch's headers for 16-bit numbers, and the name of libtorch_cpu to find torch's OpenMP runtime.
     """
     # csrc/cpu/simd/vec.h says where a product and a sum round once. GCC 12 warns inside its own headers (bug 105593).
     cxx = [*CXX_FLAGS, *flags, "-ffp-contract=off", "-Wno-maybe-uninitialized"]

@@ -68,7 +68,7 @@ class MarginSearch(Search):
         found = super().run()
         for index, hypotheses in enumerate(self.found):
             ranked = sorted(hypotheses, key=self._rank)[: self.config.n_best + 1]
-            # Of those that were cut off, the score decides where the beam stays wide.
+            # The score decides among hypotheses that were cut off, where the beam stays wide.
             self._close(index, [h.score for h in ranked if h.finished or self.keeps_slots])
         return found
 

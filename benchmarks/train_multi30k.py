@@ -209,8 +209,7 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def band(runs: dict[str, Any], column: int) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Of the validations that all runs have passed: where they are, on the average, and the lowest, mean and highest
-    loss."""
+    """Validations that all runs have passed: their mean place, and the lowest, mean and highest loss."""
     points = list(zip(*(run["curve"]["valid"] for run in runs.values()), strict=False))
     places = [fmean(point[column] for point in same) for same in points]
     losses = [[point[2] for point in same] for same in points]

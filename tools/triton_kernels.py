@@ -119,7 +119,7 @@ def compile_launch(launch, arch: int) -> Compiled:
         warps=launch.num_warps,
         wgmma=wgmma,
         mma_sync=compiled.asm["ptx"].count("mma.sync"),
-        # Of the first factor of the tallest product: a wgmma takes 64 rows, an mma.sync 16; 0 without such a product.
+        # Rows of the first factor of the tallest product: 64 for a wgmma, 16 for an mma.sync, 0 without one.
         rows_of_16_bit_dot=max(
             map(int, re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xb?f16>", compiled.asm["ttir"])), default=0
         ),

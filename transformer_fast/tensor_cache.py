@@ -95,12 +95,12 @@ def stamp_of(weight: Tensor) -> tuple[int, ...]:
     """Numbers that change if a weight (out, in) on a CPU is written to, even if PyTorch does not count the write.
 
     The bits of the weight are read as integers of up to 64 bits: two values of fp32, four of 16 bits. A weight of up to
-    4,096 integers, or with fewer than 8 in a row, is read whole. Of a larger one, a block of 8 adjacent integers is
+    4,096 integers, or with fewer than 8 in a row, is read whole. In a larger one, a block of 8 adjacent integers is
     read in every row, in columns that change from row to row. The stamp is the sum of the integers, or of the blocks,
     times their positions, modulo 2^64.
 
     Seen are a write to any whole row, to a whole column of at least 248 rows, to all of the weight, and a permutation
-    of rows or columns. Of a larger weight, a write to single values is seen only if it changes a block: at worst one
+    of rows or columns. In a larger weight, a write to single values is seen only if it changes a block: at worst one
     value in 251. A transposed weight is read as it lies in memory, where columns are rows. The time is that of one
     or two cache lines per row: 0.2 to 0.9 ms for (30,000, 768), 3 ms for (128,000, 4,096).
     """
