@@ -52,6 +52,7 @@ class _Chosen(threading.local):
 _chosen = _Chosen()
 _active: list[str] = []  # of all threads
 
+
 def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function as ``torch.compiler.assume_constant_result`` does, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
