@@ -21,7 +21,7 @@ from .. import ops
 from ..layers.padded_calls import GAPS, StaysPaddedError
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes
-from . import dispatch, unpadded
+from . import dispatch, flattened, unpadded
 from .layer_code import own_arguments
 from .lazy_bias import LazyBias
 from .lazy_mask import LazyMask, PackedLazyMask, bounds_of
@@ -88,13 +88,17 @@ def attention_forward(
         position_bias: float, added to the scores.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added.
         s_aux: (H,), attention sinks.
+        cu_seq_lens_q, max_length_q: int32 (B + 1,) and an int, where the sequences of a flattened batch begin, and the
+            length of the longest; each sequence attends to itself (:mod:`.flattened`).
 
     Returns:
         (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
 
     Raises:
         NotImplementedError: for features that the kernels lack (sparse attention by indices, masks of whole heads,
-            paged caches), and for an argument that only the model's own eager attention has.
+            paged caches), for an argument that only the model's own eager attention has, and for a flattened batch of a
+            model with cross-attention.
+        ValueError: for sequences that do not fit the tokens.
     """
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
@@ -117,6 +121,7 @@ def attention_forward(
             bounds = queries.cu_seqlens, keys.cu_seqlens
             out = ops.attention_packed(*tokens, *bounds, mask=packed_mask, **lengths, **options)
             return out.unsqueeze(0), None
+    sequences = flattened.Bounds.of(module, query, key, kwargs)
     if sizes(query)[0] != sizes(key)[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
@@ -126,6 +131,13 @@ def attention_forward(
         mask = position_bias.mask if mask is None else mask & position_bias.mask
     elif position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
+    if sequences is not None:
+        mask = mask or AttentionMask()
+        if bias is None and not wanted:
+            out = sequences.attend(query, key, value, mask, **options)
+            if out is not None:
+                return out, None
+        mask = mask & sequences.documents(query.shape[2])
     result = ops.attention(query, key, value, mask, bias=bias, return_weights=wanted, **options)
     out, weights = result if wanted else (result, None)
     return out.transpose(1, 2).contiguous(), weights
@@ -226,6 +238,10 @@ def _mask_as_by(theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[st
     if mask is not None and mask.key_keep_mask is not None and shape[1] == shape[2]:
         may_be_left_out = False  # a query sees each key, so the padding must be in the mask
     if mask is not None:
+        if kwargs.get("attention_mask") is None and mask.document_ids is None and shape[1] == shape[2]:
+            sequences = flattened.by_positions(shape[0], shape[1])
+            if sequences is not None:
+                mask, may_be_left_out = mask & sequences, False
         if may_be_left_out and _is_left_out(theirs, kwargs):
             return None
     elif theirs is sdpa_mask:
@@ -255,9 +271,13 @@ def _normal_form(
     """Mask in normal form, from the arguments of transformers' mask functions; None if it has none."""
     if not all(type(n) is int for n in (batch_size, q_length, kv_length, q_offset, kv_offset)):
         return None
-    mask = bounds_of(mask_function, q_offset - kv_offset)
-    if mask is None:
-        return None
+    patterns, sequences = flattened.split(mask_function)
+    mask = AttentionMask() if sequences is None else AttentionMask.documents(sequences)
+    for pattern in patterns:
+        bounds = bounds_of(pattern, q_offset - kv_offset)
+        if bounds is None:
+            return None
+        mask = mask & bounds
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[1] < kv_offset + kv_length:
             return None

@@ -1,0 +1,150 @@
+"""Flattened batches: rows of several sequences without padding, as transformers' ``DataCollatorWithFlattening`` makes.
+
+``cu_seq_lens_q`` tells the attention of every layer where the sequences begin, as it tells FlashAttention. Positions
+that start again tell it the mask functions; those of transformers read them for decoders only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..masks import AttentionMask
+from ..masks.arguments import parts_beside
+from ..tensor_cache import get_or_compute
+
+_STARTS = "cu_seq_lens_q"
+_PACKED_PARTS = "causal_offset", "window_offset", "document_ids", "distance_biases"
+
+
+class Bounds:
+    """Sequences of the queries and keys of one call, from the arguments of transformers' attention interface.
+
+    Attributes:
+        starts: int32 (B + 1,), the first token of each sequence and the end of the last one.
+        most: length of the longest sequence; None if the caller did not say.
+    """
+
+    def __init__(self, starts: Tensor, most: int | None) -> None:
+        self.starts, self.most = starts, most
+
+    @staticmethod
+    def of(module: nn.Module, query: Tensor, key: Tensor, given: Mapping[str, Any]) -> Bounds | None:
+        """Bounds that the caller gave; None if there are none.
+
+        Raises:
+            NotImplementedError: for cross-attention, whose queries and keys belong to different sequences.
+            ValueError: for bounds that do not fit the tokens. On a GPU the values are not read.
+        """
+        starts = given.get(_STARTS)
+        if starts is None:
+            return None
+        layer, config = type(module).__name__, getattr(module, "config", None)
+        keys = given.get("cu_seq_lens_k")
+        if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+            raise NotImplementedError(
+                f"{layer}: {_STARTS} says where the sequences of one row begin, but a model with cross-attention has a "
+                "row for the encoder and one for the decoder; pad the batch, and leave the padding out by "
+                "accelerate(model, packed=True)"
+            )
+        tokens = query.shape[2]
+        fits = query.shape[0] == key.shape[0] == 1 and key.shape[2] == tokens
+        if starts.device.type == "cpu" and not torch.compiler.is_compiling():
+            fits = fits and starts.dim() == 1 and len(starts) > 0 and int(starts[-1]) == tokens
+            fits = fits and (keys is None or keys is starts or torch.equal(keys, starts))
+        if not fits:
+            shape = tuple(starts.shape) if starts.dim() != 1 else f"end at {starts[-1:].tolist()}"
+            raise ValueError(
+                f"{layer}: {_STARTS} and cu_seq_lens_k must be equal and end at the number of tokens of one row, as "
+                f"DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them; got {shape} for "
+                f"{query.shape[0]} rows of {tokens} tokens and {key.shape[2]} keys"
+            )
+        most = given.get("max_length_q")
+        return Bounds(starts.to(torch.int32), None if most is None else int(most))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, **options: Any) -> Tensor | None:
+        """Attention (1, T, H, D) of each sequence to itself; None for a mask that a packed batch cannot have.
+
+        Args:
+            query, key, value: (1, H, T, D) and (1, Hkv, T, D).
+            mask: offsets count within each sequence.
+            options: scale, softcap, sinks and dropout_p of :func:`transformer_fast.attention_packed`.
+        """
+        if parts_beside(mask, *_PACKED_PARTS):
+            return None
+        tokens = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
+        lengths = {"max_q": self.most, "max_k": self.most}
+        return ops.attention_packed(*tokens, self.starts, self.starts, mask=mask, **lengths, **options).unsqueeze(0)
+
+    def documents(self, tokens: int) -> AttentionMask:
+        """The sequences as a part of a mask."""
+        places = torch.arange(tokens, device=self.starts.device, dtype=torch.int32)
+        return AttentionMask.documents(torch.searchsorted(self.starts[1:].contiguous(), places, right=True)[None])
+
+
+def by_positions(rows: int, queries: int) -> AttentionMask | None:
+    """Documents of a call without a padding mask, from ``position_ids`` of the model that requests a mask.
+
+    A sequence begins where the positions return to the first position of their row. None if they never do, or for other
+    steps between positions. transformers asks the same for the masks of its decoders; on a GPU it waits, too.
+    """
+    positions = _given_to_running_model("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != queries:
+        return None
+    if positions.shape[0] != rows and positions.shape[0] != 1:
+        return None
+    return get_or_compute(positions, "flattened", (), lambda: _documents(positions))
+
+
+def _documents(positions: Tensor) -> AttentionMask | None:
+    begins = positions[:, 1:] - positions[:, :-1] != 1
+    returns = positions[:, 1:] == positions[:, :1]
+    if not bool(begins.any()) or bool((begins & ~returns).any()):
+        return None
+    return AttentionMask.documents(nn.functional.pad(begins.cumsum(-1), (1, 0)))
+
+
+def _given_to_running_model(name: str) -> Any:
+    """Keyword argument of the innermost model of transformers that runs; None if it was not given."""
+    from transformers import PreTrainedModel
+
+    frame, model = sys._getframe(1), None
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, PreTrainedModel):
+            if model is not None and caller is not model:
+                break
+            model = caller
+            given = frame.f_locals.get("kwargs")
+            if isinstance(given, dict) and given.get(name) is not None:
+                return given[name]
+        frame = frame.f_back
+    return None
+
+
+def split(pattern: Any) -> tuple[list[Any], Tensor | None]:
+    """Split a mask function of transformers into functions of the distance, and sequence numbers per token (B, L).
+
+    transformers joins a mask with the sequences that it has found in ``position_ids``; within a sequence, a function of
+    the distance is the same for positions and for places in the row.
+    """
+    if not inspect.isfunction(pattern) or pattern.__module__ != "transformers.masking_utils":
+        return [pattern], None
+    inner = inspect.getclosurevars(pattern).nonlocals
+    match pattern.__qualname__.partition(".")[0]:
+        case "packed_sequence_mask_function":
+            return [], inner["packed_sequence_mask"]
+        case "remap_positions_for_packed_sequence":
+            return [inner["mask_function"]], None
+        case "and_masks":
+            parts = [split(part) for part in inner["mask_functions"]]
+            numbers = [ids for _, ids in parts if ids is not None]
+            if len(numbers) == 1:
+                return [part for some, _ in parts for part in some], numbers[0]
+    return [pattern], None
