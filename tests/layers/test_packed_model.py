@@ -11,7 +11,7 @@ from torch import nn
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, layers
 from transformer_fast.layers.attention import _padded_attention, packed_attention
-from transformer_fast.masks.packing import packing_of
+from transformer_fast.masks.packing import PackedMask, packing_of, packings_of
 from transformer_fast.models import packed as packed_module
 
 VOCAB, D, B, L_SRC, L_TRG = 11, 16, 4, 7, 6
@@ -127,10 +127,10 @@ def test_no_layer_touches_padding_and_a_batch_is_packed_once():
         if isinstance(module, (nn.Linear, layers.Norm)):
             module.register_forward_hook(lambda _, inputs, out: rows.add(tuple(inputs[0].shape[:-1])))
     src_mask, trg_mask, _ = masks(device)["lengths"]
-    with mock.patch.object(packed_module, "packing_of", side_effect=packing_of) as packings:
+    with mock.patch.object(packed_module, "packings_of", side_effect=packings_of) as packings:
         model(*ids(device), src_mask, trg_mask)
     assert rows == {(int(SRC_LENGTHS.sum()),), (int(TRG_LENGTHS.sum()),)}
-    assert packings.call_count == 2
+    assert packings.call_count == 1
 
 
 def test_empty_sequences_and_empty_batches():
@@ -184,7 +184,7 @@ def test_masks_that_cannot_be_packed(name):
 
 
 def test_packed_layers_print_no_weights():
-    mask = packed_module.PackedMask(*[packing_of(SRC_LENGTHS, B, L_SRC)] * 2)
+    mask = PackedMask(*[packing_of(SRC_LENGTHS, B, L_SRC)] * 2)
     tokens = torch.randn(mask.queries.total, D)
     with pytest.raises(ValueError, match="verbose"):
         layers.MultiHeadAttention(4, D)(tokens, tokens, tokens, mask, verbose=True)
@@ -192,7 +192,7 @@ def test_packed_layers_print_no_weights():
 
 def test_a_dropout_that_must_see_the_weights_keeps_the_window():
     packing = packing_of(SRC_LENGTHS, B, L_SRC)
-    mask = packed_module.PackedMask(packing, packing, causal=True, window=AttentionMask.window(1))
+    mask = PackedMask(packing, packing, causal=True, window=AttentionMask.window(1))
     q, k, v = torch.randn(3, packing.total, 2, 8)
     seen = nn.Dropout(0.0)
     seen.register_forward_hook(lambda *_: None)

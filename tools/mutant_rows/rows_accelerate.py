@@ -122,15 +122,15 @@ ROWS = (
     Fault(
         name="a window is counted over gaps",
         path="transformer_fast/accelerate/packed/layer.py",
-        old="if bounds is not None and bounds.window_offset is not None and has_gaps(own):",
+        old="if own.has_gaps and bounds is not None and bounds.window_offset is not None:",
         new="if False:",
         tests=("tests/accelerate/test_packed_transformers.py",),
     ),
     Fault(
         name="a look-ahead of torch's stacks is forgotten without padding",
         path="transformer_fast/layers/torch_packed.py",
-        old="mask, memory_mask = PackedMask(own, own, causal), PackedMask(own, source)",
-        new="mask, memory_mask = PackedMask(own, own), PackedMask(own, source)",
+        old="padder = Padder(*packings, causal=causal[0])",
+        new="padder = Padder(*packings)",
         tests=("tests/accelerate/test_packed_stacks.py",),
     ),
     Fault(

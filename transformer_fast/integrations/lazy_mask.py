@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 from ..layers.padded_calls import StaysPaddedError
 from ..masks import AttentionMask
 from ..masks.packing import PackedMask, Packing
-from ..tensor_cache import get_or_compute
 from ..tensors import made_when_read
 
 _LAYOUT = {
@@ -138,7 +137,7 @@ class PackedLazyMask(LazyMask):
     @property
     def has_gaps(self) -> bool:
         """Return True if padding was removed between tokens of a sequence, which changes their distances."""
-        return has_gaps(self.packed.queries) or has_gaps(self.packed.keys)
+        return self.packed.queries.has_gaps or self.packed.keys.has_gaps
 
     @staticmethod
     def __new__(cls, packed: PackedMask, device: torch.device, dtype: torch.dtype, by_layer: bool = False) -> Any:
@@ -156,17 +155,6 @@ class PackedLazyMask(LazyMask):
     def dense(self) -> Tensor:
         """Refuse: code that is not ours gets the mask of the padded rows, as in the plain model."""
         raise StaysPaddedError("a module inside it, which is not fused, reads the mask")
-
-
-def has_gaps(packing: Packing) -> bool:
-    """Return True if padding stands between two tokens of a sequence. A packing is read once: reading waits for a
-    GPU."""
-
-    def read() -> bool:
-        sequences, steps = packing.indices // max(packing.length, 1), packing.indices.diff()
-        return bool(((steps != 1) & (sequences.diff() == 0)).any())
-
-    return get_or_compute(packing.indices, ("gaps", packing.length), (), read)
 
 
 def _sequences(packing: Packing) -> Tensor:

@@ -55,9 +55,9 @@ class Unpadded:
     def hold_back(self, reason: str) -> None:
         """Run the whole call with its padding."""
         self.held_back = True
-        self.note(reason)
+        self.add(reason)
 
-    def note(self, reason: str) -> None:
+    def add(self, reason: str) -> None:
         """Count a reason why a layer of this call keeps its padding, once per call."""
         if reason not in self._noted:
             self._noted.add(reason)

@@ -12,10 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from torch import Tensor, nn
-
-from ..masks.packing import PackedMask
-from ..tensor_cache import get_or_compute
+from torch import nn
 
 WITHOUT_PADDING = "_without_padding"
 """Name of the attribute that holds the :class:`PaddedCalls` of a module that skips padding."""
@@ -25,8 +22,6 @@ NO_TOKEN = "a batch has no token at all"
 NO_SOURCE = "a row of the encoder has no token"
 
 _LOG = logging.getLogger("transformer_fast")
-
-
 _LISTS = ("layers", "enc_layers", "dec_layers", "blks")
 
 
@@ -92,24 +87,6 @@ def record(module: nn.Module, positions: int, tokens: int | None, reason: str = 
     """Add a call to the record, if recording is on."""
     if (passes := _passes.get()) is not None:
         passes.append(Pass(module, positions, tokens, reason))
-
-
-def stays_padded(module: nn.Module, calls: PaddedCalls, x: Tensor, reason: Exception) -> None:
-    """Count the reason why a module computes x (B, L, d), or (L, B, d), with its padding."""
-    calls.add(str(reason))
-    record(module, x.shape[0] * x.shape[1], None, str(reason))
-
-
-def check_sources(cross: PackedMask) -> None:
-    """Raise StaysPaddedError if a sequence has queries and no keys.
-
-    In most models, a query without keys attends to all padded keys; in a packed batch it would attend to nothing.
-    A pair of packings is read once: reading waits for a GPU.
-    """
-    keys, queries = cross.keys.cu_seqlens, cross.queries.cu_seqlens
-    without_keys = lambda: bool(((keys.diff() == 0) & (queries.diff() > 0)).any())  # noqa: E731
-    if get_or_compute(keys, ("queries without keys",), (queries,), without_keys):
-        raise StaysPaddedError(NO_SOURCE)
 
 
 def padded_calls(module: nn.Module) -> PaddedCalls | None:

@@ -17,7 +17,7 @@ from .hooks import is_plain
 from .scripted_as import scripted_as
 from .torch_masks import TorchMask, encoder_masks, is_look_ahead, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
-from .torch_packed import packed_decoder, packed_encoder, takes_packed
+from .torch_packed import packed_stack, takes_packed
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -34,7 +34,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         """See ``torch.nn.TransformerEncoder``."""
         if not isinstance(self, TransformerEncoder) or not takes_fused_ops(src, mask, src_key_padding_mask):
             return by_torch(nn.TransformerEncoder, self, src, mask, src_key_padding_mask, is_causal)
-        packed = packed_encoder(self, src, (mask, src_key_padding_mask, bool(is_causal)))
+        packed = packed_stack(self, (src, (mask, src_key_padding_mask, bool(is_causal))))
         if packed is not None:
             return packed
         if packing := self._packing(src, mask, src_key_padding_mask):
@@ -100,7 +100,8 @@ class TransformerDecoder(nn.TransformerDecoder):
         if not isinstance(self, TransformerDecoder) or not takes_fused_ops(tgt, memory, *masks):
             return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         own_masks = tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)
-        packed = packed_decoder(self, tgt, memory, own_masks, (memory_mask, memory_key_padding_mask, memory_is_causal))
+        cross_masks = memory_mask, memory_key_padding_mask, memory_is_causal
+        packed = packed_stack(self, (tgt, own_masks), (memory, cross_masks))
         if packed is not None:
             return packed
         own = _stack_mask(self, "self_attn", tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)

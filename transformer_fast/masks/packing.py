@@ -8,6 +8,8 @@ Layers that work token by token (projections, norms, feed-forward) take packed t
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ class Packing:
         batch, length: size of the padded batch (B, L).
         max_length: length of the longest sequence, on the host.
         total: number of tokens T, on the host.
+        shortest: length of the shortest sequence, on the host; 1 where it was not read.
+        has_gaps: True if padding stands between two tokens of a sequence, on the host; False where it was not read.
     """
 
     cu_seqlens: Tensor
@@ -38,6 +42,8 @@ class Packing:
     length: int
     max_length: int
     total: int
+    shortest: int = 1
+    has_gaps: bool = False
 
     @property
     def positions(self) -> Tensor:
@@ -146,35 +152,75 @@ def packing_of(
     mask: Tensor | AttentionMask | None, batch: int, length: int, device: torch.device | str | None = None
 ) -> Packing:
     """The :class:`Packing` of a batch (batch, length, ...) on ``device``; ``mask`` and errors as in :func:`pack`."""
+    (packing,), _ = packings_of([(mask, batch, length)], device)
+    return packing
+
+
+def packings_of(
+    batches: Iterable[tuple[Tensor | AttentionMask | None, int, int]],
+    device: torch.device | str | None = None,
+    also: Sequence[Tensor] = (),
+) -> tuple[list[Packing], list[bool]]:
+    """Packings of several batches, and values of bool tensors (), for which the host waits for a GPU once.
+
+    Args:
+        batches: the arguments ``mask``, ``batch`` and ``length`` of :func:`packing_of`.
+        also: tensors that are read with the masks.
+    """
     device = torch.device(device or "cpu")
     if in_transform():
         refuse_transform("pack")
-    lengths, keep = _lengths_or_keep(mask, batch, length)
+    given = [(*_lengths_or_keep(*batch), *batch[1:], device) for batch in batches]
     if torch.compiler.is_compiling() or is_traced():
-        return _traced(lengths, keep, batch, length, device)
-    if lengths is not None:
-        return _from_lengths(lengths, batch, length, device)
-    assert keep is not None
+        return [_traced(*each) for each in given], []
+    found = [_from_lengths(*each) if each[0] is not None else _from_keep(*each) for each in given]
+    numbers = _read([*(each[0] for each in found), *(t.view(1) for t in also)])
+    return [make(n) for (_, make), n in zip(found, numbers)], [n == [1] for n in numbers[len(found) :]]
+
+
+def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Values of tensors (n,): the only wait for a device, and one for each device."""
+    values: dict[torch.device, Iterator[int]] = {}
+    for device in {t.device for t in tensors}:
+        here = [t for t in tensors if t.device == device]
+        values[device] = iter((here[0] if len(here) == 1 else torch.cat(here)).tolist())
+    return [list(itertools.islice(values[t.device], t.shape[0])) for t in tensors]
+
+
+_Counted = tuple[Tensor, Callable[[list[int]], Packing]]
+"""Numbers that are to be read, and the function that makes a packing of their values."""
+
+
+def _from_keep(_: None, keep: Tensor, batch: int, length: int, device: torch.device) -> _Counted:
     keep = _to(keep, device)
     counts = keep.sum(1)
     cu_seqlens = _running_sum(counts)
     # A stable sort moves the tokens to the front, in order; no token count is needed.
     order = torch.argsort((~keep).flatten().to(torch.uint8), stable=True)
-    total, longest = torch.stack((counts.sum(), counts.max())).tolist()  # the only wait for the device
-    return Packing(cu_seqlens, order[:total], batch, length, longest, total)
+    # Each run of tokens after the first one of a sequence follows a gap.
+    runs = keep[:, 0] + (keep[:, 1:] & ~keep[:, :-1]).sum(1)
+    numbers = torch.stack((counts.sum(), *counts.aminmax(), runs.amax()))
+
+    def make(numbers: list[int]) -> Packing:
+        total, shortest, longest, runs = numbers
+        return Packing(cu_seqlens, order[:total], batch, length, longest, total, shortest, runs > 1)
+
+    return numbers, make
 
 
-def _from_lengths(lengths: Tensor, batch: int, length: int, device: torch.device) -> Packing:
-    host = lengths.tolist()  # waits for the device if the lengths are on a GPU; nothing below waits
-    if host and (min(host) < 0 or max(host) > length):
-        raise ValueError(f"pack: lengths must lie in [0, L = {length}], got {min(host)} to {max(host)}")
-    total = sum(host)
-    lengths = _to(lengths, device).long()
-    cu_seqlens = _running_sum(lengths)
-    # Index in the padded batch: index in the packed batch plus the padding of all earlier sequences.
-    padding = torch.arange(batch, device=device) * length - cu_seqlens[:-1]
-    indices = torch.arange(total, device=device) + torch.repeat_interleave(padding, lengths, output_size=total)
-    return Packing(cu_seqlens, indices, batch, length, max(host, default=0), total)
+def _from_lengths(lengths: Tensor, _: None, batch: int, length: int, device: torch.device) -> _Counted:
+    def make(numbers: list[int]) -> Packing:
+        shortest, longest, total = min(numbers, default=1), max(numbers, default=0), sum(numbers)
+        if shortest < 0 or longest > length:
+            raise ValueError(f"pack: lengths must lie in [0, L = {length}], got {shortest} to {longest}")
+        counts = _to(lengths, device).long()
+        cu_seqlens = _running_sum(counts)
+        # Index in the padded batch: index in the packed batch plus the padding of all earlier sequences.
+        padding = torch.arange(batch, device=device) * length - cu_seqlens[:-1]
+        indices = torch.arange(total, device=device) + torch.repeat_interleave(padding, counts, output_size=total)
+        return Packing(cu_seqlens, indices, batch, length, longest, total, shortest)
+
+    return lengths, make
 
 
 def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> Packing:

@@ -1,4 +1,4 @@
-"""Convert the masks of a padded batch to masks of a packed batch."""
+"""Padding of a batch, from the masks of an encoder and a decoder."""
 
 from __future__ import annotations
 
@@ -8,36 +8,32 @@ import torch
 from torch import Tensor
 
 from ..layers.attention import layer_mask
+from ..layers.padder import Padder
 from ..masks import AttentionMask
 from ..masks.arguments import parts_beside
-from ..masks.packing import PackedMask, packing_of
+from ..masks.packing import packings_of
 from ..tracing import is_traced
 
 _WHAT_TO_PASS = "pass AttentionMask.lengths(trg_lengths) & AttentionMask.causal()"
 
 
-def packed_masks(
+def padder_of(
     src: Tensor, trg: Tensor, src_mask: Tensor | AttentionMask | None, trg_mask: Tensor | AttentionMask | None
-) -> tuple[PackedMask, PackedMask, PackedMask]:
-    """Masks of a packed batch, made once for all layers.
+) -> Padder:
+    """Padder of a decoder, for the masks that all layers share.
 
     Args:
-        src, trg: (B, L_src) and (B, L_trg) token ids.
+        src, trg: (B, L_src) and (B, L_trg), such as token ids.
         src_mask, trg_mask: as for :meth:`transformer_fast.Transformer.forward` with ``packed``.
-
-    Returns:
-        The masks of the encoder, of the decoder's attention to the encoder, and of the decoder's self-attention.
 
     Raises:
         ValueError: for a mask with parts other than padding (and, for the target, look-ahead).
     """
-    (batch, src_length), (_, trg_length) = src.shape, trg.shape
-    source = packing_of(layer_mask(src_mask), batch, src_length, src.device)
     trg_mask = layer_mask(trg_mask)
-    padding, causal = _padding_and_look_ahead(trg_mask, trg_length)
-    target = packing_of(padding, trg.shape[0], trg_length, trg.device)
-    window = _window(trg_mask)
-    return PackedMask(source, source), PackedMask(target, source), PackedMask(target, target, causal, window)
+    padding, causal = _padding_and_look_ahead(trg_mask, trg.shape[1])
+    batches = (layer_mask(src_mask), *src.shape[:2]), (padding, *trg.shape[:2])
+    (source, own), _ = packings_of(batches, src.device)
+    return Padder(own, source, causal, _window(trg_mask))
 
 
 def padding_of(mask: AttentionMask | None, length: int) -> AttentionMask | None:

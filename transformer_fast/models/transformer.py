@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ..layers.linear import apply_linear, is_linear
 from ..masks import AttentionMask
-from ..masks.packing import Packing, take, unpack
+from ..masks.packing import PackedMask, Packing, take, unpack
 from ..ops import linear_cross_entropy
 from .decoder import Decoder
 from .encoder import Encoder
-from .packed import packed_masks
+from .packed import padder_of
 
 
 class Transformer(nn.Module):
@@ -95,7 +95,7 @@ class Transformer(nn.Module):
         AttentionMask of padding; trg_mask an AttentionMask of padding and look-ahead, such as
         ``AttentionMask.lengths(trg_lengths) & AttentionMask.causal()`` (``causal()`` alone: no target is padded), or on
         a CPU an equivalent dense keep mask. Logits of padded targets are 0. If a source has no tokens, attention to it
-        gives 0. On a GPU the host waits once per mask, unless the lengths are on the CPU. With ``torch.compile`` and
+        gives 0. On a GPU the host waits once, unless the lengths are on the CPU. With ``torch.compile`` and
         ``torch.export`` the number of tokens is symbolic, and dense target masks are refused.
 
         Raises:
@@ -156,8 +156,10 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Packing | None]:
         """The decoder's outputs, and their packing if the model is packed."""
         if self.packed:
-            own, cross, causal = packed_masks(src, trg, src_mask, trg_mask)
-            e_outputs = self.encoder(take(src, own.queries), own)
-            return self.decoder(take(trg, causal.queries), e_outputs, cross, causal), causal.queries
+            padder = padder_of(src, trg, src_mask, trg_mask)
+            trg, src = padder.remove(trg, src)
+            own, cross = padder.masks
+            e_outputs = self.encoder(src, PackedMask(cross.keys, cross.keys))
+            return self.decoder(trg, e_outputs, cross, own), padder.own
         e_outputs = self.encoder(src, src_mask)
         return self.decoder(trg, e_outputs, src_mask, trg_mask), None

@@ -6,20 +6,21 @@ tokens. So the rest of a model, its hooks and its checkpoints see padded shapes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...integrations.lazy_bias import LazyBias
-from ...integrations.lazy_mask import LazyMask, PackedLazyMask, has_gaps
+from ...integrations.lazy_mask import LazyMask, PackedLazyMask
 from ...integrations.transformers import weights_are_captured
 from ...integrations.unpadded import Unpadded, current
-from ...layers.carried import tokens_of, with_tokens
-from ...layers.padded_calls import GAPS, StaysPaddedError, check_sources, record
+from ...layers.padded_calls import GAPS, StaysPaddedError
+from ...layers.padder import Padder, without_padding
 from ...masks import AttentionMask
 from ...masks.arguments import parts_beside
-from ...masks.packing import PackedMask, Packing, take
+from ...masks.packing import Packing, take
 from .classes import Arguments, Forward, part, positional_names
 
 LAYER = "layer"
@@ -42,21 +43,15 @@ def layer_forward(base: type[nn.Module]) -> Forward:
         call = None if torch.compiler.is_compiling() or not arguments.fits else _call_of(arguments.given)
         if call is None or call.held_back:
             return base.forward(self, *args, **kwargs)
-        try:
-            packed = _changes(self, names[0], arguments.given, call)
-            if packed is not None:
-                changes, packing = packed
-                tokens_args, tokens_kwargs = arguments.replaced(changes)
-                result = base.forward(self, *tokens_args, **tokens_kwargs)
-                record(self, packing.batch * packing.length, packing.total)
-                if isinstance(result, tuple):
-                    return with_tokens(result[0].squeeze(0), packing), *result[1:]
-                return with_tokens(result.squeeze(0), packing)
-        except StaysPaddedError as reason:
-            hidden = arguments.given[names[0]]
-            call.note(str(reason))
-            record(self, hidden.shape[0] * hidden.shape[1], None, str(reason))
-        return base.forward(self, *args, **kwargs)
+
+        def prepare() -> tuple[Padder, Callable[[], Any]] | None:
+            if (found := _changes(self, names[0], arguments.given, call)) is None:
+                return None
+            tokens_args, tokens_kwargs = arguments.replaced(found[1])
+            return found[0], lambda: base.forward(self, *tokens_args, **tokens_kwargs)
+
+        result = without_padding(self, call, arguments.given[names[0]], prepare)
+        return base.forward(self, *args, **kwargs) if result is None else result
 
     return forward
 
@@ -71,8 +66,8 @@ def _call_of(given: dict[str, Any]) -> Unpadded | None:
 
 def _changes(
     layer: nn.Module, hidden_name: str, given: dict[str, Any], call: Unpadded
-) -> tuple[dict[str, Any], Packing] | None:
-    """Inputs without padding, by name, and their packing; None if there is no padding.
+) -> tuple[Padder, dict[str, Any]] | None:
+    """Padder of a layer, and its inputs without padding by name; None if there is no padding.
 
     Raises:
         StaysPaddedError: if the layer must run with the padding.
@@ -91,29 +86,28 @@ def _changes(
         return None
     _check_others(layer, hidden_name, given)
     own = call.packing(keep, batch, length, device, causal=bounds is not None and bounds.causal_offset == 0)
-    if own is None:
+    source = None if memory is None else call.packing(memory_keep, batch, memory.shape[1], device, causal=None)
+    if own is None or (source is None and memory is not None):
         return None
-    if bounds is not None and bounds.window_offset is not None and has_gaps(own):
+    if own.has_gaps and bounds is not None and bounds.window_offset is not None:
         raise StaysPaddedError(GAPS)
+    padder = Padder(own, source, window=bounds)
     kind = memory_mask.dtype if mask is None else mask.dtype
-    own_mask = PackedLazyMask(PackedMask(own, own, window=bounds), device, kind, by_layer=mask is None)
-    changes = {hidden_name: tokens_of(hidden, own).unsqueeze(0), MASK: own_mask}
-    if memory is not None:
-        source = call.packing(memory_keep, batch, memory.shape[1], device, causal=None)
-        if source is None:
-            return None
-        cross = PackedMask(own, source)
-        check_sources(cross)
-        changes |= {MEMORY: tokens_of(memory, source).unsqueeze(0), MEMORY_MASK: PackedLazyMask(cross, device, kind)}
+    by_layer = mask is None, False
+    masks = (PackedLazyMask(packed, device, kind, left_out) for packed, left_out in zip(padder.masks, by_layer))
+    tokens = (t.unsqueeze(0) for t in padder.remove(hidden, *[] if memory is None else [memory]))
+    changes = dict(zip((hidden_name, MEMORY), tokens)) | dict(zip((MASK, MEMORY_MASK), masks))
+    if source is not None:
+        padder.check_sources()
         if MEMORY_BIAS in given and given[MEMORY_BIAS] is None:  # T5 would otherwise make a zero bias of size T x T
             changes[MEMORY_BIAS] = LazyBias(AttentionMask(), (1, 1, own.total, source.total), hidden)
     for name in POSITIONS:
         if given.get(name) is not None:
             changes[name] = _at_tokens(name, given[name], own)
-    for name, keys in ((BIAS, own.total), (MEMORY_BIAS, 0 if memory is None else source.total)):
+    for name, keys in ((BIAS, own.total), (MEMORY_BIAS, 0 if source is None else source.total)):
         if given.get(name) is not None and tuple(given[name].shape[-2:]) != (own.total, keys):
             raise StaysPaddedError(f"its layers are given {name} with padding")
-    return changes, own
+    return padder, changes
 
 
 def _parts(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor | None, AttentionMask | None]:

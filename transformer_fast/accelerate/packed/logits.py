@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
 from ...backends import in_transform
-from ...layers.carried import pad_gradient
+from ...layers.padder import pad_gradient
 from ...masks.packing import Packing, unpack
 from ..lazy_tensor import Lazy, Node, make_nothing
 

@@ -8,22 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers.carried import tokens_of, with_tokens
 from ...layers.dropout import KINDS as DROPOUTS
 from ...layers.hooks import is_plain
 from ...layers.linear import Linear
-from ...layers.padded_calls import (
-    NO_SOURCE,
-    NO_TOKEN,
-    StaysPaddedError,
-    check_sources,
-    layers_of,
-    padded_calls,
-    record,
-    stays_padded,
-)
-from ...masks.packing import PackedMask, Packing, packing_of, take
-from ...models.packed import packed_masks, padding_of
+from ...layers.padded_calls import StaysPaddedError, layers_of, padded_calls
+from ...layers.padder import Padder, without_padding
+from ...masks.packing import PackedMask, packing_of
+from ...models.packed import padder_of, padding_of
 from ...tracing import is_traced
 from .attention import CLASSIC
 from .base import ANY, pattern_of
@@ -54,50 +45,32 @@ def through(
     calls = padded_calls(m)
     if calls is None or torch.compiler.is_compiling() or is_traced() or type(x) is not Tensor or x.dim() != 3:
         return run(x, *args)
-    try:
-        packed = _packed(m, x, args, normal)
-    except (StaysPaddedError, ValueError, TypeError) as reason:
-        stays_padded(m, calls, x, reason)
-        return run(x, *args)
-    if packed is None:
-        return run(x, *args)
-    own, tokens_args = packed
-    record(m, own.batch * own.length, own.total)
-    result = run(tokens_of(x, own).unsqueeze(0), *tokens_args)
-    if isinstance(result, tuple):
-        return with_tokens(result[0].squeeze(0), own), *result[1:]
-    return with_tokens(result.squeeze(0), own)
-
-
-def _packed(
-    m: nn.Module, x: Tensor, args: tuple[Any, ...], normal: Callable[[Any], Any]
-) -> tuple[Packing, tuple[Any, ...]] | None:
-    """Packing of x, and the arguments for packed tokens; None if there is no padding."""
     if any(isinstance(arg, PackedMask) for arg in args):  # a layer inside a stack that is packed already
-        return None
-    memory, masks = args[:-2], map(normal, args[-2:])
-    own, packed_args = _packed_decoder_arguments(x, *memory, *masks) if memory else _packed_encoder_arguments(x, *masks)
-    if all(mask.queries.is_full and mask.keys.is_full for mask in packed_args if isinstance(mask, PackedMask)):
-        return None
-    if own.total == 0:
-        raise StaysPaddedError(NO_TOKEN)
-    _check_parts(m)
-    return own, packed_args
+        return run(x, *args)
+
+    def prepare() -> tuple[Padder, Callable[[], Any]]:
+        try:
+            padder = _padder(x, args[:-2], list(map(normal, args[-2:])))
+        except (ValueError, TypeError) as reason:
+            raise StaysPaddedError(reason) from reason
+
+        def run_on_tokens() -> Any:
+            _check_parts(m)
+            return run(*(t.unsqueeze(0) for t in padder.remove(x, *args[:-2])), *reversed(padder.masks))
+
+        return padder, run_on_tokens
+
+    result = without_padding(m, calls, x, prepare)
+    return run(x, *args) if result is None else result
 
 
-def _packed_encoder_arguments(x: Tensor, mask: Any = None) -> tuple[Packing, tuple[Any, ...]]:
-    own = packing_of(padding_of(mask, x.shape[1]), *x.shape[:2], x.device)
-    if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to a sequence without tokens
-        raise StaysPaddedError(NO_SOURCE)
-    return own, (PackedMask(own, own),)
-
-
-def _packed_decoder_arguments(
-    x: Tensor, memory: Tensor, src_mask: Any, trg_mask: Any
-) -> tuple[Packing, tuple[Any, ...]]:
-    _, cross, own = packed_masks(memory[..., 0], x[..., 0], src_mask, trg_mask)
-    check_sources(cross)
-    return own.queries, (take(memory, cross.keys).unsqueeze(0), cross, own)
+def _padder(x: Tensor, memory: tuple[Any, ...], masks: list[Any]) -> Padder:
+    if memory:
+        padder = padder_of(memory[0][..., 0], x[..., 0], *masks)
+    else:
+        padder = Padder(packing_of(padding_of(masks[0], x.shape[1]), *x.shape[:2], x.device))
+    padder.check_sources()
+    return padder
 
 
 def _check_parts(m: nn.Module) -> None:
