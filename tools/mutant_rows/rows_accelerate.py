@@ -108,7 +108,7 @@ ROWS = (
     Fault(
         name="a sequence's first token is what the sequence before it predicts",
         path="transformer_fast/accelerate/packed/model.py",
-        old="tokens = tokens.index_fill(0, starts[starts < tokens.shape[0]], IGNORED)",
+        old="tokens = nn.functional.pad(tokens, (0, 1)).index_fill(0, starts, IGNORED)[:-1]",
         new="tokens = tokens.clone()",
         tests=("tests/accelerate/test_packed_transformers.py",),
     ),

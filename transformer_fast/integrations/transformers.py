@@ -235,7 +235,7 @@ def _mask_as_by(theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[st
     shape = tuple(kwargs.get(name) for name in ("batch_size", "q_length", "kv_length"))
     mask = _normal_form(**kwargs)
     may_be_left_out = kwargs.get("allow_is_bidirectional_skip") or theirs is sdpa_mask
-    if mask is not None and mask.key_keep_mask is not None and shape[1] == shape[2]:
+    if mask is not None and mask.key_keep_mask is not None and (shape[1] == shape[2] or mask.causal_offset is None):
         may_be_left_out = False  # a query sees each key, so the padding must be in the mask
     if mask is not None:
         if kwargs.get("attention_mask") is None and mask.document_ids is None and shape[1] == shape[2]:
@@ -282,7 +282,7 @@ def _normal_form(
         if attention_mask.dim() != 2 or attention_mask.shape[1] < kv_offset + kv_length:
             return None
         keys = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-        if not keys.all():
+        if unpadded.has_padding(keys):
             mask = mask & AttentionMask.keep(keys[:, None, None])
     return mask
 

@@ -7,7 +7,8 @@ learns the packing of its inputs from its mask alone, also when it is recomputed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,10 +16,24 @@ import torch
 from torch import Tensor
 
 from ..layers.padded_calls import NO_TOKEN, PaddedCalls
-from ..masks.packing import Packing, packing_of
+from ..masks.packing import Packing, packing_of, packings_of
 
 _View = tuple[Any, ...]
 _current: ContextVar[Unpadded | None] = ContextVar("unpadded", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A mask that was read, and its packing.
+
+    Attributes:
+        kept: True if the positions that the head reads are tokens: the first ones, and those of a causal model.
+    """
+
+    view: _View
+    keep: Tensor
+    packing: Packing
+    kept: tuple[bool, bool]
 
 
 class Unpadded:
@@ -40,7 +55,7 @@ class Unpadded:
         self.head_was_called = self.packs_logits = self.is_plain = self.held_back = False
         self._calls = calls
         self._noted: set[str] = set()
-        self._packings: list[tuple[_View, Tensor, Packing]] = []
+        self._seen: list[_Seen] = []
         self._full: dict[tuple[int, int], Packing] = {}
 
     @contextlib.contextmanager
@@ -63,6 +78,20 @@ class Unpadded:
             self._noted.add(reason)
             self._calls.add(reason)
 
+    def look_at(self, keeps: Iterable[Tensor], also: Sequence[Tensor] = ()) -> tuple[list[Packing], list[bool]]:
+        """Packings of masks, bool (batch, length), and values of bool tensors (), all by one read."""
+        keeps, heads = list(keeps), []
+        for keep in keeps:
+            if self.read is not None and self.read.shape[0] == keep.shape[0]:
+                heads += [keep[:, 0].all(), keep.gather(1, self.read.to(keep.device)[:, None]).all()]
+            else:
+                heads += [torch.tensor(self.read is None)] * 2
+        packings, values = packings_of(((keep, *keep.shape, keep.device) for keep in keeps), [*also, *heads])
+        values, found = values[: len(also)], iter(values[len(also) :])
+        for keep, packing in zip(keeps, packings):
+            self._seen.append(_Seen(_view(keep), keep, packing, (next(found), next(found))))
+        return packings, values
+
     def packing(
         self, keep: Tensor | None, batch: int, length: int, device: torch.device, causal: bool | None
     ) -> Packing | None:
@@ -81,31 +110,48 @@ class Unpadded:
             if (batch, length) not in self._full:
                 self._full[batch, length] = packing_of(None, batch, length, device)
             return self._full[batch, length]
-        if (packing := self._known(keep)) is not None:
-            return packing
-        packing = packing_of(keep, batch, length, device)
-        if packing.total == 0:
+        if (seen := self.seen(keep)) is None:
+            self.look_at([keep])
+            seen = self._seen[-1]
+        if seen.packing.total == 0:
             self.hold_back(NO_TOKEN)
-            return None
-        if causal is not None and self.read is not None:
-            read = self.read if causal else torch.zeros_like(self.read)
-            if read.shape[0] != batch or not bool(keep.gather(1, read.to(keep.device)[:, None]).all()):
-                self.hold_back("the model's head reads a position that is padding")
-                return None
-        self._packings.append((_view(keep), keep, packing))
-        return packing
+        elif causal is not None and not seen.kept[causal]:
+            self.hold_back("the model's head reads a position that is padding")
+        return None if self.held_back else seen.packing
 
-    def _known(self, keep: Tensor) -> Packing | None:
-        """Packing of an equal mask. A view of memory that was seen before is not read, which would wait for a GPU."""
+    def seen(self, keep: Tensor) -> _Seen | None:
+        """What is known of an equal mask. Memory that was seen before is not read, for which a GPU would be waited."""
         view = _view(keep)
-        for seen, _, packing in self._packings:
-            if seen == view:
-                return packing
-        for seen, known, packing in self._packings:
-            if known.shape == keep.shape and seen == _view(known) and torch.equal(known, keep):
-                self._packings.append((view, keep, packing))
-                return packing
+        for seen in self._seen:
+            if seen.view == view:
+                return seen
+        for seen in self._seen:
+            if seen.keep.shape == keep.shape and seen.view == _view(seen.keep) and torch.equal(seen.keep, keep):
+                self._seen.append(dataclasses.replace(seen, view=view, keep=keep))
+                return seen
         return None
+
+
+def known(mask: Tensor, keep: Tensor) -> Tensor:
+    """Alias of a mask whose conversion to bool is this tensor, so that nothing must compare the two."""
+    if mask.is_inference():
+        return mask
+    alias, views = mask.detach(), (_view(mask), _view(keep))
+
+    def to(*args: Any, **kwargs: Any) -> Tensor:
+        made = mask.to(*args, **kwargs)
+        is_keep = made.dtype == torch.bool and made.device == keep.device and views == (_view(mask), _view(keep))
+        return keep if is_keep else made
+
+    alias.to = to  # type: ignore[method-assign]
+    return alias
+
+
+def has_padding(keep: Tensor) -> bool:
+    """Return True if a mask is not True everywhere; one that the current call has seen is not read again."""
+    call = _current.get()
+    seen = None if call is None else call.seen(keep)
+    return not (bool(keep.all()) if seen is None else seen.packing.is_full)
 
 
 def _view(t: Tensor) -> _View:

@@ -55,12 +55,13 @@ class Padder:
         In most models, a query without keys attends to all padded keys; in a packed batch it would attend to nothing.
         A decoder may attend to each sequence of an encoder. A pair of packings is read once: reading waits for a GPU.
         """
-        if (self.own if self.source is None else self.source).shortest > 0:
-            return
-        keys, queries = (None if p is None else p.cu_seqlens for p in (self.source, self.own))
-        if keys is None or get_or_compute(
-            keys, ("queries without keys",), (queries,), lambda: bool(((keys.diff() == 0) & (queries.diff() > 0)).any())
-        ):
+        if self.source is None or self.source.shortest > 0:
+            empty = self.source is None and self.own.shortest == 0
+        else:
+            keys, queries = self.source.cu_seqlens, self.own.cu_seqlens
+            read = lambda: bool(((keys.diff() == 0) & (queries.diff() > 0)).any())  # noqa: E731
+            empty = get_or_compute(keys, ("queries without keys",), (queries,), read)
+        if empty:
             raise StaysPaddedError(NO_SOURCE)
 
     def remove(self, x: Tensor, *memory: Tensor) -> tuple[Tensor, ...]:
@@ -116,14 +117,9 @@ class _Held:
 
 def _tokens_of(x: Tensor, packing: Packing) -> Tensor:
     held: _Held | None = getattr(x, _TOKENS, None)
-    if held is None or held.version != x._version or not _same(held.packing, packing):
+    if held is None or held.version != x._version or held.packing is not packing:
         return take(x, packing)
     return _Take.apply(x, held)
-
-
-def _same(a: Packing, b: Packing) -> bool:
-    sizes = (a.batch, a.length, a.total) == (b.batch, b.length, b.total)
-    return a is b or (sizes and torch.equal(a.indices, b.indices))
 
 
 class _Take(Function):

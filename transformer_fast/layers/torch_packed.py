@@ -37,8 +37,8 @@ def packed_stack(stack: nn.Module, *inputs: tuple[Tensor, TorchMasks]) -> Tensor
         keeps, blocks, causal = zip(*(_padding(t, masks) for t, (_, masks) in zip(tensors, inputs)))
         if all(keep is None for keep in keeps):
             return None
-        batches = [(keep, *t.shape[:2]) for keep, t in zip(keeps, tensors)]
-        packings, only_block = packings_of(batches, x.device, [flag for flag in blocks if flag is not None])
+        batches = [(keep, *t.shape[:2], x.device) for keep, t in zip(keeps, tensors)]
+        packings, only_block = packings_of(batches, [flag for flag in blocks if flag is not None])
         if not all(only_block):
             raise StaysPaddedError("its padding mask is a float tensor, which is added to the scores")
         padder = Padder(*packings, causal=causal[0])

@@ -152,28 +152,25 @@ def packing_of(
     mask: Tensor | AttentionMask | None, batch: int, length: int, device: torch.device | str | None = None
 ) -> Packing:
     """The :class:`Packing` of a batch (batch, length, ...) on ``device``; ``mask`` and errors as in :func:`pack`."""
-    (packing,), _ = packings_of([(mask, batch, length)], device)
+    (packing,), _ = packings_of([(mask, batch, length, torch.device(device or "cpu"))])
     return packing
 
 
 def packings_of(
-    batches: Iterable[tuple[Tensor | AttentionMask | None, int, int]],
-    device: torch.device | str | None = None,
-    also: Sequence[Tensor] = (),
+    batches: Iterable[tuple[Tensor | AttentionMask | None, int, int, torch.device]], also: Sequence[Tensor] = ()
 ) -> tuple[list[Packing], list[bool]]:
     """Packings of several batches, and values of bool tensors (), for which the host waits for a GPU once.
 
     Args:
-        batches: the arguments ``mask``, ``batch`` and ``length`` of :func:`packing_of`.
+        batches: the arguments of :func:`packing_of`.
         also: tensors that are read with the masks.
     """
-    device = torch.device(device or "cpu")
     if in_transform():
         refuse_transform("pack")
-    given = [(*_lengths_or_keep(*batch), *batch[1:], device) for batch in batches]
+    given = [(*_lengths_or_keep(mask, B, L), B, L, device) for mask, B, L, device in batches]
     if torch.compiler.is_compiling() or is_traced():
         return [_traced(*each) for each in given], []
-    found = [_from_lengths(*each) if each[0] is not None else _from_keep(*each) for each in given]
+    found = [_from_keep(*each) if each[0] is None else _from_lengths(*each) for each in given]
     numbers = _read([*(each[0] for each in found), *(t.view(1) for t in also)])
     return [make(n) for (_, make), n in zip(found, numbers)], [n == [1] for n in numbers[len(found) :]]
 
@@ -191,7 +188,8 @@ _Counted = tuple[Tensor, Callable[[list[int]], Packing]]
 """Numbers that are to be read, and the function that makes a packing of their values."""
 
 
-def _from_keep(_: None, keep: Tensor, batch: int, length: int, device: torch.device) -> _Counted:
+def _from_keep(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> _Counted:
+    assert keep is not None
     keep = _to(keep, device)
     counts = keep.sum(1)
     cu_seqlens = _running_sum(counts)
@@ -208,7 +206,11 @@ def _from_keep(_: None, keep: Tensor, batch: int, length: int, device: torch.dev
     return numbers, make
 
 
-def _from_lengths(lengths: Tensor, _: None, batch: int, length: int, device: torch.device) -> _Counted:
+def _from_lengths(
+    lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device
+) -> _Counted:
+    assert lengths is not None
+
     def make(numbers: list[int]) -> Packing:
         shortest, longest, total = min(numbers, default=1), max(numbers, default=0), sum(numbers)
         if shortest < 0 or longest > length:

@@ -31,8 +31,7 @@ def padder_of(
     """
     trg_mask = layer_mask(trg_mask)
     padding, causal = _padding_and_look_ahead(trg_mask, trg.shape[1])
-    batches = (layer_mask(src_mask), *src.shape[:2]), (padding, *trg.shape[:2])
-    (source, own), _ = packings_of(batches, src.device)
+    (source, own), _ = packings_of([(layer_mask(src_mask), *src.shape, src.device), (padding, *trg.shape, trg.device)])
     return Padder(own, source, causal, _window(trg_mask))
 
 

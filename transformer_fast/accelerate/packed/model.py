@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...integrations.unpadded import Unpadded, current
+from ...integrations.unpadded import Unpadded, current, known
 from ...layers.padded_calls import NO_SOURCE, PaddedCalls, padded_calls
 from ...masks.packing import Packing, take, unpack
 from ...tensors import takes_fused_ops
@@ -76,7 +76,7 @@ def model_forward(base: type[nn.Module]) -> Forward:
             if reason := _obstacle(self, watch, given, names, call):
                 call.hold_back(reason)
             else:
-                changes |= _labels(self, watch, given, names, call)
+                changes |= _changes(self, watch, given, names, call)
         args, kwargs = arguments.replaced(changes)
         if outer is not None:  # a submodel of the model that was called
             return base.forward(self, *args, **kwargs)
@@ -98,8 +98,6 @@ def _obstacle(model: nn.Module, watch: Watch, given: dict[str, Any], names: froz
     routers = given.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if routers is None else routers:
         return ROUTERS
-    if config.is_encoder_decoder and padded and not bool(mask.bool().any(-1).all()):
-        return NO_SOURCE
     if (given.get("labels") is not None or positions is not None) and _loss(model) is None:
         return UNKNOWN_LOSS
     if positions is not None:
@@ -128,46 +126,56 @@ def _last_positions(ids: Any, config: Any, mask: Tensor) -> Tensor:
     return (positions * (ids != pad)).amax(1)
 
 
-def _labels(
+def _changes(
     model: nn.Module, watch: Watch, given: dict[str, Any], names: frozenset[str], call: Unpadded
 ) -> dict[str, Any]:
-    """Changed arguments with which the output layer and the loss run on tokens; empty if they cannot."""
-    changes: dict[str, Any] = {}
+    """Changed arguments: masks that are known, and those with which the output layer and the loss run on tokens.
+
+    All that must be known of the masks and labels is read at once, since each read waits for a GPU. A call that must
+    keep its padding is held back.
+    """
     labels, decodes = given.get("labels"), "decoder_attention_mask" in names and model.config.is_encoder_decoder
-    mask_name = "decoder_attention_mask" if decodes else "attention_mask"
-    mask, per_token = given.get(mask_name), watch.task == "token"
+    own, per_token = "decoder_attention_mask" if decodes else "attention_mask", _is_per_token(labels)
+    masks = {name: given.get(name) for name in {"attention_mask", own}}
+    keeps = {name: t.flatten(0, -2).bool() for name, t in masks.items() if isinstance(t, Tensor) and 2 <= t.dim() <= 3}
     is_causal = getattr(getattr(model.config, "decoder", None), "is_decoder", True)
-    if decodes and mask is None and per_token and _is_per_token(labels) and is_causal:
-        keep = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that is not ignored
-        ids = None if bool(keep.all()) else _decoder_ids(model, given, labels)
-        if ids is not None:
-            mask = keep.long()
-            changes |= {mask_name: mask, "decoder_input_ids": ids}
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return changes
-    keep = mask.bool()
-    if bool(keep.all()):
+    if decodes and masks[own] is None and watch.task == "token" and per_token and is_causal:
+        keeps[own] = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that is not ignored
+    shifts = None if labels is None else _shifts_labels(model)
+    counts = per_token and own in keeps and labels.shape == keeps[own].shape
+    packings, reads = call.look_at(
+        keeps.values(), [_reads_padding(labels != IGNORED, keeps[own], shifts)] if counts else []
+    )
+    found = dict(zip(keeps, packings))
+    if model.config.is_encoder_decoder and "attention_mask" in found and found["attention_mask"].shortest == 0:
+        call.hold_back(NO_SOURCE)
+        return {}
+    changes = {name: known(t, keeps[name]) for name, t in masks.items() if name in keeps and t is not None}
+    if own in keeps and masks[own] is None:
+        ids = None if found[own].is_full else _decoder_ids(model, given, labels)
+        if ids is None:
+            return changes
+        changes |= {own: known(keeps[own].long(), keeps[own]), "decoder_input_ids": ids}
+    if own not in changes or changes[own].dim() != 2 or found[own].is_full:
         return changes
     others = [value for name, value in given.items() if name not in names]
     unclear = any(isinstance(value, Tensor) and value.dim() > 1 for value in others)
-    shifts = None if labels is None else _shifts_labels(model)
-    if _is_per_token(labels) and labels.shape == keep.shape:
-        if _reads_padding(labels != IGNORED, keep, shifts) or unclear:
-            call.hold_back(READS_PADDING)
-            return {}
-    elif labels is not None:
+    if counts and (reads[0] or unclear):
+        call.hold_back(READS_PADDING)
+        return {}
+    if labels is not None and not counts:
         if watch.task in ("token", "tags"):
             call.hold_back(READS_PADDING)
         return changes
     if not _runs_on_tokens(model, watch) or given.get("logits_to_keep") or unclear:
         return changes
-    call.head = call.packing(keep, *keep.shape, keep.device, causal=None)
+    call.head = call.packing(keeps[own], *keeps[own].shape, keeps[own].device, causal=None)
     call.packs_logits = call.head is not None and bool(watch.calls_head) and (labels is None or shifts is not None)
     if call.packs_logits and labels is not None:
         tokens = take(labels, call.head)
         if shifts:  # the last token of a sequence must not predict the first token of the next sequence
-            starts = call.head.cu_seqlens[:-1].long()
-            tokens = tokens.index_fill(0, starts[starts < tokens.shape[0]], IGNORED)
+            starts = call.head.cu_seqlens[:-1].long()  # that of empty sequences at the end is T
+            tokens = nn.functional.pad(tokens, (0, 1)).index_fill(0, starts, IGNORED)[:-1]
         changes["labels"] = tokens.unsqueeze(0)
     return changes
 
@@ -176,12 +184,12 @@ def _is_per_token(labels: Any) -> bool:
     return isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
 
 
-def _reads_padding(counted: Tensor, keep: Tensor, shifts: bool | None) -> bool:
-    """Labels that are not ignored but are at padding, or are predicted at padding: bool (B, L)."""
+def _reads_padding(counted: Tensor, keep: Tensor, shifts: bool | None) -> Tensor:
+    """Bool (), True if labels (B, L) that are not ignored are at padding, or are predicted at padding."""
     at, after = counted & ~keep, counted[:, 1:] & ~keep[:, :-1]
     if shifts is False:
-        return bool(at.any())
-    return bool(at[:, 1:].any() or after.any()) or (shifts is None and bool(at.any()))
+        return at.any()
+    return (at if shifts is None else at[:, 1:]).any() | after.any()
 
 
 def _decoder_ids(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Tensor | None:
