@@ -80,16 +80,15 @@ class Unpadded:
 
     def look_at(self, keeps: Iterable[Tensor], also: Sequence[Tensor] = ()) -> tuple[list[Packing], list[bool]]:
         """Packings of masks, bool (batch, length), and values of bool tensors (), all by one read."""
-        keeps, heads = list(keeps), []
-        for keep in keeps:
-            if self.read is not None and self.read.shape[0] == keep.shape[0]:
-                heads += [keep[:, 0].all(), keep.gather(1, self.read.to(keep.device)[:, None]).all()]
-            else:
-                heads += [torch.tensor(self.read is None)] * 2
-        packings, values = packings_of(((keep, *keep.shape, keep.device) for keep in keeps), [*also, *heads])
-        values, found = values[: len(also)], iter(values[len(also) :])
-        for keep, packing in zip(keeps, packings):
-            self._seen.append(_Seen(_view(keep), keep, packing, (next(found), next(found))))
+        keeps, read = list(keeps), self.read
+        fits = [read is not None and read.shape[0] == keep.shape[0] for keep in keeps]
+        for keep, fit in zip(keeps, fits):
+            if fit:
+                also = [*also, keep[:, 0].all(), keep.gather(1, read.to(keep.device)[:, None]).all()]  # type: ignore
+        packings, values = packings_of(((keep, *keep.shape, keep.device) for keep in keeps), also)
+        for keep, packing, fit in zip(reversed(keeps), reversed(packings), reversed(fits)):
+            last, first = (values.pop(), values.pop()) if fit else (read is None, read is None)
+            self._seen.append(_Seen(_view(keep), keep, packing, (first, last)))
         return packings, values
 
     def packing(

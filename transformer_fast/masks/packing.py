@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -167,12 +167,13 @@ def packings_of(
     """
     if in_transform():
         refuse_transform("pack")
-    given = [(*_lengths_or_keep(mask, B, L), B, L, device) for mask, B, L, device in batches]
+    given = [(*_lengths_or_keep(mask, B, L, device), B, L, device) for mask, B, L, device in batches]
     if torch.compiler.is_compiling() or is_traced():
         return [_traced(*each) for each in given], []
-    found = [_from_keep(*each) if each[0] is None else _from_lengths(*each) for each in given]
-    numbers = _read([*(each[0] for each in found), *(t.view(1) for t in also)])
-    return [make(n) for (_, make), n in zip(found, numbers)], [n == [1] for n in numbers[len(found) :]]
+    numbers = [_numbers(lengths, keep) for lengths, keep, *_ in given]
+    values = _read([*numbers, *(t.view(1) for t in also)])
+    packings = [_packing(*each) for each in zip(numbers, values, given)]
+    return packings, [value == [1] for value in values[len(given) :]]
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -184,45 +185,34 @@ def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [list(itertools.islice(values[t.device], t.shape[0])) for t in tensors]
 
 
-_Counted = tuple[Tensor, Callable[[list[int]], Packing]]
-"""Numbers that are to be read, and the function that makes a packing of their values."""
+_Given = tuple[Tensor | None, Tensor | None, int, int, torch.device]
+"""Lengths (B,) or a keep mask (B, L), the sizes, and the device of the tokens."""
 
 
-def _from_keep(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> _Counted:
-    assert keep is not None
-    keep = _to(keep, device)
-    counts = keep.sum(1)
-    cu_seqlens = _running_sum(counts)
-    # A stable sort moves the tokens to the front, in order; no token count is needed.
-    order = torch.argsort((~keep).flatten().to(torch.uint8), stable=True)
-    # Each run of tokens after the first one of a sequence follows a gap.
-    runs = keep[:, 0] + (keep[:, 1:] & ~keep[:, :-1]).sum(1)
-    numbers = torch.stack((counts.sum(), *counts.aminmax(), runs.amax()))
-
-    def make(numbers: list[int]) -> Packing:
-        total, shortest, longest, runs = numbers
-        return Packing(cu_seqlens, order[:total], batch, length, longest, total, shortest, runs > 1)
-
-    return numbers, make
+def _numbers(lengths: Tensor | None, keep: Tensor | None) -> Tensor:
+    """Length of each sequence; and of a keep mask the runs of tokens in each, for all but the first follow a gap."""
+    if keep is None:
+        assert lengths is not None
+        return lengths
+    return torch.cat((keep.sum(1), keep[:, 0] + (keep[:, 1:] & ~keep[:, :-1]).sum(1)))
 
 
-def _from_lengths(
-    lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device
-) -> _Counted:
-    assert lengths is not None
-
-    def make(numbers: list[int]) -> Packing:
-        shortest, longest, total = min(numbers, default=1), max(numbers, default=0), sum(numbers)
-        if shortest < 0 or longest > length:
-            raise ValueError(f"pack: lengths must lie in [0, L = {length}], got {shortest} to {longest}")
-        counts = _to(lengths, device).long()
-        cu_seqlens = _running_sum(counts)
+def _packing(numbers: Tensor, values: list[int], given: _Given) -> Packing:
+    _, keep, batch, length, device = given
+    counts, runs = values[:batch], values[batch:]
+    shortest, longest, total = min(counts, default=1), max(counts, default=0), sum(counts)
+    if shortest < 0 or longest > length:
+        raise ValueError(f"pack: lengths must lie in [0, L = {length}], got {shortest} to {longest}")
+    lengths = _to(numbers[:batch], device).long()
+    cu_seqlens = _running_sum(lengths)
+    if keep is not None:
+        # A stable sort moves the tokens to the front, in order.
+        indices = torch.argsort((~keep).flatten().to(torch.uint8), stable=True)[:total]
+    else:
         # Index in the padded batch: index in the packed batch plus the padding of all earlier sequences.
         padding = torch.arange(batch, device=device) * length - cu_seqlens[:-1]
-        indices = torch.arange(total, device=device) + torch.repeat_interleave(padding, counts, output_size=total)
-        return Packing(cu_seqlens, indices, batch, length, longest, total, shortest)
-
-    return lengths, make
+        indices = torch.arange(total, device=device) + torch.repeat_interleave(padding, lengths, output_size=total)
+    return Packing(cu_seqlens, indices, batch, length, longest, total, shortest, max(runs, default=1) > 1)
 
 
 def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> Packing:
@@ -230,7 +220,7 @@ def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int
     if lengths is not None:
         keep = torch.arange(length, device=device) < lengths.to(device)[:, None]
     assert keep is not None
-    indices = keep.to(device).flatten().nonzero().squeeze(1)
+    indices = keep.flatten().nonzero().squeeze(1)
     return Packing(_running_sum(keep.sum(1)), indices, batch, length, length, indices.shape[0])
 
 
@@ -246,9 +236,9 @@ def _to(t: Tensor, device: torch.device) -> Tensor:
 
 
 def _lengths_or_keep(
-    mask: Tensor | AttentionMask | None, batch: int, length: int
+    mask: Tensor | AttentionMask | None, batch: int, length: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A padding mask as lengths (B,) if possible, else as a bool keep mask (B, L); the other value is None."""
+    """A padding mask as lengths (B,) if possible, else as a bool keep mask (B, L) there; the other value is None."""
     if mask is None or number(batch) * number(length) == 0:
         return torch.full((batch,), length), None
     if isinstance(mask, Tensor) and mask.dim() == 1:
@@ -266,7 +256,7 @@ def _lengths_or_keep(
     keep = keep[:, 0, 0].expand(batch, length)
     if lengths is not None:
         keep = keep & (torch.arange(length, device=lengths.device) < lengths[:, None])
-    return None, keep
+    return None, _to(keep, device)
 
 
 @unrecorded
