@@ -55,18 +55,16 @@ class Padder:
         In most models, a query without keys attends to all padded keys; in a packed batch it would attend to nothing.
         A decoder may attend to each sequence of an encoder. A pair of packings is read once: reading waits for a GPU.
         """
-        if self.source is None or self.source.shortest > 0:
-            empty = self.source is None and self.own.shortest == 0
-        else:
-            keys, queries = self.source.cu_seqlens, self.own.cu_seqlens
-            read = lambda: bool(((keys.diff() == 0) & (queries.diff() > 0)).any())  # noqa: E731
-            empty = get_or_compute(keys, ("queries without keys",), (queries,), read)
-        if empty:
+        keys, queries = (self.source or self.own).cu_seqlens, self.own.cu_seqlens
+        read = lambda: bool(((keys.diff() == 0) & (queries.diff() > 0)).any())  # noqa: E731
+        if (self.source or self.own).shortest > 0:
+            return
+        if self.source is None or get_or_compute(keys, ("queries without keys",), (queries,), read):
             raise StaysPaddedError(NO_SOURCE)
 
     def remove(self, x: Tensor, *memory: Tensor) -> tuple[Tensor, ...]:
-        """Tokens (T, d) of the hidden states (B, L, d), and of the encoder's outputs: those that the tensors hold
-        already if these have this packing, else packed anew."""
+        """Tokens (T, d) of the hidden states (B, L, d), and of the encoder's outputs: those that the tensors hold if
+        they have this packing, else packed anew."""
         return tuple(_tokens_of(t, p) for t, p in zip((x, *memory), (self.own, self.source)) if p is not None)
 
     def restore(self, result: Any) -> Any:
@@ -77,7 +75,7 @@ class Padder:
         tokens = result.squeeze(0) if result.dim() == 3 else result
         padded = unpack(tokens, self.own)
         if not (self.own.is_full or padded.is_inference()):  # an inference tensor has no version counter
-            setattr(padded, _TOKENS, _Held(tokens.detach(), self.own, padded._version))
+            setattr(padded, _TOKENS, Held(tokens.detach(), self.own, padded._version))
         return padded
 
 
@@ -109,24 +107,26 @@ def without_padding(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class Held:
+    """Tokens of a padded tensor of this version."""
+
     tokens: Tensor
     packing: Packing
-    version: int
+    version: int = 0
 
 
 def _tokens_of(x: Tensor, packing: Packing) -> Tensor:
-    held: _Held | None = getattr(x, _TOKENS, None)
+    held: Held | None = getattr(x, _TOKENS, None)
     if held is None or held.version != x._version or held.packing is not packing:
         return take(x, packing)
-    return _Take.apply(x, held)
+    return Take.apply(x, held)
 
 
-class _Take(Function):
+class Take(Function):
     """``take(x, packing)``, whose values are there already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: _Held) -> Tensor:
+    def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:
         ctx.packing = held.packing
         return held.tokens.detach()
 

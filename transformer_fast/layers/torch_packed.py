@@ -47,9 +47,9 @@ def packed_stack(stack: nn.Module, *inputs: tuple[Tensor, TorchMasks]) -> Tensor
             if any(causal[1:]):
                 raise StaysPaddedError("its attention to the encoder has a look-ahead mask")
             _check_parts(stack)
-            y, *memory = padder.remove(*tensors)
+            y, *others = (*padder.remove(*tensors), *padder.masks)
             for layer in stack.layers:  # type: ignore[union-attr]
-                y = layer(y, *memory, *padder.masks)
+                y = layer(y, *others)
             return y if stack.norm is None else stack.norm(y)  # type: ignore[operator]
 
         return padder, run

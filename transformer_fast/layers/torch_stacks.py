@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..masks.packing import PackedMask, Packing, packing_of, take, unpack
+from ..masks.packing import PackedMask, Packing, packings_of, take, unpack
 from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from .by_torch import by_torch
@@ -57,9 +57,9 @@ class TransformerEncoder(nn.TransformerEncoder):
 
         As with the nested tensor, the result is 0 at padded positions, before the last norm.
         """
-        if padding is None or mask is not None or padding.dtype != torch.bool or src.dim() != 3:
+        if padding is None or mask is not None or padding.dtype != torch.bool or padding.shape != src.shape[:2]:
             return None
-        if not getattr(self, "use_nested_tensor", False) or not all(map(takes_packed, self.layers)):
+        if src.dim() != 3 or not getattr(self, "use_nested_tensor", False) or not all(map(takes_packed, self.layers)):
             return None
         if self.layers[0].training or not self.layers[0].self_attn.batch_first:
             return None
@@ -69,15 +69,13 @@ class TransformerEncoder(nn.TransformerEncoder):
             return None
         if torch.is_autocast_enabled(src.device.type) or not torch.backends.mha.get_fastpath_enabled():
             return None
-        if tuple(padding.shape) != tuple(src.shape[:2]):
-            return None
         if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in self.layers[0].parameters())):
             return None
         if src.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        left_aligned = not bool((padding[:, :-1] & ~padding[:, 1:]).any())
-        packing = packing_of((~padding).sum(1), *padding.shape, src.device) if left_aligned else None
-        return None if packing is None or packing.is_full else packing
+        between = (padding[:, :-1] & ~padding[:, 1:]).any()
+        (packing,), (is_between,) = packings_of([((~padding).sum(1), *padding.shape, src.device)], [between])
+        return None if is_between or packing.is_full else packing
 
 
 class TransformerDecoder(nn.TransformerDecoder):

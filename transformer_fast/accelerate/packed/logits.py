@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
 from ...backends import in_transform
-from ...layers.padder import pad_gradient
+from ...layers.padder import Held, Take
 from ...masks.packing import Packing, unpack
 from ..lazy_tensor import Lazy, Node, make_nothing
 
@@ -62,7 +62,7 @@ class TokenLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 tokens = self.as_subclass(Tensor).squeeze(0)
                 padded = _Pad.apply(tokens, self.packing)
-                self._linked = padded, _Take.apply(padded, (tokens.detach(), self.packing)).unsqueeze(0)
+                self._linked = padded, _Take.apply(padded, Held(tokens.detach(), self.packing)).unsqueeze(0)
         return self._linked
 
     @classmethod
@@ -117,19 +117,14 @@ class _Pad(Function):
         return grad.reshape(-1, grad.shape[-1]).index_select(0, ctx.packing.indices), None
 
 
-class _Take(Function):
-    """``take(padded, packing)``, whose values (T, V) are there already."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, held: tuple[Tensor, Packing]) -> Tensor:
-        tokens, ctx.packing = held
-        return tokens
+class _Take(Take):
+    """``take(padded, packing)``; the gradient is padded only if something reads it."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         packing = ctx.packing
         if torch.is_grad_enabled() or in_transform() or torch._C._functorch.is_legacy_batchedtensor(grad):
-            return pad_gradient(grad, packing), None
+            return Take.backward(ctx, grad)
         shape = packing.batch, packing.length, *grad.shape[1:]
         like = torch.empty(shape, dtype=grad.dtype, device="meta")
         return PaddedGradient(_Gradient(grad, packing), like, grad.device), None
