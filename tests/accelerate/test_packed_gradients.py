@@ -52,13 +52,7 @@ def returned(output: Any) -> dict[str, Tensor]:
 
 def close(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
     assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        value = torch.zeros_like(expected) if ours[name] is None and expected is not None else ours[name]
-        assert (value is None) == (expected is None), name
-        if value is not None:
-            torch.testing.assert_close(
-                value + 0, expected, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
-            )
+    packed.close(ours, theirs, atol=1e-5)
 
 
 def by_retain_grad(model: nn.Module, call: packed.Batch, options: dict[str, Any]) -> dict[str, Tensor | None]:

@@ -51,7 +51,6 @@ def test_a_step_is_that_of_the_plain_model(name: str, wrapper: str) -> None:
         loss.backward()
         gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     torch.testing.assert_close(loss.detach(), expected["loss"])
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[key], rtol=1e-3, atol=1e-5)
-    assert gradients.keys() == expected.keys() - {"loss", "logits"}
+    packed.close(gradients, {key: expected[key] for key in gradients}, atol=1e-5)
+    assert gradients.keys() == expected.keys() & dict(plain.named_parameters()).keys()
     assert not report.padded_calls.reasons

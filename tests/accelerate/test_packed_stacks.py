@@ -218,9 +218,8 @@ def test_any_padding(data: st.DataObject) -> None:
     given_ = ids_and_masks(src_keep, trg_keep)
     fast, padded, report = sides(name)
     report.padded_calls.reasons.clear()
-    ours, theirs = (outcome(m, lambda m: m(*given_), trg_keep) for m in (fast, padded))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    found = [outcome(m, lambda m: m(*given_), trg_keep) for m in (fast, padded)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
     assert (NO_SOURCE in report.padded_calls.reasons) == (not src_keep.any(1).all())
 
 
@@ -233,8 +232,7 @@ def test_a_window_of_a_decoder_is_kept(left: int) -> None:
     src, trg, src_mask, _ = ids_and_masks(lengths(SOURCES, SOURCE), keep)
     mask = tfast.AttentionMask.lengths(TARGETS) & tfast.AttentionMask.window(left)
     found = [outcome(m, lambda m: m(src, trg, src_mask, mask), keep) for m in (fast, padded)]
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
     weights = [m.decoder.layers[0].self_attn.attn.transpose(1, 2)[keep] for m in (fast, padded)]
     torch.testing.assert_close(*weights, rtol=1e-4, atol=2e-5)
     assert not report.padded_calls.reasons
@@ -266,8 +264,7 @@ def test_a_mask_that_is_more_than_padding_stays() -> None:
     report = tfast.accelerate(fast, packed=True)
     tfast.accelerate(padded)
     found = (outcome(m, lambda m: m(src, trg, src_mask, trg_mask), trg_keep) for m in (fast, padded))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
     (reason,) = report.padded_calls.reasons
     assert "is not padding and look-ahead alone" in reason
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 32, 0.0, batch_first=True), 1)

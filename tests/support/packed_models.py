@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,6 @@ PADDING = {
 }
 TARGETS = ("xxxxxxx", "xxxx...", "xx.....")
 IGNORED = -100
-OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 
 
 def kept(rows: tuple[str, ...]) -> Tensor:
@@ -71,10 +71,14 @@ def make(name: str, **settings: Any) -> nn.Module:
     """Return a tiny model of a class with large weights, so that padding has an effect, and without dropout unless a
     setting names it."""
     model = models.make(models.named(name), "eager", **settings)
-    if not any("dropout" in setting for setting in settings):
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):  # some heads have one that no config field names
-                module.p = 0.0
+    return with_large_weights(model, dropout=any("dropout" in setting for setting in settings))
+
+
+def with_large_weights(model: nn.Module, *, dropout: bool = False) -> nn.Module:
+    """Return the model with large random weights, and without dropout unless that is to stay."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not dropout:  # some heads have one that no config field names
+            module.p = 0.0
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -84,16 +88,32 @@ def make(name: str, **settings: Any) -> nn.Module:
 
 
 def step(model: nn.Module, call: Batch, **more: Any) -> dict[str, Tensor]:
-    """Return the outputs at tokens, the loss, and the gradient of every parameter, by name."""
+    """Return the outputs, those per position at tokens, the loss, and the gradient of every parameter, by name."""
     model.zero_grad(set_to_none=True)
     with softmax_in_the_dtype_of_its_input():
         output = model(**call.given, **more)
-    found = {name: output[name] for name in OUTPUTS if name in output}
-    found = {name: t[call.tokens] if t.shape[:2] == call.tokens.shape else t for name, t in found.items()}
-    loss = output["loss"] if "loss" in output else sum(t.square().mean() for t in found.values())
+    found = {name: t for name, t in output.items() if isinstance(t, Tensor) and name != "loss"}
+    for keep in (call.tokens, call.given["attention_mask"].bool()):  # of a decoder, and of its encoder
+        found = {name: t[keep] if t.shape[:2] == keep.shape else t for name, t in found.items()}
+    loss = output["loss"] if output.get("loss") is not None else sum(t.square().mean() for t in found.values())
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **{name: t.detach() for name, t in found.items()}, **gradients}
+
+
+def close(
+    ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None], *, atol: float = 1e-4, nan: bool = False
+) -> None:
+    """Compare tensors by name; one that is missing, or None, must be one of zeros or None in the plain model."""
+    for name, expected in theirs.items():
+        value = ours.get(name)
+        if expected is None:
+            assert value is None, name
+            continue
+        value = torch.zeros_like(expected) if value is None else value + 0
+        torch.testing.assert_close(
+            value, expected, rtol=1e-3, atol=atol, equal_nan=nan, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 class Sides:
