@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers")
 import packed_models as packed
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.packed.origin import listed
+from transformer_fast.accelerate.packed.origin import HEADS, Head, listed
 
 pytestmark = pytest.mark.usefixtures("proven_once")
-TABLES = (
-    "TOKEN_CLASSIFICATION", "SEQUENCE_CLASSIFICATION", "MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION",
-    "QUESTION_ANSWERING", "TEXT_ENCODING",
-)  # fmt: skip
+PAGE = Path(__file__).parents[2] / "docs" / "packed.md"
+TABLES = [table for head in HEADS if not head.on_tokens for table in head.tables if table not in ("", "PRETRAINING")]
 WITHOUT_KEYS = {
     "T5GemmaForTokenClassification", "UltraVBertForSequenceClassification", "UltrabertForSequenceClassification",
 }  # fmt: skip
@@ -50,3 +50,12 @@ def test_no_head_is_wrong(name: str) -> None:
         packed.close(found, step, atol=1e-4 * max(1.0, scale), nan=True)
     reasons = report.padded_calls.reasons
     assert not any("own; it may" in reason or "is unknown; it may" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.tables[0])
+def test_the_page_has_each_head(head: Head) -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    (row,) = (row for row in rows if head.tables[0] in row)
+    assert all(table in row for table in head.tables)
+    assert ("position of a row" in row) == head.one_position
+    assert ("loss run on tokens" in row) == head.on_tokens

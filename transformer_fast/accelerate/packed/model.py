@@ -102,9 +102,12 @@ def _obstacle(model: nn.Module, watch: Watch, given: dict[str, Any], names: froz
         return UNKNOWN_LOSS
     if positions is not None:
         return f"the loss of {name} reads all positions, padding included"
-    if watch.task == "tags" and config.is_encoder_decoder and "decoder_input_ids" in names:
+    head = watch.head
+    assert head is not None
+    decodes = config.is_encoder_decoder and "decoder_input_ids" in names
+    if head.labels_per_token and not head.on_tokens and decodes:
         return f"the head of {name} reads positions of the decoder"
-    if watch.task in ("token", "tags", "answer") or (watch.task == "states" and not watch.pools):
+    if not head.one_position:
         return ""
     if getattr(config, "summary_type", "first") not in ("first", "cls_index"):
         return f"the head of {name} is unknown; it may read padding"
@@ -139,7 +142,9 @@ def _changes(
     masks = {name: given.get(name) for name in {"attention_mask", own}}
     keeps = {name: t.flatten(0, -2).bool() for name, t in masks.items() if isinstance(t, Tensor) and 2 <= t.dim() <= 3}
     is_causal = getattr(getattr(model.config, "decoder", None), "is_decoder", True)
-    if decodes and masks[own] is None and watch.task == "token" and per_token and is_causal:
+    head = watch.head
+    assert head is not None
+    if decodes and masks[own] is None and head.on_tokens and per_token and is_causal:
         keeps[own] = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that is not ignored
     shifts = None if labels is None else _shifts_labels(model)
     counts = per_token and own in keeps and labels.shape == keeps[own].shape
@@ -164,7 +169,7 @@ def _changes(
         call.hold_back(READS_PADDING)
         return {}
     if labels is not None and not counts:
-        if watch.task in ("token", "tags"):
+        if head.labels_per_token:
             call.hold_back(READS_PADDING)
         return changes
     if not _runs_on_tokens(model, watch) or given.get("logits_to_keep") or unclear:
@@ -207,7 +212,8 @@ def _decoder_ids(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Ten
 
 def _runs_on_tokens(model: nn.Module, watch: Watch) -> bool:
     """Return True if the output layer of a model runs on tokens. With ``fused_loss`` it skips its logits instead."""
-    head = output_layer(model) if watch.task == "token" and watch.calls_head is not False else None
+    on_tokens = watch.head is not None and watch.head.on_tokens and watch.calls_head is not False
+    head = output_layer(model) if on_tokens else None
     return head is not None and is_packed(head, HEAD) and not (model.training and isinstance(head, OutputLayer))
 
 

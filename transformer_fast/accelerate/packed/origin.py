@@ -6,6 +6,7 @@ counts as a library's if the library's module holds this very object.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -24,17 +25,38 @@ from ..made import author_class
 _WRAPPERS = ("torch", "transformers", "transformer_fast", "accelerate")
 """Packages whose functions may stand around a forward. The last one wraps models for ``Trainer``."""
 
-TASKS = {
-    "token": (
-        "MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "VISION_2_SEQ", "SPEECH_SEQ_2_SEQ",
-    ),
-    "tags": ("TOKEN_CLASSIFICATION",),
-    "row": ("SEQUENCE_CLASSIFICATION", "MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION"),
-    "answer": ("QUESTION_ANSWERING",),
-    "states": ("TEXT_ENCODING",),
-}  # fmt: skip
-"""Tables of transformers with the models whose head predicts tokens, or tags them, or reads one position per row, or
-marks an answer in a text; and of models without a head."""
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What the models of some tables of transformers do with the hidden states.
+
+    Attributes:
+        tables: names of the tables, ``MODEL_FOR_..._MAPPING_NAMES``; "" is that of models without a head.
+        on_tokens: True if the output layer and the loss may run on tokens alone.
+        labels_per_token: True if there is one label for each position.
+        one_position: True if the head reads one position of a row, the first or the last; others read each by itself.
+    """
+
+    tables: tuple[str, ...]
+    on_tokens: bool = False
+    labels_per_token: bool = False
+    one_position: bool = False
+
+
+WORDS = (
+    "MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "VISION_2_SEQ", "SPEECH_SEQ_2_SEQ",
+)  # fmt: skip
+"""Tables of models that predict tokens."""
+ROW = Head(("SEQUENCE_CLASSIFICATION", "MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION"), one_position=True)
+HEADS = (
+    Head(WORDS, on_tokens=True, labels_per_token=True),
+    Head(("TOKEN_CLASSIFICATION",), labels_per_token=True),
+    ROW,
+    ANSWER := Head(("QUESTION_ANSWERING",)),
+    STATES := Head(("TEXT_ENCODING", "")),
+    Head(("PRETRAINING",), one_position=True),
+)
+"""Heads in the order of the search. A new one is a line here, and one in docs/packed.md; the tests take both."""
 
 
 def is_held(kind: type) -> bool:
@@ -139,12 +161,9 @@ def _code(cls: type) -> list[str]:
 
 
 @functools.cache
-def task_of(kind: type[nn.Module]) -> str | None:
-    """Key of :data:`TASKS` for a class that transformers holds; None for classes in none of its tables."""
-    for task, tables in TASKS.items():
-        if any(kind.__name__ in listed(table) for table in tables):
-            return task
-    return "states" if kind.__name__ in listed("") else "row" if kind.__name__ in listed("PRETRAINING") else None
+def head_of(kind: type[nn.Module]) -> Head | None:
+    """Head of a class that transformers holds; None for classes in none of the tables."""
+    return next((head for head in HEADS if any(kind.__name__ in listed(table) for table in head.tables)), None)
 
 
 @functools.cache

@@ -16,7 +16,20 @@ from torch.nn.modules import module as torch_module
 from ...integrations import dispatch
 from ...layers.hooks import HOOKS
 from .classes import JUDGED
-from .origin import adds_code, bare, is_held, is_own_code, library_class, made_by, task_of, variables_in
+from .origin import (
+    ANSWER,
+    ROW,
+    STATES,
+    Head,
+    adds_code,
+    bare,
+    head_of,
+    is_held,
+    is_own_code,
+    library_class,
+    made_by,
+    variables_in,
+)
 
 WATCH, AROUND = "_packed_watch", "_packed_around"
 """Attributes of a model: its :class:`Watch`, and the name of the class around it that may read its output."""
@@ -62,14 +75,12 @@ class Watch:
     """State of a model at its last call.
 
     Attributes:
-        task: what the model's head does; see :data:`~.origin.TASKS`. None if the obstacle is not empty.
-        pools: True if the model, or one inside it, returns the state of one position per row.
+        head: what the model's head does; None if the obstacle is not empty.
         calls_head: True if the model calls its output layer as a module; None if not known yet.
     """
 
     def __init__(self) -> None:
-        self.task: str | None = None
-        self.pools = False
+        self.head: Head | None = None
         self.calls_head: bool | None = None
         self._obstacle = ""
         self._model: nn.Module | None = None
@@ -124,7 +135,7 @@ class Watch:
         self._modules = [(m, type(m), tuple(m.__dict__["_modules"].values()), m.__dict__.get("forward")) for m in seen]
         kinds = {type(m) for m in seen} | {bare(type(m)) for m in seen}
         self._forwards = [(kind, kind.forward) for kind in kinds]
-        self.calls_head, self.task, self.pools = None, None, any(map(_pools, around))
+        self.calls_head = self.head = None
         self._obstacle = _code_of(model)
         if not self._obstacle:
             self._obstacle = next(filter(None, (_changed(layer) for layer in layers)), "")
@@ -133,11 +144,12 @@ class Watch:
             self._obstacle = next(filter(None, (_unknown(*pair) for pair in outside)), "")
         if not self._obstacle:
             base = library_class(type(model))
-            self.task = None if base is None else task_of(base)
+            self.head = None if base is None else head_of(base)
             heads = (bare(type(child)) for child in model.children() if child not in around)
-            if self.task == "answer" and not _PER_POSITION.issuperset(heads):
-                self.task = "row"
-            if self.task is None:
+            pools = self.head is STATES and any(map(_pools, around))
+            if pools or (self.head is ANSWER and not _PER_POSITION.issuperset(heads)):
+                self.head = ROW
+            if self.head is None:
                 self._obstacle = f"the head of {type(model).__name__} is unknown; it may read padding"
 
 
