@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from transformer_fast import AttentionMask, pack, unpack
-from transformer_fast.masks.packing import packing_of
+from transformer_fast.masks.packing import packing_of, packings_of
 
 LENGTHS = torch.tensor([3, 0, 5, 1])
 KEEP = torch.arange(5) < LENGTHS[:, None]
@@ -104,3 +104,21 @@ def test_wrong_tensors():
         pack(torch.randn(5))
     with pytest.raises(ValueError, match=r"expected 9 tokens.*\(8, 2\)"):
         unpack(torch.randn(8, 2), packing_of(LENGTHS, 4, 5))
+
+
+@pytest.mark.parametrize("how", ["keep masks", "lengths"])
+def test_several_masks_are_read_together(how, device):
+    rows = ("xx.x", "x...", "...."), ("xxx", ".xx"), ("x.x.x",), ("xx", "xx")
+    keeps = [torch.tensor([[letter == "x" for letter in row] for row in each], device=device) for each in rows]
+    if how == "lengths":
+        keeps = [keep.sort(1, descending=True).values for keep in keeps]
+    masks = [keep.sum(1) if how == "lengths" else keep for keep in keeps]
+    also = [torch.tensor(value, device=device) for value in (True, False)]
+    packings, values = packings_of([(m, *k.shape, m.device) for m, k in zip(masks, keeps, strict=True)], also)
+    assert values == [True, False]
+    for keep, packing in zip(keeps, packings, strict=True):
+        counts = keep.sum(1)
+        assert torch.equal(packing.indices, keep.flatten().nonzero().squeeze(1))
+        assert packing.cu_seqlens.tolist() == [0, *counts.cumsum(0).tolist()]
+        assert (packing.total, packing.max_length, packing.shortest) == (counts.sum(), counts.max(), counts.min())
+    assert [packing.has_gaps for packing in packings] == [how == "keep masks" and n in (0, 2) for n in range(4)]

@@ -119,7 +119,7 @@ class Unpadded:
         return None if self.held_back else seen.packing
 
     def seen(self, keep: Tensor) -> _Seen | None:
-        """What is known of an equal mask. Memory that was seen before is not read, for which a GPU would be waited."""
+        """Find an equal mask among those that were read. The same memory is not read again: that would wait for a GPU."""
         view = _view(keep)
         for seen in self._seen:
             if seen.view == view:

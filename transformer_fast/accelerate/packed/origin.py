@@ -28,7 +28,7 @@ _WRAPPERS = ("torch", "transformers", "transformer_fast", "accelerate")
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What the models of some tables of transformers do with the hidden states.
+    """Head of the models in some tables of transformers.
 
     Attributes:
         tables: names of the tables, ``MODEL_FOR_..._MAPPING_NAMES``; "" is that of models without a head.
