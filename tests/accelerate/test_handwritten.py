@@ -55,7 +55,7 @@ def test_other_families_as_whole_models(name: str) -> None:
     torch.testing.assert_close(*runs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["annotated attention", "d2l encoder", "d2l decoder, the chapter's"])
+@pytest.mark.parametrize("name", ["annotated attention", "d2l encoder, the chapter's", "d2l decoder, the chapter's"])
 def test_a_model_that_was_called_before_is_swapped_and_gets_its_attributes_back(name: str) -> None:
     make, arguments = FORMS[name]
     m, args = make(), arguments()
@@ -84,6 +84,14 @@ def test_weights_of_a_whole_stack_are_computed_when_looked_at() -> None:
 
     fast = pair(encoder)[1], pair(decoder)[1]
     torch.testing.assert_close(weights(*fast), weights(encoder, decoder))
+
+
+def test_an_author_s_property_of_weights_stays() -> None:
+    plain, m, _ = pair(d2l.TransformerEncoder(11, D, 12, 2, 2, 0.1).eval())
+    m.embedding.register_forward_hook(lambda *_: None)  # the stack runs as it was written, the blocks do not
+    tokens, lens = ids(), torch.tensor([2, 4])
+    torch.testing.assert_close(m(tokens, lens), plain(tokens, lens))
+    torch.testing.assert_close(m.attention_weights, plain.attention_weights)
 
 
 def test_a_lazy_module_is_left_until_its_sizes_are_known() -> None:

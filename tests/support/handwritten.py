@@ -354,6 +354,20 @@ class D2lHeads(nn.Module):
         return self.W_o(out.unflatten(0, (-1, self.num_heads)).transpose(1, 2).flatten(2))
 
 
+class D2lEncoder(d2l.TransformerEncoder):
+    """The chapter's encoder: its call stores the weights."""
+
+    attention_weights = None
+
+    def forward(self, X: Tensor, valid_lens: Tensor | None, *args: object) -> Tensor:
+        X = self.pos_encoding(self.embedding(X) * math.sqrt(self.num_hiddens))
+        self.attention_weights = [None] * len(self.blks)
+        for i, block in enumerate(self.blks):
+            X = block(X, valid_lens)
+            self.attention_weights[i] = block.attention.attention.attention_weights
+        return X
+
+
 class D2lDecoder(d2l.TransformerDecoder):
     """The chapter's decoder: every call starts at position 0, and weights are a property."""
 

@@ -67,6 +67,7 @@ LAYER, LENGTHS = (lambda: (x(), x(S), keep(B, 1, S), AHEAD)), (lambda: (x(), x(S
 TF_OWN, TF_LAYER = (lambda: (x(), blocked(B, 1, 1, L))), (lambda: (x(), x(S), (~AHEAD[0]).float(), blocked(B, 1, 1, S)))
 AHEAD = tfast.layers.subsequentmask(L)
 STACK = (11, D, 12, 2, 2, 0.1)
+SIZED = dict.fromkeys(("query_size", "key_size", "value_size"), D)
 FORMS: dict[str, tuple[Callable[[], nn.Module], Arguments]] = {
     "annotated norm": (lambda: hw.AnnotatedNorm(D), ONE),
     "Llama's norm": (lambda: rms.LlamaRMSNorm(D), ONE),
@@ -108,7 +109,8 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Arguments]] = {
     "d2l feed forward": (lambda: d2l.PositionWiseFFN(12, D, num_inputs=D), ONE),
     "d2l heads": (chapter_heads, lambda: (x(), x(S), x(S), torch.tensor([S + 2, 0]))),
     "d2l heads, a length a query": (
-        lambda: d2l.MultiHeadAttention(D, 2, 0.1, True), lambda: (x(), x(S), x(S), torch.randint(1, S + 1, (B, L))),
+        lambda: d2l.MultiHeadAttention(D, 2, 0.1, True, **SIZED),
+        lambda: (x(), x(S), x(S), torch.randint(1, S + 1, (B, L))),
     ),
     "d2l heads, lengths of 0 and 1": (chapter_heads, lambda: (x(), x(S), x(S), torch.arange(B * L).view(B, L) % 2)),
     "d2l encoder block": (lambda: d2l.EncoderBlock(D, 12, 2, 0.1), lambda: (x(), torch.tensor([3, 7]))),
@@ -116,6 +118,7 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Arguments]] = {
         lambda: d2l.DecoderBlock(D, 12, 2, 0.1, 1), lambda: (x(), [x(S), torch.tensor([2, 4]), [None, x(3)]]),
     ),
     "d2l encoder": (lambda: d2l.TransformerEncoder(*STACK), lambda: (ids(), torch.tensor([3, 7]))),
+    "d2l encoder, the chapter's": (lambda: hw.D2lEncoder(*STACK), lambda: (ids(), torch.tensor([3, 7]))),
     "d2l decoder, the chapter's": (
         lambda: hw.D2lDecoder(*STACK), lambda: (ids(), [x(S), torch.tensor([2, 4]), [x(3), x(3)]]),
     ),

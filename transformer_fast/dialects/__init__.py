@@ -1,4 +1,4 @@
-"""Three further families of Transformer code, as thin adapters around the same fused ops.
+"""Three further families of Transformer code, on the same fused ops.
 
 ================================================== =================================================== ================
 family                                             masks                                               weights returned
@@ -8,9 +8,10 @@ family                                             masks                        
 :mod:`~transformer_fast.dialects.d2l`              valid lengths, (B,) or (B, Lq), one per query before dropout
 ================================================== =================================================== ================
 
-The classic form, with (B, 1, Lk) keep masks, is :mod:`transformer_fast.layers`. Constructors, state-dict keys and
-argument orders are those of the originals; ``transformer_fast.reference.dialects`` has the reference of each. Every
-mask argument also takes an :class:`~transformer_fast.AttentionMask`.
+The classic form, with (B, 1, Lk) keep masks, is :mod:`transformer_fast.layers`. The text of each family is plain
+PyTorch in ``transformer_fast.reference.dialects``: constructors, state-dict keys, plain functions. A class here is the
+text's class with a ``forward`` on the fused ops. Every mask argument also takes an
+:class:`~transformer_fast.AttentionMask`.
 """
 
 from . import bert, d2l, tensorflow

@@ -1,7 +1,7 @@
 """The BERT dialect: an encoder's parts, with token + position embedding and weights returned after dropout.
 
 Masks are keep masks that already have their head axis, (B, 1, 1, Lk) or (B, 1, Lq, Lk), bool or integer, 0 or False =
-blocked. Oracle: ``transformer_fast.reference.dialects.bert``.
+blocked. Text and oracle: ``transformer_fast.reference.dialects.bert``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ..layers.hooks import LOOKS_UP, in_role, is_plain
 from ..layers.linear import apply_linear
 from ..layers.torch_modules import Embedding
 from ..masks import AttentionMask
-from .common import attend, embed_with_positions, head_width, merge_heads, project_heads, with_head_axis
+from ..reference.dialects import bert as text
+from .common import attend, embed_with_positions, merge_heads, project_heads, with_head_axis
 
 __all__ = ["Attention", "BERTEmbedding", "MultiHeadedAttention", "PositionalEmbedding", "TokenEmbedding"]
 
@@ -22,16 +23,13 @@ BertMask = Tensor | AttentionMask | None
 
 
 @in_role(LOOKS_UP)
-class TokenEmbedding(Embedding):
+class TokenEmbedding(text.TokenEmbedding, Embedding):
     """``nn.Embedding`` with ``padding_idx=0``: row 0 is zero and gets no gradient. There is no factor sqrt(d).
 
     Args:
         vocab_size: number of token ids.
         embed_size: width.
     """
-
-    def __init__(self, vocab_size: int, embed_size: int = 512) -> None:
-        super().__init__(vocab_size, embed_size, padding_idx=0)
 
 
 class PositionalEmbedding(SinusoidalTable):
@@ -53,7 +51,7 @@ class PositionalEmbedding(SinusoidalTable):
         return self.table(length)[:length].unsqueeze(0)
 
 
-class BERTEmbedding(nn.Module):
+class BERTEmbedding(text.BERTEmbedding):
     """``dropout(token(ids) + position(ids))`` in one pass.
 
     Args:
@@ -62,12 +60,6 @@ class BERTEmbedding(nn.Module):
         max_len: length of the stored positional table.
     """
 
-    def __init__(self, vocab_size: int, embed_size: int = 512, dropout: float = 0.1, *, max_len: int = 512) -> None:
-        super().__init__()
-        self.token = TokenEmbedding(vocab_size, embed_size)
-        self.position = PositionalEmbedding(embed_size, max_len)
-        self.dropout = nn.Dropout(dropout)
-
     def forward(self, sequence: Tensor) -> Tensor:
         """Embed ids (B, L), int -> (B, L, embed_size)."""
         if is_plain(self.position, PositionalEmbedding):
@@ -75,7 +67,7 @@ class BERTEmbedding(nn.Module):
         return apply_dropout(self.dropout, self.token(sequence) + self.position(sequence))
 
 
-class Attention(nn.Module):
+class Attention(text.Attention):
     """``dropout(softmax(query key^T / sqrt(d))) value`` (Vaswani et al., 2017, section 3.2.1). The module has no
     parameters."""
 
@@ -118,7 +110,7 @@ class Attention(nn.Module):
         )
 
 
-class MultiHeadedAttention(nn.Module):
+class MultiHeadedAttention(text.MultiHeadedAttention):
     """Multi-head attention (Vaswani et al., 2017, section 3.2.2).
 
     Args:
@@ -126,15 +118,6 @@ class MultiHeadedAttention(nn.Module):
         d_model: width.
         dropout: probability, on the attention weights.
     """
-
-    def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.d_k = head_width(self, d_model, h)
-        self.h = h
-        self.linear_layers = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(3))
-        self.output_linear = nn.Linear(d_model, d_model)
-        self.attention = Attention()
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: BertMask = None) -> Tensor:
         """Attend: query (B, Lq, d_model); key, value (B, Lk, d_model) -> (B, Lq, d_model).

@@ -27,14 +27,6 @@ _ADDED = {2: (None, None), 3: (_ALL, None)}
 _TAKEN = {2: (0, 0), 3: (_ALL, 0)}
 
 
-def head_width(module: object, width: int, heads: int) -> int:
-    """Return ``width / heads``; raise a ValueError that names the module if heads does not divide width."""
-    if heads < 1 or width % heads != 0:
-        name = type(module).__name__
-        raise ValueError(f"{name}: the width must be a multiple of the number of heads, got {width} and {heads} heads")
-    return width // heads
-
-
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Split (B, L, heads * d) to (B, heads, L, d), a view."""
     return x.view(*x.shape[:-1], heads, -1).transpose(-3, -2)

@@ -246,12 +246,17 @@ def _accelerated_class(original: type[nn.Module], name: str, inlined: tuple[type
         pattern=pattern,
         inlined=inlined,
         probabilities=pattern.dropouts,
-        **{name: LastWeights() for name in pattern.weights},
+        **{name: LastWeights() for name in pattern.weights if not _is_property(original, name)},
     )
     for role in (SWAPPED, *pattern.roles):
         in_role(role)(made)
     watch_itself(made)
     return made
+
+
+def _is_property(original: type[nn.Module], name: str) -> bool:
+    """Return True for a property of the author, which may read the weights of the parts."""
+    return isinstance(inspect.getattr_static(original, name, None), property)
 
 
 def _in_order(parameters: tuple[inspect.Parameter, ...] | None, args: tuple, kwargs: dict[str, Any]) -> tuple | None:

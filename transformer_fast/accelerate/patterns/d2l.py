@@ -12,9 +12,6 @@ from torch import Tensor
 
 from ...dialects import d2l
 from ...dialects.common import LAST_WEIGHTS, leave_weights, merge_heads, project_heads
-from ...dialects.d2l.attention import attend
-from ...dialects.d2l.blocks import run_decoder_block
-from ...dialects.d2l.sequences import certain_lengths
 from ...layers.hooks import SCALED_DOT_PRODUCT
 from ...layers.linear import apply_linear
 from ...masks import AttentionMask
@@ -35,7 +32,7 @@ def lengths_mask(valid_lens: Lengths, keys: int) -> AttentionMask | PackedMask |
     """AttentionMask of lengths (B,) or (B, Lq); a length above the number of keys means all keys."""
     if valid_lens is None or isinstance(valid_lens, AttentionMask | PackedMask):
         return valid_lens
-    return certain_lengths(valid_lens.to(torch.int64).clamp(0, keys), keys)
+    return d2l.certain_lengths(valid_lens.to(torch.int64).clamp(0, keys), keys)
 
 
 def some_lengths(queries: int, keys: int) -> tuple[Tensor | None, ...]:
@@ -70,7 +67,7 @@ class D2lAttention(Pattern):
 
     def fused_forward(self, m: Any, q: Tensor, k: Tensor, v: Tensor, valid_lens: Lengths = None) -> Tensor:
         q, k, v = (t.unsqueeze(1) for t in (q, k, v))
-        return attend(m, q, k, v, lengths_mask(valid_lens, k.shape[2])).squeeze(1)
+        return d2l.attend(m, q, k, v, lengths_mask(valid_lens, k.shape[2])).squeeze(1)
 
 
 class D2lHeads(Pattern):
@@ -121,6 +118,11 @@ class D2lBlock(Pattern):
         return through(m, X, (lengths_mask(given, X.shape[1]),), functools.partial(self.forward, m))
 
 
+def run_decoder_block(m: Any, X: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
+    """Compute a decoder block; in training each position sees those up to itself, in evaluation every one."""
+    return d2l.DecoderBlock.run(m, X, state, AttentionMask.causal() if m.training else None)
+
+
 class D2lStack(Pattern):
     """``dropout(embedding * sqrt(num_hiddens) + P)`` in one pass, then the blocks; weights are computed when read."""
 
@@ -162,11 +164,7 @@ class D2lEncoder(D2lStack):
         if (X := self.embedded(m, ids)) is None:
             return None
 
-        def run(X: Tensor, mask: Lengths) -> Tensor:
-            for block in m.blks:
-                X = block(X, mask)
-            return X
-
+        run = functools.partial(d2l.TransformerEncoder.through_blocks, m)
         X = through(m, X, (lengths_mask(valid_lens, ids.shape[1]),), run)
         self.leave_weights(m, d2l.TransformerEncoder)
         return X
@@ -186,8 +184,7 @@ class D2lDecoder(D2lStack):
         seen = state[2][0] if self.counts_on and state[2] else None
         if (X := self.embedded(m, ids, 0 if seen is None else seen.shape[1])) is None:
             return None
-        for block in m.blks:
-            X, state = block(X, state)
+        X, state = d2l.TransformerDecoder.through_blocks(m, X, state)
         self.leave_weights(m, d2l.TransformerDecoder)
         return m.dense(X), state
 

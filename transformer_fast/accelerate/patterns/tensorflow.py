@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ...dialects import tensorflow
-from ...dialects.tensorflow.models import through_decoder
 from ...layers.hooks import TAKES_NEED_WEIGHTS
 from .attention import TensorflowHeads, blocked_mask
 from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, random_keep, swapped_by
@@ -97,7 +96,7 @@ class TensorflowStack(Pattern):
 
         def run(x: Tensor, *inputs: Any) -> Any:
             if self.decodes:
-                return through_decoder(m.dec_layers, x, inputs[0], [inputs[1:]] * len(m.dec_layers))
+                return tensorflow.through_decoder(m.dec_layers, x, inputs[0], [inputs[1:]] * len(m.dec_layers))
             for layer in m.enc_layers:
                 x = layer(x, *inputs)
             return x

@@ -1,4 +1,4 @@
-"""The BERT dialect in plain eager PyTorch: the oracle of :mod:`transformer_fast.dialects.bert`.
+"""The BERT dialect in plain eager PyTorch: the text of :mod:`transformer_fast.dialects.bert`, and its oracle.
 
 Masks are keep masks over the scores (B, h, Lq, Lk), head axis included; 0 or False = blocked.
 """
@@ -10,6 +10,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..embedding import positional_table
+from .common import Text, extended, head_width
 
 
 class TokenEmbedding(nn.Embedding):
@@ -24,23 +27,19 @@ class PositionalEmbedding(nn.Module):
 
     def __init__(self, d_model: int, max_len: int = 512) -> None:
         super().__init__()
-        self.register_buffer("pe", sinusoids(max_len, d_model).unsqueeze(0))
+        self.register_buffer("pe", positional_table(max_len, d_model).unsqueeze(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        L = x.size(1)
-        if self.pe.size(1) >= L:
-            return self.pe[:, :L]
-        beyond = sinusoids(L, self.pe.size(2))[self.pe.size(1) :]
-        return torch.cat((self.pe, beyond.unsqueeze(0).to(self.pe)), dim=1)
+        return extended(self.pe, x.size(1))[:, : x.size(1)]
 
 
-class BERTEmbedding(nn.Module):
+class BERTEmbedding(Text):
     """ids (B, L) -> dropout(token + position), (B, L, embed_size)."""
 
     def __init__(self, vocab_size: int, embed_size: int = 512, dropout: float = 0.1, *, max_len: int = 512) -> None:
         super().__init__()
-        self.token = TokenEmbedding(vocab_size, embed_size)
-        self.position = PositionalEmbedding(embed_size, max_len)
+        self.token = self.family.TokenEmbedding(vocab_size, embed_size)
+        self.position = self.family.PositionalEmbedding(embed_size, max_len)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, sequence: Tensor) -> Tensor:
@@ -57,7 +56,7 @@ class Attention(nn.Module):
         value: Tensor,
         mask: Tensor | None = None,
         dropout: nn.Module | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(query.size(-1))
         if scores.dtype != torch.float64:
             scores = scores.float()  # -1e9 overflows fp16
@@ -69,17 +68,16 @@ class Attention(nn.Module):
         return torch.matmul(p_attn, value), p_attn
 
 
-class MultiHeadedAttention(nn.Module):
+class MultiHeadedAttention(Text):
     """(query, key, value, mask), each (B, L, d_model) -> (B, Lq, d_model)."""
 
     def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
         super().__init__()
-        assert d_model % h == 0
-        self.d_k = d_model // h
+        self.d_k = head_width(self, d_model, h)
         self.h = h
         self.linear_layers = nn.ModuleList([nn.Linear(d_model, d_model) for _ in range(3)])
         self.output_linear = nn.Linear(d_model, d_model)
-        self.attention = Attention()
+        self.attention = self.family.Attention()
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -90,13 +88,3 @@ class MultiHeadedAttention(nn.Module):
         )
         x, _ = self.attention(query, key, value, mask=mask, dropout=self.dropout)
         return self.output_linear(x.transpose(1, 2).reshape(B, -1, self.h * self.d_k))
-
-
-def sinusoids(length: int, d_model: int) -> Tensor:
-    """fp32 (length, d_model): sines in the even columns, cosines in the odd ones; fp64 until it is stored."""
-    table = torch.zeros(length, d_model, dtype=torch.float64)
-    position = torch.arange(length, dtype=torch.float64).unsqueeze(1)
-    rate = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * -(math.log(10000.0) / d_model))
-    table[:, 0::2] = torch.sin(position * rate)
-    table[:, 1::2] = torch.cos(position * rate)[:, : d_model // 2]
-    return table.float()

@@ -1,5 +1,5 @@
-"""The dialect of TensorFlow's tutorial in plain eager PyTorch: the oracle of
-:mod:`transformer_fast.dialects.tensorflow`. Masks are float, 1.0 = blocked."""
+"""The dialect of TensorFlow's tutorial in plain eager PyTorch: the text of
+:mod:`transformer_fast.dialects.tensorflow`, and its oracle. Masks are float, 1.0 = blocked."""
 
 from __future__ import annotations
 
@@ -9,45 +9,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .common import Text, extended, head_width
 
-def get_angles(pos: Tensor, i: Tensor, d_model: int) -> Tensor:
-    """Angles of positions ``pos`` in dimensions ``i``, which broadcast."""
-    return pos * (1 / torch.pow(10000.0, (2 * (i // 2)) / d_model))
+LayerNorm = nn.LayerNorm
+"""The norm of the layers."""
+EPSILON = 1e-6
+
+
+def get_angles(pos: Tensor | float, i: Tensor | float, d_model: int) -> Tensor:
+    """``pos / 10000 ** (2 * (i // 2) / d_model)``, fp64: i counts dimensions, so 2i and 2i + 1 share one angle.
+
+    pos and i: numbers or tensors that broadcast, such as (position, 1) and (1, d_model).
+    """
+    pos, i = (torch.as_tensor(t, dtype=torch.float64) for t in (pos, i))
+    return pos / 10000.0 ** (2 * torch.floor(i / 2) / d_model)
 
 
 def positional_encoding(position: int, d_model: int) -> Tensor:
     """fp32 (1, position, d_model), even dimensions sines, odd ones cosines."""
-    angles = get_angles(
-        torch.arange(position, dtype=torch.float64)[:, None],
-        torch.arange(d_model, dtype=torch.float64)[None, :],
-        d_model,
-    )
-    even = torch.arange(d_model) % 2 == 0
-    return torch.where(even, torch.sin(angles), torch.cos(angles))[None].float()
+    dimension = torch.arange(d_model)
+    angles = get_angles(torch.arange(position)[:, None], dimension[None, :], d_model)
+    return torch.where(dimension % 2 == 0, torch.sin(angles), torch.cos(angles))[None].float()
 
 
 def create_padding_mask(ids: Tensor) -> Tensor:
-    """float32 (B, 1, 1, L), 1.0 where ``ids`` (B, L) is 0."""
-    return torch.eq(ids, 0).to(torch.float32)[:, None, None, :]
+    """ids (B, L), 0 = padding -> float (B, 1, 1, L), 1.0 at padding."""
+    return (ids == 0).float()[:, None, None]
 
 
-def create_look_ahead_mask(size: int) -> Tensor:
-    """float32 (size, size), 1.0 above the diagonal."""
-    return 1 - torch.tril(torch.ones(size, size))
+def create_look_ahead_mask(size: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Float (size, size), 1.0 above the diagonal. ``AttentionMask.causal()`` is the same mask without a tensor."""
+    return torch.ones(size, size, device=device).triu(1)
 
 
 def create_masks(inp: Tensor, tar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Masks of the encoder, of the decoder, and of its attention to the encoder, from ids (B, L)."""
-    look_ahead, padding = create_look_ahead_mask(tar.shape[1]), create_padding_mask(tar)
-    return create_padding_mask(inp), torch.maximum(padding, look_ahead), create_padding_mask(inp)
+    """The three masks of :class:`Transformer` for source ids (B, L_inp) and target ids (B, L_tar), 0 = padding.
+
+    Returns:
+        The encoder's padding (B, 1, 1, L_inp); the decoder's padding and look-ahead (B, 1, L_tar, L_tar); the padding
+        of the encoder's outputs (B, 1, 1, L_inp).
+    """
+    look_ahead = create_look_ahead_mask(tar.shape[1], device=tar.device)
+    return create_padding_mask(inp), torch.maximum(create_padding_mask(tar), look_ahead), create_padding_mask(inp)
 
 
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """q (..., Lq, d), k (..., Lk, d), v (..., Lk, dv) -> output and weights."""
     return attend(torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(k.shape[-1]), v, mask)
 
 
-def attend(scores: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend(scores: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output and weights of attention with these scores; 1.0 in ``mask`` blocks."""
     if scores.dtype != torch.float64:
         scores = scores.float()
@@ -60,15 +71,15 @@ def attend(scores: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     return torch.matmul(weights, v), weights
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(Text):
     """Multi-head attention: (v, k, q, mask), each (B, L, d_model) -> output (B, Lq, d_model) and weights
     (B, num_heads, Lq, Lk)."""
 
     def __init__(self, d_model: int, num_heads: int) -> None:
         super().__init__()
-        assert d_model % num_heads == 0
+        self.depth = head_width(self, d_model, num_heads)
         self.num_heads = num_heads
-        self.depth = d_model // num_heads
+        self.d_model = d_model
         self.wq = nn.Linear(d_model, d_model)
         self.wk = nn.Linear(d_model, d_model)
         self.wv = nn.Linear(d_model, d_model)
@@ -77,27 +88,27 @@ class MultiHeadAttention(nn.Module):
     def split_heads(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], -1, self.num_heads, self.depth).permute(0, 2, 1, 3)
 
-    def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.split_heads(self.wq(q)), self.split_heads(self.wk(k)), self.split_heads(self.wv(v))
         attended, weights = scaled_dot_product_attention(q, k, v, mask)
         concatenated = attended.permute(0, 2, 1, 3).reshape(q.shape[0], -1, self.num_heads * self.depth)
         return self.dense(concatenated), weights
 
 
-def point_wise_feed_forward_network(d_model: int, dff: int) -> nn.Module:
-    """Two linear layers with ReLU between them."""
+def point_wise_feed_forward_network(d_model: int, dff: int) -> nn.Sequential:
+    """``Linear(dff)``, ReLU, ``Linear(d_model)`` (Vaswani et al., 2017, section 3.3); parameters ``0.*``, ``2.*``."""
     return nn.Sequential(nn.Linear(d_model, dff), nn.ReLU(), nn.Linear(dff, d_model))
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(Text):
     """Encoder layer: (x, mask) -> x, (B, L, d_model)."""
 
     def __init__(self, d_model: int, num_heads: int, dff: int, rate: float = 0.1) -> None:
         super().__init__()
-        self.mha = MultiHeadAttention(d_model, num_heads)
+        self.mha = self.family.MultiHeadAttention(d_model, num_heads)
         self.ffn = point_wise_feed_forward_network(d_model, dff)
-        self.layernorm1 = nn.LayerNorm(d_model, eps=1e-6)
-        self.layernorm2 = nn.LayerNorm(d_model, eps=1e-6)
+        self.layernorm1 = self.family.LayerNorm(d_model, eps=EPSILON)
+        self.layernorm2 = self.family.LayerNorm(d_model, eps=EPSILON)
         self.dropout1 = nn.Dropout(rate)
         self.dropout2 = nn.Dropout(rate)
 
@@ -107,17 +118,17 @@ class EncoderLayer(nn.Module):
         return self.layernorm2(out1 + self.dropout2(self.ffn(out1)))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Text):
     """Decoder layer: (x, enc_output, look_ahead_mask, padding_mask) -> x and the weights of both attentions."""
 
     def __init__(self, d_model: int, num_heads: int, dff: int, rate: float = 0.1) -> None:
         super().__init__()
-        self.mha1 = MultiHeadAttention(d_model, num_heads)
-        self.mha2 = MultiHeadAttention(d_model, num_heads)
+        self.mha1 = self.family.MultiHeadAttention(d_model, num_heads)
+        self.mha2 = self.family.MultiHeadAttention(d_model, num_heads)
         self.ffn = point_wise_feed_forward_network(d_model, dff)
-        self.layernorm1 = nn.LayerNorm(d_model, eps=1e-6)
-        self.layernorm2 = nn.LayerNorm(d_model, eps=1e-6)
-        self.layernorm3 = nn.LayerNorm(d_model, eps=1e-6)
+        self.layernorm1 = self.family.LayerNorm(d_model, eps=EPSILON)
+        self.layernorm2 = self.family.LayerNorm(d_model, eps=EPSILON)
+        self.layernorm3 = self.family.LayerNorm(d_model, eps=EPSILON)
         self.dropout1 = nn.Dropout(rate)
         self.dropout2 = nn.Dropout(rate)
         self.dropout3 = nn.Dropout(rate)
@@ -128,7 +139,7 @@ class DecoderLayer(nn.Module):
         enc_output: Tensor,
         look_ahead_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         attn1, weights1 = self.mha1(x, x, x, look_ahead_mask)
         out1 = self.layernorm1(self.dropout1(attn1) + x)
         attn2, weights2 = self.mha2(enc_output, enc_output, out1, padding_mask)
@@ -136,7 +147,7 @@ class DecoderLayer(nn.Module):
         return self.layernorm3(self.dropout3(self.ffn(out2)) + out2), weights1, weights2
 
 
-class Embedded(nn.Module):
+class Embedded(Text):
     """ids (B, L) -> dropout(embedding * sqrt(d_model) + pos_encoding[:, :L])."""
 
     def __init__(self, d_model: int, vocab_size: int, maximum_position_encoding: int, rate: float) -> None:
@@ -147,10 +158,8 @@ class Embedded(nn.Module):
         self.dropout = nn.Dropout(rate)
 
     def embedded(self, ids: Tensor) -> Tensor:
-        L, table = ids.shape[1], self.pos_encoding
-        if table.shape[1] < L:
-            table = torch.cat((table, positional_encoding(L, self.d_model)[:, table.shape[1] :].to(table)), dim=1)
-        return self.dropout(self.embedding(ids) * math.sqrt(self.d_model) + table[:, :L])
+        L = ids.shape[1]
+        return self.dropout(self.embedding(ids) * math.sqrt(self.d_model) + extended(self.pos_encoding, L)[:, :L])
 
 
 class Encoder(Embedded):
@@ -167,7 +176,9 @@ class Encoder(Embedded):
         rate: float = 0.1,
     ) -> None:
         super().__init__(d_model, input_vocab_size, maximum_position_encoding, rate)
-        self.enc_layers = nn.ModuleList([EncoderLayer(d_model, num_heads, dff, rate) for _ in range(num_layers)])
+        self.num_layers = num_layers
+        layers = (self.family.EncoderLayer(d_model, num_heads, dff, rate) for _ in range(num_layers))
+        self.enc_layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.embedded(x)
@@ -190,7 +201,9 @@ class Decoder(Embedded):
         rate: float = 0.1,
     ) -> None:
         super().__init__(d_model, target_vocab_size, maximum_position_encoding, rate)
-        self.dec_layers = nn.ModuleList([DecoderLayer(d_model, num_heads, dff, rate) for _ in range(num_layers)])
+        self.num_layers = num_layers
+        layers = (self.family.DecoderLayer(d_model, num_heads, dff, rate) for _ in range(num_layers))
+        self.dec_layers = nn.ModuleList(layers)
 
     def forward(
         self,
@@ -198,7 +211,7 @@ class Decoder(Embedded):
         enc_output: Tensor,
         look_ahead_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
         x = self.embedded(x)
         attention_weights = {}
         for i, layer in enumerate(self.dec_layers):
@@ -208,7 +221,7 @@ class Decoder(Embedded):
         return x, attention_weights
 
 
-class Transformer(nn.Module):
+class Transformer(Text):
     """Transformer: (inp, tar, enc_padding_mask, look_ahead_mask, dec_padding_mask) -> logits and the decoder's
     weights."""
 
@@ -225,8 +238,8 @@ class Transformer(nn.Module):
         rate: float = 0.1,
     ) -> None:
         super().__init__()
-        self.encoder = Encoder(num_layers, d_model, num_heads, dff, input_vocab_size, pe_input, rate)
-        self.decoder = Decoder(num_layers, d_model, num_heads, dff, target_vocab_size, pe_target, rate)
+        self.encoder = self.family.Encoder(num_layers, d_model, num_heads, dff, input_vocab_size, pe_input, rate)
+        self.decoder = self.family.Decoder(num_layers, d_model, num_heads, dff, target_vocab_size, pe_target, rate)
         self.final_layer = nn.Linear(d_model, target_vocab_size)
 
     def forward(
@@ -236,7 +249,7 @@ class Transformer(nn.Module):
         enc_padding_mask: Tensor | None = None,
         look_ahead_mask: Tensor | None = None,
         dec_padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
         enc_output = self.encoder(inp, enc_padding_mask)
         dec_output, attention_weights = self.decoder(tar, enc_output, look_ahead_mask, dec_padding_mask)
         return self.final_layer(dec_output), attention_weights
@@ -249,11 +262,16 @@ class AdditiveAttention(nn.Module):
         super().__init__()
         self.W = nn.Linear(key_size + query_size, units, bias=False)
         self.v = nn.Linear(units, 1, bias=False)
+        self.key_size, self.query_size = key_size, query_size
 
-    def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return attend(self.scores(k, q), v, mask)
+
+    def scores(self, k: Tensor, q: Tensor) -> Tensor:
+        """k (B, Lk, key_size), q (B, Lq, query_size) -> (B, Lq, Lk)."""
         pairs = q.shape[0], q.shape[1], k.shape[1], -1
         joined = torch.cat((k.unsqueeze(1).expand(pairs), q.unsqueeze(2).expand(pairs)), dim=-1)
-        return attend(self.v(torch.tanh(self.W(joined))).squeeze(-1), v, mask)
+        return self.v(torch.tanh(self.W(joined))).squeeze(-1)
 
 
 class BilinearAttention(nn.Module):
@@ -264,5 +282,5 @@ class BilinearAttention(nn.Module):
         self.W_k = nn.Linear(key_size, units, bias=False)
         self.W_q = nn.Linear(query_size, units, bias=False)
 
-    def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return attend(torch.einsum("bku,bqu->bqk", self.W_k(k), self.W_q(q)), v, mask)
