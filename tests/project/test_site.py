@@ -41,7 +41,7 @@ def directives() -> Iterator[tuple[str, list[str] | None]]:
     """Yield (module, names) per directive of the API pages; names is None for the whole ``__all__``."""
     for page in sorted(REFERENCE.glob("*.md")):
         for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", page.read_text(), re.MULTILINE):
-            members = re.search(r"members: \[(.*)\]", options)
+            members = re.search(r"^ +members: \[(.*)\]", options, re.MULTILINE)
             yield name, members[1].split(", ") if members else None
 
 
