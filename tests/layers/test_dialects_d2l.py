@@ -20,19 +20,17 @@ FAST, ORACLE, _ = FAMILIES["d2l"]
 def test_transpose_and_back():
     for heads in (1, 2, 4):
         folded = d2l.transpose_qkv(X, heads)
-        assert torch.equal(folded, oracle.transpose_qkv(X, heads)) and folded.shape == (3 * heads, 4, 16 // heads)
+        assert folded.shape == (3 * heads, 4, 16 // heads)
+        assert torch.equal(folded[:heads], torch.stack(X[0].chunk(heads, -1)))
         assert torch.equal(d2l.transpose_output(folded, heads), X)
-        assert torch.equal(oracle.transpose_output(folded, heads), X)
 
 
 def test_sequence_mask():
     ones = torch.tensor([[1, 2, 3], [4, 5, 6]])
     assert torch.equal(d2l.sequence_mask(ones, torch.tensor([1, 2])), torch.tensor([[1, 0, 0], [4, 5, 0]]))
-    deep = torch.ones(2, 3, 4)
-    assert torch.equal(
-        d2l.sequence_mask(deep, torch.tensor([1, 2]), value=-1),
-        oracle.sequence_mask(deep, torch.tensor([1, 2]), value=-1),
-    )
+    deep, expected = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    expected[0, 1:] = expected[1, 2:] = -1
+    assert torch.equal(d2l.sequence_mask(deep, torch.tensor([1, 2]), value=-1), expected)
     assert torch.all(deep == 1)  # the argument stays as it was
 
 

@@ -68,10 +68,14 @@ Q, K, V = x(3, 2, 6, 4), x(3, 2, 5, 4), x(3, 2, 5, 4)
 DENSE = torch.ones(6, 6, dtype=torch.bool).tril()[None, None] & PADDING
 BERT = [
     Case("TokenEmbedding", (11, 16), (IDS,)),
+    Case("PositionalEmbedding", (16,), (IDS,)),
+    Case("PositionalEmbedding", (15, 4), (ROWS[..., :15],)),
     Case("BERTEmbedding", (11, 16), (IDS,)),
     Case("BERTEmbedding", (11, 15, 0.3), (IDS,), options={"max_len": 4}),
     Case("Attention", (), (Q, K, V)),
     Case("Attention", (), (Q, Q, Q), (DENSE,)),
+    Case("Attention", (), (Q[0], K[0], V[0]), (DENSE[0, :, :, :5],)),
+    Case("Attention", (), (Q[1, 0], K[1, 0], V[1, 0]), (DENSE[1, 0, :, :5].int(),)),
     Case("MultiHeadedAttention", (4, 16), (ROWS, ROWS, ROWS), (PADDING,)),
     Case("MultiHeadedAttention", (4, 16), (ROWS, ROWS, ROWS), (DENSE.int(),)),
     Case("MultiHeadedAttention", (4, 16, 0.5), (ROWS, ROWS, ROWS), (EMPTY.expand(3, 4, 6, 6),)),
@@ -126,14 +130,16 @@ D2L = [
     Case("EncoderBlock", (16, 24, 4, 0.5), (X,), (torch.tensor([4, 1, 2]),)),
     Case("EncoderBlock", (16, 24, 4, 0.5, True), (MEMORY,), (None,)),
     Case("TransformerEncoder", (*D2L_STACK, 0.3), (SRC,), (LENS,)),
-    Case("FromTheStart", (16, 24, 4, 0.5), (X, MEMORY), (LENS,)),
+    Case("DecoderBlock", (16, 24, 4, 0.5, 0), (X, [MEMORY, LENS, [None]])),
+    Case("DecoderBlock", (16, 24, 4, 0.5, 1), (X, [MEMORY, None, [None, MEMORY]]), (), {"causal_eval": True}),
+    Case("TransformerDecoder", (11, 16, 24, 4, 1, 0.3), (TRG, [MEMORY, LENS, [None]])),
     Case("Whole", (D2L_STACK, 0.3), (SRC, TRG), (LENS,)),
     Case("Whole", (D2L_STACK, 0.3), (SRC, TRG), (None,)),
 ]
 
 
 class Family:
-    """A family of d2l, and two of its modules as plain functions of tensors."""
+    """A family of d2l, and its whole model, which returns logits alone."""
 
     def __init__(self, family: ModuleType) -> None:
         self.family = family
@@ -141,21 +147,9 @@ class Family:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.family, name)
 
-    def FromTheStart(self, *arguments: Any) -> nn.Module:
-        return FromTheStart(self.family.DecoderBlock(*arguments, 0))
-
     def Whole(self, stack: tuple[int, ...], dropout: float) -> nn.Module:
         encoder, decoder = self.family.TransformerEncoder, self.family.TransformerDecoder
         return First(self.family.EncoderDecoder(encoder(*stack, dropout), decoder(*stack, dropout)))
-
-
-class FromTheStart(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, X: Tensor, enc_outputs: Tensor, enc_valid_lens: Tensor | None) -> Tensor:
-        return self.block(X, [enc_outputs, enc_valid_lens, [None]])[0]
 
 
 class First(nn.Module):

@@ -17,7 +17,8 @@ SEED = 20261121
 
 
 class Case(NamedTuple):
-    """Call of a module: constructor arguments, inputs (floats get gradients), and further arguments."""
+    """Call of a module: constructor arguments, inputs (floats get gradients; a list is a state), and further
+    arguments."""
 
     name: str
     arguments: tuple
@@ -50,16 +51,19 @@ def outcome(
         module.to(rounded)
     module.to(device, dtype)
     leaves: dict[int, Tensor] = {}
-    arguments = []
-    for x in case.inputs:
+
+    def given(x: Any) -> Any:
+        if isinstance(x, list):
+            return [given(part) for part in x]
         if isinstance(x, Tensor) and x.is_floating_point():
             if id(x) not in leaves:
                 leaf = x.detach().to(rounded).to(device, dtype or x.dtype, copy=True)
                 leaves[id(x)] = leaf.requires_grad_()
-            x = leaves[id(x)]
-        arguments.append(x.to(device))
+            return leaves[id(x)]
+        return x if x is None else x.to(device)
+
     masks = [mask if mask is None else mask.to(device) for mask in case.masks]
-    outs = _tensors(module(*arguments, *masks))
+    outs = _tensors(module(*map(given, case.inputs), *masks))
     generator = torch.Generator().manual_seed(1)
     used = {name: out for name, out in outs.items() if out.requires_grad}
     if used:
@@ -137,8 +141,9 @@ class SharedDropout(nn.Module):
 
 
 def _tensors(result: Any, name: str = "out") -> dict[str, Tensor]:
-    if isinstance(result, Tensor):
-        return {name: result}
+    """Float tensors of a result, by name; lengths in a state are not compared."""
+    if result is None or isinstance(result, Tensor):
+        return {name: result} if result is not None and result.is_floating_point() else {}
     if isinstance(result, dict):
         return {key: value for key, value in result.items() if value is not None}
     parts: dict[str, Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import handwritten_forms as forms
 import huggingface_models as models
 import torch
+from dialect_cases import FAMILIES
+from dialect_parity import Case
 from handwritten_forms import B, D, L, S, ids, keep, x
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast import dialects, layers
-from transformer_fast.reference import dialects as reference_dialects
 from transformer_fast.reference import layers as reference_layers
 
 VOCABULARY, HEADS, INNER = 11, 2, 12
@@ -117,44 +119,28 @@ LAYERS: dict[str, Parent] = {
     ),
 }  # fmt: skip
 
-_bert = _of_class(dialects.bert, reference_dialects.bert)
-_tf = _of_class(dialects.tensorflow, reference_dialects.tensorflow)
-_d2l = _of_class(dialects.d2l, reference_dialects.d2l)
-_lengths, _blocked = lambda: torch.tensor([3, S]), lambda *shape: 1.0 - keep(*shape).float()
-_sized = dict.fromkeys(("query_size", "key_size", "value_size"), D)
-_scored, _valid = (lambda: (x(S), x(S), x(), _blocked(B, 1, S))), (lambda: (x(), x(S), x(S), _lengths()))
-_stack, _tf_stack = (VOCABULARY, D, INNER, HEADS, 1, 0.1), (1, D, HEADS, INNER, VOCABULARY)
-DIALECTS: dict[str, Parent] = {
-    "bert.BERTEmbedding": _bert(lambda: (ids(),), "BERTEmbedding", VOCABULARY, D),
-    "bert.MultiHeadedAttention": _bert(lambda: (x(), x(S), x(S), keep(B, 1, 1, S)), "MultiHeadedAttention", HEADS, D),
-    "tensorflow.MultiHeadAttention": _tf(
-        lambda: (x(S), x(S), x(), _blocked(B, 1, 1, S)), "MultiHeadAttention", D, HEADS
-    ),
-    "tensorflow.EncoderLayer": _tf(lambda: (x(), _blocked(B, 1, 1, L)), "EncoderLayer", D, HEADS, INNER),
-    "tensorflow.DecoderLayer": _tf(
-        lambda: (x(), x(S), _look_ahead().float(), _blocked(B, 1, 1, S)), "DecoderLayer", D, HEADS, INNER
-    ),
-    "tensorflow.Encoder": _tf(lambda: (ids(), _blocked(B, 1, 1, L)), "Encoder", *_tf_stack, 20),
-    "tensorflow.Decoder": _tf(
-        lambda: (ids(), x(S), _look_ahead().float(), _blocked(B, 1, 1, S)), "Decoder", *_tf_stack, 20
-    ),
-    "tensorflow.Transformer": _tf(
-        lambda: (ids(), ids(), None, _look_ahead().float(), _blocked(B, 1, 1, L)), "Transformer", *_tf_stack,
-        VOCABULARY, 20, 20,
-    ),
-    "tensorflow.AdditiveAttention": _tf(_scored, "AdditiveAttention", 6, D, D),
-    "tensorflow.BilinearAttention": _tf(_scored, "BilinearAttention", 6, D, D),
-    "d2l.DotProductAttention": _d2l(_valid, "DotProductAttention", 0.1),
-    "d2l.AdditiveAttention": _d2l(_valid, "AdditiveAttention", 6, 0.1, query_size=D, key_size=D),
-    "d2l.MultiHeadAttention": _d2l(_valid, "MultiHeadAttention", D, HEADS, 0.1, **_sized),
-    "d2l.PositionWiseFFN": _d2l(lambda: (x(),), "PositionWiseFFN", INNER, D, num_inputs=D),
-    "d2l.PositionalEncoding": _d2l(lambda: (x(),), "PositionalEncoding", D, 0.1),
-    "d2l.AddNorm": _d2l(lambda: (x(), x()), "AddNorm", D, 0.1),
-    "d2l.EncoderBlock": _d2l(lambda: (x(), _lengths()), "EncoderBlock", D, INNER, HEADS, 0.1),
-    "d2l.DecoderBlock": _d2l(lambda: (x(), [x(S), _lengths(), [None]]), "DecoderBlock", D, INNER, HEADS, 0.1, 0),
-    "d2l.TransformerEncoder": _d2l(lambda: (ids(), _lengths()), "TransformerEncoder", *_stack),
-    "d2l.TransformerDecoder": _d2l(lambda: (ids(), [x(S), _lengths(), [None]]), "TransformerDecoder", *_stack),
-}  # fmt: skip
+
+def _trained(value: Any) -> Any:
+    """Copy an input, so that a float tensor gets a gradient."""
+    if isinstance(value, list):
+        return [_trained(part) for part in value]
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.clone().requires_grad_() if is_float else value
+
+
+def _of_case(family: str, case: Case) -> Parent:
+    fast, oracle, _ = FAMILIES[family]
+    arguments = lambda: (*map(_trained, case.inputs), *case.masks)  # noqa: E731
+    return _of_class(fast, oracle)(arguments, case.name, *case.arguments, **case.options)
+
+
+DIALECTS: dict[str, Parent] = {  # the first case of each class that has a child
+    f"{family}.{case.name}": parent
+    for family in dialects.__all__
+    for case in reversed(FAMILIES[family][2])
+    if inspect.isclass(getattr(getattr(dialects, family), case.name, None))
+    and (parent := _of_case(family, case)).make()._modules
+}
 
 
 def _wide(length: int = L) -> Tensor:
