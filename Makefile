@@ -109,10 +109,8 @@ lint: setup
 	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
 fuzz: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.fuzz --backend native --seed $(SEED) --count $(COUNT)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz.fuzz --backend triton --seed $(SEED) --count $(COUNT)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.fuzz_generation --seed $(SEED) --count $(COUNT)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.fuzz_arguments --seed $(SEED) --count $(COUNT)
+	EXAMPLES=$(COUNT) $(BIN)/python -m pytest -n $(WORKERS) --hypothesis-seed=$(SEED) tests/fuzz
+	EXAMPLES=$(COUNT) TRITON_INTERPRET=1 $(BIN)/python -m pytest --hypothesis-seed=$(SEED) tests/interpreter/test_fuzz.py
 
 emulate: setup
 	$(BIN)/python -m lab.emulation --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --continue build/emulate.jsonl

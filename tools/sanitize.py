@@ -3,7 +3,7 @@ ThreadSanitizer.
 
 The module and two sets of kernels (AVX2, and the best that this machine runs) are built with the sanitizers in a copy
 of the sources below build/, so the extension in use stays as it is. A second run builds only what changed. The tests of
-the ops, random calls (tests/fuzz/fuzz.py) and wrong ones (tests/fuzz/fuzz_arguments.py) run with each set of kernels.
+the ops, random calls and wrong ones (tests/fuzz) run with each set of kernels.
 Any report fails. Before that, planted faults (tools/planted_faults.cpp) must be reported, in the memory of a tensor as
 torch gives it to kernels.
 
@@ -180,15 +180,14 @@ def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int)
         sys.exit(f"sanitize: not the kernels that were built here for {name}, but {' '.join(module)}")
     # -s: what UndefinedBehaviorSanitizer prints must not stay with pytest.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *tests]
-    fuzz = [sys.executable, "-m", "tests.fuzz.fuzz", "--backend", "native", "--count", str(count)]
-    wrong = [sys.executable, "-m", "tests.fuzz.fuzz_arguments", "--count", str(WRONG_CALLS)]
-    for what, command in (
-        ("tests", pytest),
-        (f"{count} random calls", fuzz),
-        (f"{WRONG_CALLS} wrong calls", wrong),
+    random = [*pytest[: -len(tests)], "--hypothesis-seed=0", "tests/fuzz/test_fuzz.py", "-k"]
+    for what, command, examples in (
+        ("tests", pytest, {}),
+        (f"{count} random calls", [*random, "test_a_random_call"], {"EXAMPLES": str(count)}),
+        (f"{WRONG_CALLS} wrong calls", [*random, "test_a_wrong_call"], {"EXAMPLES": str(WRONG_CALLS)}),
     ):
         start = time.monotonic()
-        code, output, report = run_and_look(sanitizer, command, environment, show=True)
+        code, output, report = run_and_look(sanitizer, command, environment | examples, show=True)
         if report:
             sys.exit(f"{report}\nsanitize: the {what} with the {name} kernels made the reports above")
         if code != 0:

@@ -1,23 +1,9 @@
-"""Random calls of attention, each checked by the gate of tests/support/helpers.py: ``make fuzz SEED=0 COUNT=2000``.
-
-A configuration is a pure function of the seed and its number, so that one that fails is repeated alone:
-
-    TRITON_INTERPRET=1 python -m tests.fuzz.fuzz --backend triton --seed 0 --first 17 --count 1
-
-On CPU "triton" runs in Triton's interpreter, on tiles of 32 x 32, so that small shapes have whole tiles, edges and more
-than one of each.
-"""
+"""A call of attention by a configuration, checked by the gate of tests/fuzz/fuzz_gate.py."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-import warnings
-
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import transformer_fast as tfast
 from transformer_fast.masks.distance import distance_table
@@ -25,11 +11,11 @@ from transformer_fast.reference import attention as reference
 from transformer_fast.reference.dropout import attention_keep, rescale
 from transformer_fast.testing import assert_as_exact_as_eager, poisoned_memory
 
-from .fuzz_config import DEVICE, GIVEN, LAYOUTS, Config, combinations, config
-from .fuzz_gate import INTERPRETED, ORDERS, SECOND_LOOKS, hold
+from .fuzz_config import DEVICE, GIVEN, LAYOUTS, Config, combinations, config, configs
+from .fuzz_gate import hold
 from .fuzz_inputs import bounds_of, draw_bias, draw_mask, draw_special, given, normal, used_before, window_of
 
-__all__ = ["DEVICE", "Config", "check", "combinations", "config", "main", "small_tiles"]
+__all__ = ["DEVICE", "Config", "check", "combinations", "config", "configs"]
 
 
 def check_padded(c: Config) -> None:
@@ -156,50 +142,3 @@ def check(c: Config, backend: str) -> None:
     torch.manual_seed(c.number)
     with tfast.backend(backend):
         CHECKS[c.kind](c)
-
-
-def small_tiles() -> dict[object, object]:
-    """Yield once per tile-table entry, with tiles of 32 x 32 for every attention kernel in the interpreter."""
-    from transformer_fast.triton import configs
-
-    return dict.fromkeys(configs.ATTENTION, configs.AttentionConfig(32, 32, 4, 1))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=("native", "triton"), default="native")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first configuration")
-    parser.add_argument("--count", type=int, default=200)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", message="(divide by zero|invalid value|overflow) encountered")
-    if arguments.backend == "triton" and DEVICE.type == "cpu":
-        import quick_interpreter
-
-        from transformer_fast.triton import configs
-
-        quick_interpreter.install()
-        configs.ATTENTION.update(small_tiles())
-    interpreted = "TRITON_INTERPRET=1 " if INTERPRETED else ""
-    failed, started = 0, time.monotonic()
-    numbers = tqdm(range(arguments.first, arguments.first + arguments.count), unit="call", mininterval=10.0)
-    for number in numbers:
-        chosen = config(arguments.seed, number, arguments.backend)
-        try:
-            check(chosen, arguments.backend)
-        except Exception as error:
-            failed += 1
-            again = f"--backend {arguments.backend} --seed {arguments.seed} --first {number} --count 1"
-            tqdm.write(
-                f"{type(error).__name__}: {error}\n  {chosen}\n  again: {interpreted}python -m tests.fuzz.fuzz {again}"
-            )
-        numbers.set_postfix(wrong=failed, refresh=False)
-    seconds = time.monotonic() - started
-    for c, what, factor in SECOND_LOOKS:
-        print(f"held to eager in {ORDERS} orders: {what} of {c}, {factor:.2f} times what one order allows")
-    print(f"{arguments.backend}, seed {arguments.seed}: {arguments.count} calls, {failed} wrong, {seconds:.0f} s")
-    sys.exit(failed > 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Configurations of tests/fuzz/fuzz.py: a call of attention as a pure function of the seed and a number."""
+"""Random calls of attention, as configurations."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import itertools
 import random
 
 import torch
+from hypothesis import strategies as st
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "heads behind", "sliced", "one head for all", "dim first")
 DIALECTS = ("keep", "int keep", "blocked", "float blocked")
 GIVEN = ("as they are", "refilled", "from inference mode", "of a subclass")
+
+
+SEEDS = st.integers(0, 2**40)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +114,11 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
         offset=choose((0, 0, chance.randint(-20, 20))),
         given=GIVEN[0] if interpreted else choose(GIVEN),
     )
+
+
+def configs(backend: str) -> st.SearchStrategy[Config]:
+    """Configurations of any seed. If hypothesis drew each part by itself, half of the calls would be alike."""
+    return st.builds(config, SEEDS, st.integers(0, 9999), st.just(backend))
 
 
 def combinations() -> list[Config]:

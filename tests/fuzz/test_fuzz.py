@@ -1,76 +1,143 @@
-"""A fixed part of the random calls of tests/fuzz/fuzz.py on the C++ kernels; tests/interpreter runs them on Triton."""
+"""Random calls: attention on the C++ kernels, generation with a cache and without, and wrong calls of every operator.
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+A call is a function of a seed. hypothesis draws the seeds: the same ones in every run of the short list, others by
+``make fuzz SEED=0 COUNT=2000``, which prints a call that fails and begins the next run with it. `FORMER` has calls that
+once failed. tests/interpreter/test_fuzz.py draws calls of attention for the Triton kernels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.fuzz import fuzz
+from examples import examples
+from tests.fuzz import fuzz, fuzz_generation
+from tests.fuzz.fuzz_config import SEEDS
+from tests.support.op_arguments import Recorded, changed_at_random, problem_of, recorded
+
+BACKEND = "native" if fuzz.DEVICE.type == "cpu" else "triton"
+
+# Attention
 
 
-@pytest.mark.parametrize("program", ["fuzz", "fuzz_arguments", "fuzz_generation"])
-def test_the_program_runs_by_itself(program):
-    """``make fuzz`` starts the program without pytest's paths."""
-    root = Path(__file__).parents[2]
-    plain = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    command = [sys.executable, "-m", f"tests.fuzz.{program}", "--count", "1"]
-    done = subprocess.run(command, cwd=root, env=plain, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("number", range(75))
-def test_a_random_call(number):
-    backend = "native" if fuzz.DEVICE.type == "cpu" else "triton"
-    fuzz.check(fuzz.config(1, number, backend), backend)
+@given(fuzz.configs(BACKEND))
+@examples(75)
+def test_a_random_call(c: fuzz.Config) -> None:
+    fuzz.check(c, BACKEND)
 
 
 @pytest.mark.parametrize("bias", ("none", "learned"))
-def test_every_combination_of_mask_parts(bias):
-    backend = "native" if fuzz.DEVICE.type == "cpu" else "triton"
+def test_every_combination_of_mask_parts(bias: str) -> None:
     for c in fuzz.combinations():
         if c.bias == bias:
-            fuzz.check(c, backend)
+            fuzz.check(c, BACKEND)
 
 
-def test_a_configuration_is_a_function_of_seed_and_number():
-    assert fuzz.config(3, 17) == fuzz.config(3, 17) != fuzz.config(4, 17)
-    kinds = {fuzz.config(1, number).kind for number in range(75)}
-    assert kinds == {"padded", "packed", "decode"}
-
-
-FEW_QUERIES = {
-    # Weights: one long sum over D rounded more than the many short ones of a matrix-vector product.
-    "weights": {"D": 80, "Dv": 12, "H": 3, "Hkv": 3, "outputs": "weights", "scale": 0.5},
-    # Gradient of the bias: scores were added up in another order than in the forward, and missed its logsumexp.
-    "grad_bias": {
-        "D": 128,
-        "Dv": 128,
-        "H": 6,
-        "Hkv": 3,
-        "parts": ("dense", "lengths"),
-        "bias": "learned",
-        "scale": 1.0,
+PLAIN = {"kind": "padded", "B": 3, "H": 6, "Hkv": 3, "Lq": 2, "Lk": 65, "D": 128, "Dv": 128, "dtype": "fp32"}
+PLAIN |= {"layout": "one head for all", "dialect": "keep", "window": (None, None, 0), "parts": (), "causal": 0}
+PLAIN |= {"bias": "none", "dropout_p": 0.1, "empty_rows": "zero", "outputs": "out"}
+FORMER: dict[str, dict[str, Any]] = {
+    # Two queries and 65 keys, more than a tile: one long sum over D rounded more than a matrix-vector product's many.
+    "weights": {"D": 80, "Dv": 12, "H": 3, "outputs": "weights", "scale": 0.5},
+    # Scores were added up in another order than in the forward, and missed its logsumexp.
+    "gradient of the bias": {"parts": ("dense", "lengths"), "bias": "learned", "scale": 1.0},
+    # Scores of three queries were one long sum over D, with 2.1 times eager's error.
+    "three queries": {
+        "kind": "decode", "B": 1, "Lq": 3, "Lk": 31, "layout": "sliced", "dialect": "blocked", "dropout_p": 0.0,
+        "parts": ("window", "documents"), "window": (128, 0, 0), "documents": 50, "offset": -13, "scale": -0.3,
     },
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", FEW_QUERIES)
-@pytest.mark.parametrize("number", (3, 1090, 1879))
-def test_few_queries_with_large_scores(what, number):
-    """Found by fuzzing: two queries and 65 keys, which is more than one tile."""
-    backend = "native" if fuzz.DEVICE.type == "cpu" else "triton"
-    plain = {"parts": (), "causal": 0, "bias": "none", "dropout_p": 0.1, "empty_rows": "zero", "outputs": "out"}
-    shape = {"kind": "padded", "B": 3, "Lq": 2, "Lk": 65, "dtype": "fp32"}
-    looks = {"layout": "one head for all", "dialect": "keep", "window": (None, None, 0)}
-    fuzz.check(fuzz.Config(number=number, **(plain | shape | looks | FEW_QUERIES[what])), backend)
+@pytest.mark.parametrize("number", (3, 726, 1090, 1879))
+@pytest.mark.parametrize("name", FORMER)
+def test_a_call_that_once_failed(name: str, number: int) -> None:
+    fuzz.check(fuzz.Config(number=number, **(PLAIN | FORMER[name])), BACKEND)
 
 
-def test_some_queries_with_large_scores():
-    """Found by fuzzing: scores of three queries were one long sum over D, with 2.1 times eager's error."""
-    backend = "native" if fuzz.DEVICE.type == "cpu" else "triton"
-    shape = {"kind": "decode", "B": 1, "H": 6, "Hkv": 3, "Lq": 3, "Lk": 31, "D": 128, "Dv": 128, "dtype": "fp32"}
-    masks = {"parts": ("window", "documents"), "causal": 0, "window": (128, 0, 0), "documents": 50, "offset": -13}
-    plain = {"bias": "none", "dropout_p": 0.0, "empty_rows": "zero", "outputs": "out", "scale": -0.3, "softcap": None}
-    fuzz.check(fuzz.Config(number=726, layout="sliced", dialect="blocked", **shape, **masks, **plain), backend)
+# Generation
+
+
+def test_random_options_of_generation() -> None:
+    counted: list[tuple[int, int]] = []
+
+    @given(SEEDS.map(fuzz_generation.config))
+    @examples(25)
+    def check(c: fuzz_generation.Config) -> None:
+        counted.append(fuzz_generation.check(c))
+
+    check()
+    sentences, ties = map(sum, zip(*counted))
+    assert sentences > 100 and ties <= 0.1 * sentences
+
+
+def test_a_difference_that_is_no_tie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change an answer of the cached search, as a mask at the wrong place would."""
+    form = {"norm_first": True, "norm": "layer", "d_ff": 24, "tie_weights": False, "activation": "relu"}
+    c = fuzz_generation.Config(
+        number=1, models=1, form=form, layers=1, heads=2, sentences=4, width=5, padded="lengths", prefixed=False,
+        dtype="fp32", options={"beam": 3, "max_length": 9, "alignments": False},
+    )  # fmt: skip
+    fuzz_generation.check(c)
+    real = fuzz_generation.generate
+
+    def wrong(*arguments: Any, config: Any, **given: Any) -> Any:
+        found = real(*arguments, config=config, **given)
+        return found if not config.cache else [[*found[-1]], *found[:-1]]
+
+    monkeypatch.setattr(fuzz_generation, "generate", wrong)
+    with pytest.raises(AssertionError, match="sentence 0"):
+        fuzz_generation.check(c)
+
+
+# Wrong calls
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@given(st.sampled_from(sorted(recorded())), SEEDS)
+@examples(250)
+def test_a_wrong_call(name: str, seed: int) -> None:
+    """Several arguments are changed at once: the call ends in an error that names one, or in the right result."""
+    chance = random.Random(seed)
+    call, said = changed_at_random(chance.choice(recorded()[name]), chance, chance.choice((1, 2, 3)))
+    assert not problem_of(call), f"{name}, {said}"
+
+
+class Fault:
+    """An operator with the schema of ``dropout`` that computes something else."""
+
+    _schema = torch.ops.transformer_fast.dropout.default._schema
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, x: Tensor, **rest: Any) -> Tensor:
+        return torch.empty_like(x) if x.is_meta else self.function(x)
+
+
+def unnamed(x: Tensor) -> Tensor:
+    raise ValueError("something is wrong")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda x: x.as_strided((x.numel() + 1,), (1,)).sum()[None], "memory outside"),
+        (lambda x: torch.empty_like(x), "memory outside"),
+        (lambda x: x.mT, "promised"),
+        (lambda x: x + 1, "plain operators"),
+        (unnamed, "names no argument"),
+    ],
+)
+def test_a_fault_is_found(function: Callable[[Tensor], Tensor], says: str) -> None:
+    arguments = recorded()["dropout"][0].arguments | {"x": torch.randn(3, 5, 7), "p": 0.0, "relu": False}
+    arguments |= {"bias": None, "residual": None}
+    assert not problem_of(Recorded(torch.ops.transformer_fast.dropout.default, arguments))
+    assert says in problem_of(Recorded(Fault(function), arguments))

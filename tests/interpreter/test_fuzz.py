@@ -1,9 +1,11 @@
-"""A fixed part of the random calls of tests/fuzz/fuzz.py on the Triton kernels."""
+"""Random calls of attention, as in tests/fuzz/test_fuzz.py, on the Triton kernels."""
 
 import random
 
 import pytest
+from hypothesis import given
 
+from examples import examples
 from tests.fuzz import fuzz
 
 pytestmark = [
@@ -12,10 +14,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.cover(12)
-@pytest.mark.parametrize("number", range(75))
-def test_a_random_call(number):
-    fuzz.check(fuzz.config(2, number, "triton"), "triton")
+@given(fuzz.configs("triton"))
+@examples(12, 75)
+def test_a_random_call(c):
+    fuzz.check(c, "triton")
 
 
 @pytest.mark.cover(1)

@@ -1,4 +1,7 @@
-"""Number of hypothesis examples: few in the short list, 2,000 with ``--all``. Import it before `given`."""
+"""Number of hypothesis examples: few in the short list, the same in every run; 2,000 with ``--all``, or EXAMPLES.
+
+Those are drawn anew in each run, after those that failed in an earlier one. Import it before `given`.
+"""
 
 from __future__ import annotations
 
@@ -12,4 +15,6 @@ SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 def examples(short: int, most: int = 2000) -> settings:
     """Return settings with this many examples in the short list, and more with ``--all``."""
     everything = os.environ.get("TESTS_ALL") == "1"  # which tests/support/short_list.py sets
-    return settings(max_examples=most if everything else short, deadline=None, suppress_health_check=SLOW)
+    count = int(os.environ.get("EXAMPLES", most if everything else short))
+    fixed = not everything and "EXAMPLES" not in os.environ
+    return settings(max_examples=count, deadline=None, derandomize=fixed, suppress_health_check=SLOW)
