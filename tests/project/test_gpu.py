@@ -122,15 +122,6 @@ def test_resume_runs_what_is_left(visit, monkeypatch):
     assert found["info"]["ended"] == "failed (exit status 5)" and "info ..." in printed
 
 
-def test_what_was_stopped_is_done_only_at_its_own_limit():
-    step = small("tests", "", 100)
-    assert not step.is_done(None)
-    stopped = {"stopped": True, "limit": 100}
-    assert step.is_done(stopped) and step.is_done({"stopped": False, "limit": 30})
-    assert not step.is_done(stopped | {"limit": 99})
-    assert not replace(step, resumes=True).is_done(stopped)
-
-
 def test_what_a_step_prints_is_seen_at_once_and_kept(visit, tmp_path):
     _, printed = visit([small("info", "print('first', flush=True); print('second')")])
     assert "info ...\n   first\n   second\n" in printed

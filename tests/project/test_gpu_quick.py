@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,13 +10,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are not launched", allow_module_level=True)
 
 import torch
-from attention_cases import CASES
 from gpu import ROOT
 
-from benchmarks.quick import headline, parity, profile, report, step, tiles
+from benchmarks.quick import headline, parity, profile, report, tiles
 from benchmarks.quick.record import CUT, Record
 from transformer_fast.cli.verification_cases import op_cases
-from transformer_fast.triton.configs import AttentionConfig
 
 CPU = torch.device("cpu")
 
@@ -29,11 +25,6 @@ def test_a_record_keeps_whole_lines(tmp_path):
     record.add({"case": "a", "us": 1.5})
     record.path.open("a").write('{"case": "b", "u')
     assert record.rows() == [{"case": "a", "us": 1.5}] and record.done() == {("a",)}
-
-
-def test_the_smoke_has_a_case_of_every_op_that_has_kernels():
-    ops = {case.op for case in op_cases(CPU) if case.name in parity.SMOKE}
-    assert ops == {"attention", "attention_packed", "layer_norm", "embed", "dropout", "cross_entropy"}
 
 
 def test_the_smoke_passes_here_and_says_so(tmp_path, capsys):
@@ -62,11 +53,6 @@ def test_parity_without_time_is_cut_and_nothing_is_checked_twice(tmp_path, monke
     assert parity.main(given) == 0 and len(Record(tmp_path / "parity.jsonl").rows()) == count
 
 
-def test_headline_cases_are_those_of_the_suite():
-    known = {str(case) for case in CASES["cuda"]}
-    assert {name for name in headline.cases() if "-b" in name} <= known
-
-
 def test_a_headline_case_is_recorded_once(tmp_path, capsys):
     name = "norm layer 16384x4096"
     given = ["--out", str(tmp_path), "--device", "cpu", "--each", "0.01", "--only", name]
@@ -80,11 +66,6 @@ def test_a_headline_case_is_recorded_once(tmp_path, capsys):
     assert record.rows()[-1]["error"].startswith("KeyError")
 
 
-def test_every_way_of_a_step_has_sizes_to_rehearse():
-    assert set(step.WAYS) == set(step.MODELS) and set(step.BASE) == set(step.BERT) == {"cuda", "cpu"}
-    assert set(step.LIMITS) <= {way for ways in step.WAYS.values() for way in ways}
-
-
 @pytest.mark.parametrize("name", tiles.CASES)
 def test_tiles_are_launches_of_their_case(name):
     case, packed = tiles.CASES[name]
@@ -92,15 +73,6 @@ def test_tiles_are_launches_of_their_case(name):
     launch = tiles.on_meta(case, packed, "forward", config)
     assert (launch.arguments["BLOCK_QUERIES"], launch.arguments["BLOCK_KEYS"]) == (64, 32)
     assert launch.num_stages == config.num_stages
-
-
-def test_a_tile_that_keeps_no_bits_is_not_compared():
-    """It has less to do, and the backward would have more."""
-    case, packed = tiles.CASES["kept bits"]
-    given = tiles.on_meta(case, packed, "forward", None)
-    with pytest.raises(ValueError, match="has no kept_bits"):
-        tiles.with_tensors(tiles.on_meta(case, packed, "forward", AttentionConfig(64, 32, 4, 3)), given)
-    tiles.with_tensors(tiles.on_meta(case, packed, "forward", AttentionConfig(64, 64, 4, 3)), given)
 
 
 def test_a_profile_is_read_by_way():
@@ -134,28 +106,3 @@ def test_the_committed_record_has_its_table(tmp_path):
         assert all(json.loads(line)["device"] == "NVIDIA H200" for line in text.splitlines() if "device" in line)
     report.main([str(tmp_path)])
     assert (tmp_path / "measured.md").read_text() == (folder / "measured.md").read_text()
-
-
-KEY = """
-import sys
-from benchmarks.quick import record
-from transformer_fast.triton import norm
-from transformer_fast.triton.attention import forward
-if sys.argv[1] == "settled":
-    record.settle_keys()
-if sys.argv[2] == "first":
-    forward._forward_kernel.cache_key
-print(norm._forward_kernel.cache_key)
-"""
-
-
-def test_a_kernel_has_one_key_in_the_cache_whatever_ran_before():
-    def key(*given):
-        command = [sys.executable, "-c", KEY, *given]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    import triton
-
-    assert key("settled", "first") == key("settled", "later")
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
-        assert key("as it comes", "first") != key("as it comes", "later"), "the order is settled for nothing"

@@ -113,25 +113,6 @@ def test_the_parts_of_make_test(run_tests: ModuleType, monkeypatch: pytest.Monke
     assert wheel.environment == {"TRANSFORMER_FAST_TEST_WHEEL": "baseline"} and "-n" not in wheel.command
 
 
-REPORT = """
-tests/test_norm.py .......csrc/cpu/norm/forward.cpp:17:58: runtime error: shift exponent 32 is too large for type int
-    #0 0x7f in norm csrc/cpu/norm/forward.cpp:17
-    #1 0x7f  (/lib/libffi.so.8+0x6f79)
-
-.... 12 passed in 3.00s
-"""
-
-
-def test_reports_of_both_sanitizers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    sanitize = tool("sanitize")
-    assert sanitize.found_reports(".... 12 passed in 3.00s", tmp_path) == ""
-    assert sanitize.found_reports(REPORT, tmp_path) == REPORT.strip().partition("\n\n")[0]
-    (tmp_path / "report.1").write_text("AddressSanitizer: heap-buffer-overflow")
-    assert sanitize.found_reports("", tmp_path) == "AddressSanitizer: heap-buffer-overflow"
-    assert sanitize.SUMMARY.findall(REPORT) == ["12 passed in 3.00s"]
-
-
 def test_arm_check_compiles_as_setup_does() -> None:
     flags = tool("arm_check").kernel_flags((TOOLS.parent / "setup.py").read_text())
     assert {"-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off"} <= set(flags)
@@ -162,37 +143,3 @@ def test_a_row_of_pythons_has_its_versions_and_the_pins() -> None:
         assert (TOOLS.parent / name).exists(), name
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert version in pythons.pythons()
-
-
-def test_a_copy_for_a_row_keeps_its_build_and_loses_deleted_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pythons = tool("pythons")
-    checkout, tree = tmp_path / "checkout", tmp_path / "tree"
-    for file in ("setup.py", "csrc/a.cpp", "build/own", "transformer_fast/_C.so", "benchmarks/results/a", "results/b"):
-        (checkout / file).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / file).touch()
-    (tree / "build").mkdir(parents=True)
-    for file in ("deleted.py", "build/kept"):
-        (tree / file).touch()
-    monkeypatch.setattr(pythons, "ROOT", checkout)
-    pythons.copy_sources(tree)
-    copied = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
-    assert copied == {"setup.py", "csrc/a.cpp", "build/kept", "benchmarks/results/a"}
-
-
-def test_a_row_takes_the_kernels_of_this_checkout_that_are_of_the_same_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pythons = tool("pythons")
-    digest = pythons.setup_names(TOOLS.parent)["kernels_digest"]()
-    checkout, tree = tmp_path / "checkout", tmp_path / "tree"
-    for folder in (checkout, tree):
-        (folder / "transformer_fast").mkdir(parents=True)
-    monkeypatch.setattr(pythons, "ROOT", checkout)
-    monkeypatch.setattr(pythons, "setup_names", lambda _: {"kernels_digest": lambda: digest})
-    assert pythons.copy_kernels(tree) == 0
-    for name, text in (("avx2", f"..{digest}.."), ("avx512", "of other sources")):
-        (checkout / f"transformer_fast/libtransformer_fast_cpu_{name}.so").write_text(text)
-    assert pythons.copy_kernels(tree) == 1
-    assert [path.name for path in (tree / "transformer_fast").iterdir()] == ["libtransformer_fast_cpu_avx2.so"]
