@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_training import checkpointed_config, files_of, outcome
+from small_training import Messages, checkpointed_config, files_of, outcome
 
 from transformer_fast.translation import CheckpointError, RunFolder, checkpoint, load_trained, train
 from transformer_fast.translation.progress import Silent
@@ -199,8 +199,10 @@ def test_other_settings_or_text_cannot_resume(corpus: dict[str, str], run_copy: 
         ({"source": str(other)}, "the train text differs from the one it began with"),
         ({"resume": False}, "already holds a run; resume it or choose another folder"),
     ):
+        before = files_of(run_copy)
         with pytest.raises(CheckpointError, match=message):
             train(checkpointed_config(corpus, run_copy, **changes), Silent())
+        assert files_of(run_copy) == before
 
 
 def test_two_trainings_do_not_share_a_folder(corpus: dict[str, str], run_copy: Path) -> None:
@@ -210,16 +212,6 @@ def test_two_trainings_do_not_share_a_folder(corpus: dict[str, str], run_copy: P
     ):
         train(checkpointed_config(corpus, run_copy), Silent())
     assert train(checkpointed_config(corpus, run_copy, max_steps=7), Silent()).step == 7
-
-
-class Messages(Silent):
-    """Progress that keeps its messages."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.seen.append(text)
 
 
 NO_LOCKS = "ENOLCK", "ENOSYS", "EOPNOTSUPP", "ENOTSUP", "EINVAL", "EIO"
@@ -236,7 +228,7 @@ def test_a_file_system_without_locks(
     progress, config = Messages(), checkpointed_config(corpus, run_copy, max_steps=7)
     if name in NO_LOCKS:
         assert train(config, progress).step == 7
-        assert [text for text in progress.seen if "locked" in text] == [
+        assert [text for text in progress.texts if "locked" in text] == [
             f"{run_copy} cannot be locked ({os.strerror(getattr(errno, name))}): "
             "nothing stops a second training in this folder"
         ]

@@ -59,22 +59,6 @@ def test_translate_reads_and_writes_files(numbers, command, tmp_path):
         assert answer.read_text().splitlines() == expected
 
 
-def test_translate_takes_lines_as_they_come(trained):
-    """Memory is bounded by a chunk: no line of a chunk is read before the chunk before it is answered."""
-    read = []
-
-    def lines():
-        for number in range(10):
-            read.append(number)
-            yield "one"
-
-    answers = Translator(trained.model, trained.tokenizer, beam=1).translate(lines(), chunk_lines=4)
-    assert read == []
-    next(answers)
-    assert len(read) == 4
-    assert len(list(answers)) == 9 and len(read) == 10
-
-
 def split(text, fits):
     return [text[begin:end] for begin, end in split_spans(text, lambda begin, end: fits(text[begin:end]))]
 

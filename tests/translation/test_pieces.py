@@ -9,34 +9,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import outcome, short_config
+from small_training import Messages, outcome, short_config
 
 from examples import examples
 from transformer_fast.translation import RunFolder, load_trained, train
 from transformer_fast.translation.checkpoint import is_better
-from transformer_fast.translation.progress import Silent
 from transformer_fast.translation.validation import Validation
 
 FOLDERS = itertools.count()
 
 
-class Recording(Silent):
-    """Progress that records messages."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.said.append(text)
-
-
 def run(corpus: dict[str, str], save: Path, ends: list[int], **changes: Any) -> tuple[Any, list[str]]:
     """Train in pieces that end at these steps; return the last result, and all messages."""
-    progress = Recording()
+    progress = Messages()
     for end in ends:
         config = short_config(corpus, save, resume=True, **{"valid_every": 3, "max_steps": end, **changes})
         result = train(config, progress)
-    return result, progress.said
+    return result, progress.texts
 
 
 @pytest.fixture

@@ -4,52 +4,17 @@ from __future__ import annotations
 
 import copy
 import gzip
-import io
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from transformer_fast import GenerationConfig, cli, generate
+from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation.sampling import Sampler
-from transformer_fast.translation import ConfigError, load_trained, train
-from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
-from transformer_fast.translation.progress import Silent
+from transformer_fast.translation import ConfigError
 from transformer_fast.translation.translator import Translator
-
-TINY = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 1024, "max_steps": 20, "warmup": 5}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("numbers")
-    make_numbers_corpus(root / "data", train_size=600, held_out=20)
-    train(numbers_config(root / "data", root / "run", vocab_size=60, valid_every=1000, **TINY), Silent())
-    return root / "run"
-
-
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> Any:
-    return load_trained(folder)
-
-
-Captured = pytest.CaptureFixture[bytes]
-
-
-def translate(
-    monkeypatch: pytest.MonkeyPatch,
-    capsysbinary: Captured,
-    folder: Path,
-    *flags: Any,
-    data: bytes = b"",
-) -> tuple[int, list[str], str]:
-    """Return exit code, lines on standard output, and text on standard error."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    code = cli.main(["translate", "--model", str(folder), *map(str, flags)])
-    out, err = capsysbinary.readouterr()
-    return code, out.decode().split("\n")[:-1], err.decode()
 
 
 def test_a_file_has_one_stream_for_any_batch_chunk_and_number_of_workers(trained: Any) -> None:
@@ -123,16 +88,17 @@ def test_a_logit_that_is_no_number_is_an_error(
         generate(model, source, config=GenerationConfig(**options), **marks)
 
 
-def test_a_limit_that_one_line_cannot_meet_fails_that_line_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: Captured
-) -> None:
+Command = Callable[..., tuple[int, list[str], str]]
+
+
+def test_a_limit_that_one_line_cannot_meet_fails_that_line_alone(numbers: Path, command: Command) -> None:
     long = b"nine hundred ninety-nine thousand three hundred fifty-nine\n"
     given = long * 3 + b"two\n" + long * 2
     options = ["--beam", 1, "--min-length", 25, "--max-length", "1,20"]
-    code, out, err = translate(monkeypatch, capsysbinary, folder, *options, data=given)
+    code, out, err = command("translate", "--model", numbers / "one", *options, data=given)
     assert code == 1 and len(out) == 6 and out[3] == "" and all(out[:3] + out[4:])
     assert "line 4: min_length 25 asks for at least 25 tokens, max_length (1.0, 20.0) allows" in err
-    code, out, err = translate(monkeypatch, capsysbinary, folder, "--min-length", 25, "--max-length", 9, data=given)
+    code, out, err = command("translate", "--model", numbers / "one", "--min-length", 25, "--max-length", 9, data=given)
     assert code == 2 and out == [] and "min_length is 25, more than max_length 9" in err
 
 
@@ -162,12 +128,7 @@ def test_a_prefix_is_whole_whatever_the_other_rules_say(
 @pytest.mark.parametrize("cut", ["end", "middle", "flipped"])
 @pytest.mark.parametrize("piped", [False, True])
 def test_what_is_whole_of_a_damaged_file_is_translated(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsysbinary: Captured,
-    cut: str,
-    piped: bool,
+    numbers: Path, tmp_path: Path, command: Command, cut: str, piped: bool
 ) -> None:
     lines = [f"{word}\n" for word in ("seven", "two", "one hundred one", "nine")] * 10
     whole = gzip.compress("".join(lines).encode(), mtime=0)
@@ -175,36 +136,30 @@ def test_what_is_whole_of_a_damaged_file_is_translated(
     path = tmp_path / "cut.gz"
     path.write_bytes(data)
     given = [] if piped else ["--input", path]
-    code, out, err = translate(monkeypatch, capsysbinary, folder, "--beam", 1, *given, data=data)
+    code, out, err = command("translate", "--model", numbers / "one", "--beam", 1, *given, data=data)
     assert code == 2 and "is a damaged or truncated gzip file, after line " in err and "Traceback" not in err
     assert len(out) == int(err.split("after line ")[1].split(":")[0])
     assert len(out) == (40 if cut != "middle" else len(out)) and len(out) <= 40
-    _, expected, _ = translate(monkeypatch, capsysbinary, folder, "--beam", 1, data="".join(lines).encode())
+    _, expected, _ = command("translate", "--model", numbers / "one", "--beam", 1, data="".join(lines).encode())
     assert out == expected[: len(out)]
 
 
-def test_every_reader_of_text_has_one_sentence_for_a_fault(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: Captured
-) -> None:
+def test_every_reader_of_text_has_one_sentence_for_a_fault(numbers: Path, tmp_path: Path, command: Command) -> None:
     plain = tmp_path / "plain.gz"
     plain.write_bytes(b"seven\n")
     for path, said in ((tmp_path, "is a folder"), (tmp_path / "nowhere", "does not exist"), (plain, "not a gzip file")):
-        for command in (
-            ["translate", "--model", str(folder), "--input", str(path)],
-            ["score", "--hypotheses", str(path), "--references", str(path)],
+        for given in (
+            ("translate", "--model", numbers / "one", "--input", path),
+            ("score", "--hypotheses", path, "--references", path),
         ):
-            assert cli.main(command) == 2
-            assert said in capsysbinary.readouterr().err.decode()
+            code, _, err = command(*given)
+            assert code == 2 and said in err
 
 
-def test_blank_hypotheses_have_a_bleu_of_zero_and_an_empty_file_has_none(
-    tmp_path: Path, capsysbinary: Captured
-) -> None:
-    blank, empty, right = tmp_path / "blank", tmp_path / "empty", tmp_path / "right"
-    blank.write_bytes(b"\n\n")
-    empty.write_bytes(b"")
-    right.write_bytes(b"a b c d\ne f g h\n")
-    assert cli.main(["score", "--hypotheses", str(blank), "--references", str(right)]) == 0
-    assert b"BLEU   0.00" in capsysbinary.readouterr().out
-    assert cli.main(["score", "--hypotheses", str(empty), "--references", str(empty)]) == 2
-    assert b"is empty; expected one sentence per line" in capsysbinary.readouterr().err
+def test_blank_hypotheses_have_a_bleu_of_zero_and_an_empty_file_has_none(tmp_path: Path, command: Command) -> None:
+    for name, text in (("blank", "\n\n"), ("empty", ""), ("right", "a b c d\ne f g h\n")):
+        (tmp_path / name).write_text(text)
+    code, out, _ = command("score", "--hypotheses", tmp_path / "blank", "--references", tmp_path / "right")
+    assert code == 0 and "BLEU   0.00" in out[0]
+    code, _, err = command("score", "--hypotheses", tmp_path / "empty", "--references", tmp_path / "empty")
+    assert code == 2 and "is empty; expected one sentence per line" in err

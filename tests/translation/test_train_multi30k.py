@@ -95,32 +95,7 @@ def test_both_sides_train_one_thing(script: ModuleType, flags: list[str], tmp_pa
     script.print_table(record)
 
 
-def runs(*curves: list[tuple[int, float, float]]) -> dict[str, dict[str, object]]:
-    made = ({"curve": {"valid": curve}, "target_tokens_a_cpu_second": 100 + n} for n, curve in enumerate(curves))
-    return {str(seed): run for seed, run in enumerate(made)}
-
-
-def test_a_band_and_a_summary_reach_as_far_as_all_runs(script: ModuleType) -> None:
-    fast = runs([(10, 60.0, 4.0), (20, 120.0, 3.0), (30, 180.0, 2.0)], [(12, 80.0, 5.0), (22, 140.0, 3.5)])
-    eager = runs([(10, 120.0, 4.5)], [(12, 130.0, 5.5), (22, 240.0, 3.0)])
-    assert script.band(fast, 0) == ([11, 21], [4.0, 3.0], [4.5, 3.25], [5.0, 3.5])
-    assert script.band(fast, 1)[0] == [70.0, 130.0]
-    found = script.summary({"fast": fast, "eager": eager})
-    assert found["updates"] == [10, 12] and found["valid_loss"] == {"fast": [4.0, 5.0], "eager": [4.5, 5.5]}
-    assert found["tokens_a_cpu_second_fast_over_eager"] == [1.0, 1.0] and found["ranges_of_valid_loss_overlap"]
-    lower = runs([(10, 1.0, 3.0)], [(12, 1.0, 3.5)])
-    assert not script.summary({"fast": lower, "eager": eager})["ranges_of_valid_loss_overlap"]
-
-
 def test_a_seed_given_twice_is_refused(script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         script.arguments([*flags, "--seeds", "1", "1"])
     assert "expected each seed once" in capsys.readouterr().err
-
-
-def test_eager_draws_with_pytorchs_generator_unless_told_otherwise(script: ModuleType, flags: list[str]) -> None:
-    counted = reference.dropout.elementwise_keep
-    script.run_side(script.arguments(flags), "eager", 0)
-    assert reference.dropout.elementwise_keep is not counted
-    kept = reference.dropout.elementwise_keep(torch.tensor([1]), 0.25, 2000, 50)
-    assert kept.dtype == torch.bool and float(kept.float().mean()) == pytest.approx(0.75, abs=0.01)
