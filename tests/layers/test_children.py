@@ -17,10 +17,13 @@ from changed_children import CHANGES, Change, Kept, NotApplicable
 from fused_parents import PARENTS, TORCH, fused, plain
 from handwritten_forms import fresh
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from transformer_fast import dialects, layers
 from transformer_fast.accelerate import patterns, torch_swaps
 from transformer_fast.accelerate.patterns.base import pattern_of
+from transformer_fast.layers.dropout import apply_dropout
+from transformer_fast.layers.hooks import TAKES_RESIDUAL, has_role, is_plain
 
 pytestmark = pytest.mark.usefixtures("proven_once")
 MODES = ("training", "evaluation", "no gradients")
@@ -163,3 +166,16 @@ def test_every_fused_parent_is_among_the_parents() -> None:
             module = fused(parent, plain(parent))
             found |= {pattern.name for m in module.modules() if (pattern := pattern_of(m)) is not None}
     assert known <= found, f"patterns without an example in fused_parents.py: {known - found}"
+
+
+def test_none_is_plain_beside_a_hook_of_all_modules() -> None:
+    with register_module_forward_hook(lambda *_: None):
+        assert not is_plain(nn.Dropout()) and not has_role(layers.Norm(4), TAKES_RESIDUAL)
+    assert is_plain(nn.Dropout()) and has_role(layers.Norm(4), TAKES_RESIDUAL)
+
+
+def test_a_residual_is_added_to_what_a_dropout_returns() -> None:
+    drop = nn.Dropout(0.0)
+    drop.register_forward_hook(lambda module, args, out: 2 * out)
+    x, residual = torch.randn(3, 4), torch.randn(3, 4)
+    assert torch.equal(apply_dropout(drop, x, residual=residual), residual + 2 * x)
