@@ -41,6 +41,10 @@ class Norm(nn.Module):
         """Read the factor; no ``forward`` names this method."""
         return self.scale
 
+    @property
+    def given(self) -> Any:
+        return getattr(self, "scale", 1.0)
+
     def forward(self, x: Tensor) -> Tensor:
         deviation = x.std(-1, keepdim=True) + self.eps
         return self.alpha * (x - x.mean(-1, keepdim=True)) / deviation * self.factor() + self.bias
@@ -84,6 +88,15 @@ class Helper:
 READER, OTHER_GETATTR = operator.attrgetter("scale"), getattr
 
 
+def helper(m: Norm) -> float:
+    return getattr(m, "scale", 1.0)
+
+
+@functools.lru_cache(maxsize=1)
+def cached(m: Norm, time: object) -> float:
+    return getattr(m, "scale", 1.0)
+
+
 def by_pattern(m: Norm) -> float:
     match m:
         case Norm(scale=1.0):
@@ -100,6 +113,14 @@ FACTORS: dict[str, Callable[[Any], Any]] = {
     "an object": lambda m: Helper(m)(),
     "a class pattern": by_pattern,
 }
+IF_THERE: dict[str, Callable[[Any], Any]] = {
+    "a helper": lambda m: helper(m),
+    "a property": lambda m: m.given,
+    "a joined name": lambda m: getattr(m, "sca" + "le".lower(), 1.0),
+    "a dictionary": lambda m: vars(m).get(f"{'scale'}", 1.0),
+    "a wrapped function": lambda m: cached(m, object()),
+}
+"""Ways to read an attribute that the module has only later."""
 
 
 def check(m: nn.Module, plain: nn.Module) -> None:
@@ -125,6 +146,13 @@ def set_scale(m: Any) -> None:
 def test_an_attribute_that_a_helper_reads(how: str) -> None:
     kind = type("Reading", (Norm,), {"factor": FACTORS[how]})
     check_change(kind(), set_scale)
+
+
+@pytest.mark.parametrize("how", IF_THERE)
+def test_an_attribute_that_a_helper_reads_if_it_is_there(how: str) -> None:
+    plain = type("Reading", (Norm,), {"factor": IF_THERE[how]})()
+    del plain.scale
+    check_change(plain, set_scale)
 
 
 def test_an_attribute_behind_another_descriptor() -> None:
