@@ -9,7 +9,7 @@
 # make gpu-prepare  compile here, without a GPU, what a GPU machine of minutes takes along, and print its commands
 # make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
 # make fuzz       random calls of attention, and of generation, against the reference, and wrong calls of every operator:
-#                 make fuzz SEED=0 COUNT=2000
+#                 make fuzz SEED=0 COUNT=500, of each kind
 # make emulate    every Triton and CUDA kernel as compiled for two GPU architectures, executed here against the reference;
 #                 then faulty kernels, of which most must be seen. 40 minutes of one core; it goes on where it was stopped
 # make lab        the tests of these two, which no other command runs: lab/README.md
@@ -42,7 +42,7 @@ RESULTS ?= results
 REHEARSE ?=
 BUDGET ?=
 SEED ?= 0
-COUNT ?= 2000
+COUNT ?= 500
 # make bench CPU=avx2: both sides without AVX-512, as on a machine that has none
 CPU ?=
 BENCH_CPU := $(if $(CPU),TRANSFORMER_FAST_CPU=$(CPU) ATEN_CPU_CAPABILITY=$(CPU) DNNL_MAX_CPU_ISA=$(CPU) \

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_kernels import in_pages, starts
-from peers import assert_alike, plain_attention, seen, tokens
+from peers import assert_alike, plain_packed, tokens
 
 from transformer_fast.compat import (
     flash_attn_varlen_func,
@@ -22,21 +22,7 @@ LENGTHS = {
     "one sequence": ([4], [6]),
     "no sequence": ([], []),
 }
-WINDOWS = [(-1, -1), (1, 1), (2, -1)]
-
-
-def plain(q, k, v, lengths_q, lengths_k, causal=False, window=(-1, -1), softcap=0.0, slopes=None):
-    """Return out (Tq, H, D), logsumexp (H, Tq) and the weights per sequence."""
-    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
-    results = []
-    for b, (a, c, d) in enumerate(parts):
-        own = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-        allowed = seen(len(a), len(c), causal, window)
-        results.append(plain_attention(a, c, d, allowed, softcap=softcap, slopes=own))
-    if not results:
-        return q, q.sum(-1).t(), ()
-    outs, rows, weights = zip(*results)
-    return torch.cat(outs), torch.cat(rows, 1), weights
+WINDOWS = [(-1, -1), (1, 1), (2, -1), (2, 0)]
 
 
 def batch(name, Hkv=2, dtype=torch.float64):
@@ -59,20 +45,13 @@ def test_every_option(lengths, Hkv, causal, window, softcap, alibi, backend):
     options = {"causal": causal, "softcap": softcap}
     given = {"window_size": window, "alibi_slopes": slopes}
     out, logsumexp, none = flash_attn_varlen_func(*leaves, *packing, **options, **given, return_attn_probs=True)
-    expected, rows, _ = plain(*leaves, lengths_q, lengths_k, window=window, slopes=slopes, **options)
+    expected, rows, _ = plain_packed(*leaves, lengths_q, lengths_k, window=window, slopes=slopes, **options)
     assert_alike((out, logsumexp), (expected, rows))
     assert none.shape == (0,)
     assert torch.equal(flash_attn_varlen_func(*leaves, *packing, **options, **given), out)
     if lengths_q:
         grad = torch.randn_like(out)
         assert_alike(*(torch.autograd.grad(t, leaves, grad) for t in (out, expected)))
-
-
-@pytest.mark.parametrize("window", [(1, 1), (2, -1), (2, 0)])
-def test_one_query_each_sees_its_window(window, backend):
-    leaves, packing, *lengths = batch("one query each")
-    expected = plain(*leaves, *lengths, window=window)[0]
-    assert_alike((flash_attn_varlen_func(*leaves, *packing, window_size=window),), (expected,))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +78,7 @@ def test_no_padding_but_for_slopes_of_each_sequence(lengths, options, packed, mo
 def test_weights_say_what_dropout_drops(lengths, causal, backend):
     leaves, packing, lengths_q, lengths_k = batch(lengths)
     out, logsumexp, signed = flash_attn_varlen_func(*leaves, *packing, 0.4, causal=causal, return_attn_probs=True)
-    _, rows, weights = plain(*leaves, lengths_q, lengths_k, causal)
+    _, rows, weights = plain_packed(*leaves, lengths_q, lengths_k, causal)
     assert_alike((logsumexp,), (rows,))
     assert signed.shape == (len(lengths_q), H, max(lengths_q), max(lengths_k)) and (signed < 0).any()
     parts = out.split(lengths_q), leaves[2].split(lengths_k), weights, signed
@@ -133,7 +112,7 @@ def test_keys_in_pages(causal, window, page_size, alibi, backend):
     packing = starts(lengths_q), starts(lengths_k), 5, 7
     options = {"causal": causal, "window_size": window, "alibi_slopes": slopes, "return_attn_probs": True}
     found = flash_attn_varlen_func(q, *pages, *packing, block_table=table, **options)
-    expected = plain(q, k, v, lengths_q, lengths_k, causal, window, slopes=slopes)
+    expected = plain_packed(q, k, v, lengths_q, lengths_k, causal, window, slopes=slopes)
     assert_alike(found[:2], expected[:2])
     del options["return_attn_probs"]
     assert torch.equal(flash_attn_varlen_func(q, *pages, *packing, block_table=table, **options), found[0])

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from attention_kernels import in_pages, starts
-from peers import assert_alike, plain_attention, seen, tokens
+from peers import assert_alike, plain_packed, tokens
 from torch.nn.attention import varlen
 
 from transformer_fast.compat import AuxRequest, varlen_attn
@@ -15,13 +15,6 @@ from transformer_fast.compat import AuxRequest, varlen_attn
 H, D = 4, 8
 LENGTHS = [([3, 0, 5, 1], [3, 0, 5, 1]), ([3, 0, 5, 2], [7, 4, 2, 0]), ([4], [6])]
 WINDOWS = [(-1, -1), (-1, 0), (2, 0), (1, 1), (2, -1)]
-
-
-def plain(q, k, v, lengths_q, lengths_k, window, scale=None):
-    """Return out (Tq, H, D) and logsumexp (H, Tq)."""
-    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
-    results = [plain_attention(a, c, d, seen(len(a), len(c), False, window), scale=scale) for a, c, d in parts]
-    return torch.cat([out for out, _, _ in results]), torch.cat([rows for _, rows, _ in results], 1)
 
 
 @pytest.mark.parametrize(("lengths_q", "lengths_k"), LENGTHS)
@@ -33,7 +26,7 @@ def test_every_option(lengths_q, lengths_k, Hkv, window, scale, backend):
     packing = starts(lengths_q), starts(lengths_k), max(lengths_q), max(lengths_k)
     options = {"scale": scale, "window_size": window, "enable_gqa": Hkv != H}
     out, logsumexp = varlen_attn(*leaves, *packing, return_aux=varlen.AuxRequest(lse=True), **options)
-    expected, rows = plain(*leaves, lengths_q, lengths_k, window, scale)
+    expected, rows, _ = plain_packed(*leaves, lengths_q, lengths_k, window=window, scale=scale)
     assert_alike((out, logsumexp), (expected, rows))
     assert torch.equal(varlen_attn(*leaves, *packing, return_aux=AuxRequest(), **options), out)
     grad = torch.randn_like(out)
@@ -61,7 +54,7 @@ def test_keys_in_use(window, in_a_pool, lengths_q, backend):
     packing = starts(lengths_q), cu_seq_k, max(lengths_q), 9
     given |= {"seqused_k": seqused_k, "window_size": window, "enable_gqa": True}
     found = varlen_attn(q, *stored, *packing, return_aux=AuxRequest(lse=True), **given)
-    assert_alike(found, plain(q, k, v, lengths_q, used, window))
+    assert_alike(found, plain_packed(q, k, v, lengths_q, used, window=window)[:2])
     assert torch.equal(varlen_attn(q, *stored, *packing, **given), found[0])
 
 

@@ -54,11 +54,12 @@ class Config:
         return torch.Generator().manual_seed(self.number)
 
 
-def config(seed: int, number: int, backend: str = "native") -> Config:
-    """Return configuration ``number`` of a seed."""
+def config(seed: int, number: int, backend: str = "native", kind: str | None = None) -> Config:
+    """Return configuration ``number`` of a seed, of any kind or of this one."""
     chance = random.Random(seed * 1_000_003 + number)
     choose = chance.choice
-    kind = choose(("padded",) * 6 + ("packed",) * 3 + ("decode",))
+    drawn = choose(("padded",) * 6 + ("packed",) * 3 + ("decode",))
+    kind = kind or drawn
     # The interpreter takes milliseconds for each program: fewer heads, and lengths of up to three tiles.
     interpreted = backend == "triton" and DEVICE.type == "cpu"
     longest = 70 if interpreted else 200
@@ -116,9 +117,9 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
     )
 
 
-def configs(backend: str) -> st.SearchStrategy[Config]:
+def configs(backend: str, kind: str | None = None) -> st.SearchStrategy[Config]:
     """Configurations of any seed. If hypothesis drew each part by itself, half of the calls would be alike."""
-    return st.builds(config, SEEDS, st.integers(0, 9999), st.just(backend))
+    return st.builds(config, SEEDS, st.integers(0, 9999), st.just(backend), st.just(kind))
 
 
 def combinations() -> list[Config]:

@@ -40,8 +40,8 @@ class Config:
     options: dict[str, Any]
 
 
-def config(seed: int) -> Config:
-    """Return the configuration of a seed."""
+def config(seed: int, kind: str) -> Config:
+    """Return the configuration of a seed, for a kind of search: "greedy", "beam", "groups" or "sample"."""
     chance = random.Random(seed)
     pick = lambda *values: chance.choice(values)  # noqa: E731
     options: dict[str, Any] = {
@@ -60,7 +60,6 @@ def config(seed: int) -> Config:
     if pick(True, False):  # no more than suppressed tokens: several steps are taken in one call
         options |= {"coverage_penalty": 0.0, "min_length": 0, "no_repeat_ngram": 0, "repetition_penalty": 1.0}
         options["alignments"] = False
-    kind = pick("greedy", "beam", "beam", "groups", "sample")
     if kind == "sample":
         draws = {"temperature": pick(1.0, 0.5), "top_k": pick(0, 4), "top_p": pick(1.0, 0.8), "seed": pick(1, 2)}
         options |= {**draws, "sample": True, "n_best": pick(1, 3)}

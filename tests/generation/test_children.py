@@ -3,18 +3,19 @@ those of a loop that calls the model at every step. The parts are collected from
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import changed_children as changes
 import handwritten as hw
 import pytest
 import torch
 from tiny_transformer import ReferenceLinear
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 import transformer_fast as tfast
 from transformer_fast import GenerationConfig, generate
@@ -210,63 +211,14 @@ def assert_slow_ones(model: nn.Module, mode: str, what: str, **options: Any) -> 
 # The changes
 
 
-def bent(out: Any) -> Any:
-    """Return another value for a module's output, position by position."""
-    if isinstance(out, tuple):
-        return (bent(out[0]), *out[1:])
-    return 0.7 * out + 0.5 * torch.sin(3 * out + 1) if out.is_floating_point() else (out + 1) % VOCAB
-
-
-class Adapter(nn.Module):
-    """Module that replaces another module and has none of its attributes."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return bent(self.base(*args, **kwargs))
-
-
-def patched(parent: nn.Module, name: str, child: nn.Module) -> None:
-    forward = child.forward
-    child.forward = lambda *args, **kwargs: bent(forward(*args, **kwargs))
-
-
-def subclassed(parent: nn.Module, name: str, child: nn.Module) -> None:
-    base = type(child)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return bent(base.forward(self, *args, **kwargs))
-
-    child.__class__ = type(f"My{base.__name__}", (base,), {"forward": forward})
-
-
-def normalised(parent: nn.Module, name: str, child: nn.Module) -> None:
-    weight = next((n for n, p in child._parameters.items() if p is not None and n != "bias"), None)
-    if weight is None:
-        return
-    parametrizations.weight_norm(child, weight)
-    with torch.no_grad():
-        for parameter in child.parametrizations[weight].parameters():
-            parameter.data = parameter * 1.3 + 0.2
-
-
-CHANGES: dict[str, Callable[[nn.Module, str, nn.Module], Any]] = {
-    "patched": patched,
-    "hook": lambda parent, name, child: child.register_forward_hook(lambda m, args, out: bent(out)),
-    "pre-hook": lambda parent, name, child: child.register_forward_pre_hook(lambda m, args: (bent(args[0]), *args[1:])),
-    "subclass": subclassed,
-    "weight_norm": normalised,
-    "adapter": lambda parent, name, child: setattr(parent, name, Adapter(child)),
-}
+CHANGES = {change.__name__: change for change in (*changes.CHANGES[:4], changes.weight_norm, changes.adapter)}
 PARTS = [(form, name) for form in MODELS for name, _ in made(form).named_modules() if name]
 
 
 def changed(form: str, name: str, change: str) -> nn.Module:
     model = copied(made(form))
-    parent, _, last = name.rpartition(".")
-    CHANGES[change](model.get_submodule(parent), last, model.get_submodule(name))
+    with contextlib.suppress(changes.NotApplicable):
+        CHANGES[change](model, name)
     return model.eval()
 
 
@@ -286,8 +238,8 @@ def test_a_part_that_is_changed_after_the_first_search(name: str, change: str) -
     model = copied(made("ours"))
     for mode in ("greedy", "int8"):
         assert_slow_ones(model, mode, "unchanged", keep_weights=True)
-    parent, _, last = name.rpartition(".")
-    CHANGES[change](model.get_submodule(parent), last, model.get_submodule(name))
+    with contextlib.suppress(changes.NotApplicable):
+        CHANGES[change](model, name)
     for mode in ("greedy", "int8"):
         assert_slow_ones(model.eval().requires_grad_(False), mode, mode, keep_weights=True)
 
@@ -335,5 +287,5 @@ def test_the_output_of_several_linear_layers_says_nothing_of_the_vocabulary() ->
     generate(model, SRC, **MARKS, config=GenerationConfig(quantize="int8"))
     with pytest.raises(ValueError, match="no layers whose attention weights can be read"):
         model = copied(made("ours"))
-        model.decoder.layers[0].attn_2 = Adapter(model.decoder.layers[0].attn_2)
+        model.decoder.layers[0].attn_2 = changes.Adapter(model.decoder.layers[0].attn_2)
         generate(model, SRC, **MARKS, config=GenerationConfig(alignments=True))

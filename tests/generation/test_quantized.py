@@ -9,6 +9,7 @@ import copy
 import handwritten as hw
 import pytest
 import torch
+from op_calls import on_threads
 from tiny_transformer import EOS, VOCAB, answers, batch, by_modules, tiny, tokens_of
 from torch import nn
 
@@ -27,14 +28,10 @@ def test_the_same_in_any_batch_and_with_any_threads(options: dict) -> None:
     model, (src, lengths) = tiny(2), batch(12, 9)
     options = {"quantize": "int8", **options}
     together = tokens_of(answers(model, (src, lengths), **options))
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
+    for count in (1, 3):
+        with on_threads(count):
             each = ((src[i : i + 1, :n], lengths[i : i + 1]) for i, n in enumerate(lengths))
             assert tokens_of([answers(model, one, **options)[0] for one in each]) == together
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_every_linear_layer_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:

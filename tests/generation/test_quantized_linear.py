@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from op_calls import on_threads
 from torch import Tensor, nn
 
 from transformer_fast.generation import weights
@@ -73,15 +74,12 @@ def test_rounding_is_to_even() -> None:
 def test_one_row_at_a_time_and_any_number_of_threads() -> None:
     torch.manual_seed(0)
     step = QuantizedLinear([nn.Linear(130, 70)], 1, WeightLayout("int8"))
-    x, threads = torch.randn(450, 130), torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    x = torch.randn(450, 130)
+    for count in (1, 2, 3):
+        with on_threads(count):
             whole = step(x)
             assert torch.equal(whole, torch.cat([step(row[None]) for row in x]))
             assert torch.equal(whole, int8_linear(x, step.weight, step.bias))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_what_is_not_finite_stays_in_its_row_and_output() -> None:

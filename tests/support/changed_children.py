@@ -1,4 +1,4 @@
-"""Changes that users make to a child of a module, applied to a fused parent and to the plain one."""
+"""Changes that users make to a child of a module: a fused parent, or a search, must follow them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ class NotApplicable(Exception):
 
 
 def altered(value: Any) -> Any:
-    """Return a value, or a tuple, with its first float tensor changed."""
+    """Return a value, or a tuple, with its first tensor changed, position by position; no norm undoes the change."""
     if isinstance(value, Tensor):
-        return value * 1.25 + 0.125 if value.is_floating_point() else value
+        if value.is_floating_point():
+            return value + 0.5 * nn.functional.softplus(value)
+        return value - value.sign() if value.dtype == torch.int64 else value
     if isinstance(value, tuple):
         return (altered(value[0]), *value[1:])
     return value

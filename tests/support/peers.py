@@ -78,3 +78,18 @@ def assert_alike(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None],
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, atol=atol, rtol=atol)
+
+
+def plain_packed(q, k, v, lengths_q, lengths_k, causal=False, window=(-1, -1), softcap=0.0, slopes=None, scale=None):
+    """Return out (Tq, H, D), logsumexp (H, Tq) and the weights per sequence, computed sequence by sequence."""
+    results = []
+    for b, (a, c, d) in enumerate(zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))):
+        own, allowed = (
+            slopes if slopes is None or slopes.dim() == 1 else slopes[b],
+            seen(len(a), len(c), causal, window),
+        )
+        results.append(plain_attention(a, c, d, allowed, softcap=softcap, slopes=own, scale=scale))
+    if not results:
+        return q, q.sum(-1).t(), ()
+    outs, rows, weights = zip(*results)
+    return torch.cat(outs), torch.cat(rows, 1), weights

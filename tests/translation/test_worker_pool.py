@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from op_calls import on_threads
 from test_translate import LINES
 
 from transformer_fast import GenerationConfig, backends
@@ -77,14 +78,11 @@ def test_models_and_threads_are_as_before(translator):
 
 
 def test_threads_are_shared(translator, monkeypatch):
-    threads, seen = torch.get_num_threads(), []
+    seen = []
     answer = worker_pool._answer
     monkeypatch.setattr(worker_pool, "_answer", lambda *a: seen.append(torch.get_num_threads()) or answer(*a))
-    torch.set_num_threads(4)
-    try:
+    with on_threads(4):
         list(translator.translations(LINES, chunk_lines=1, workers=2))
-    finally:
-        torch.set_num_threads(threads)
     assert seen == [2] * len(LINES)
 
 
