@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", action="store_true", help="look for data races instead of memory errors")
     parser.add_argument("--sets", help="instruction sets, such as avx2,avx512 (default: avx2 and this machine's best)")
-    parser.add_argument("--count", type=int, default=200, help="random calls of each kind, per set (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=200, help="random calls of each kind (default: %(default)s)")
     options = parser.parse_args()
     sanitizer = THREADS if options.threads else MEMORY
     environment = sanitized(sanitizer)  # says what is not installed before anything is built

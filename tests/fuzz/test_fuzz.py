@@ -29,7 +29,7 @@ BACKEND = "native" if fuzz.DEVICE.type == "cpu" else "triton"
 @pytest.mark.parametrize("kind", fuzz.CHECKS)
 def test_random_calls(kind: str) -> None:
     @given(fuzz.configs(BACKEND, kind))
-    @examples(30)
+    @examples(40)
     def check(c: fuzz.Config) -> None:
         fuzz.check(c, BACKEND)
 
@@ -73,7 +73,7 @@ def test_random_options_of_generation(kind: str) -> None:
     counted: list[tuple[int, int]] = []
 
     @given(SEEDS)
-    @examples(10)
+    @examples(14)
     def check(seed: int) -> None:
         counted.append(fuzz_generation.check(fuzz_generation.config(seed, kind)))
 
@@ -110,7 +110,7 @@ def test_wrong_calls(name: str) -> None:
     """Several arguments are changed at once: the call ends in an error that names one, or in the right result."""
 
     @given(SEEDS)
-    @examples(15)
+    @examples(40)
     def check(seed: int) -> None:
         chance = random.Random(seed)
         call, said = changed_at_random(chance.choice(recorded()[name]), chance, chance.choice((1, 2, 3)))

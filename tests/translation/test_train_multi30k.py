@@ -99,3 +99,11 @@ def test_a_seed_given_twice_is_refused(script: ModuleType, flags: list[str], cap
     with pytest.raises(SystemExit):
         script.arguments([*flags, "--seeds", "1", "1"])
     assert "expected each seed once" in capsys.readouterr().err
+
+
+def test_eager_draws_with_pytorchs_generator_unless_told_otherwise(script: ModuleType, flags: list[str]) -> None:
+    counted = reference.dropout.elementwise_keep
+    script.run_side(script.arguments(flags), "eager", 0)
+    assert reference.dropout.elementwise_keep is not counted
+    kept = reference.dropout.elementwise_keep(torch.tensor([1]), 0.25, 2000, 50)
+    assert kept.dtype == torch.bool and float(kept.float().mean()) == pytest.approx(0.75, abs=0.01)
