@@ -16,6 +16,7 @@ import pytest
 import torch
 from tiny_transformer import ReferenceLinear
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import transformer_fast as tfast
 from transformer_fast import GenerationConfig, generate
@@ -211,7 +212,19 @@ def assert_slow_ones(model: nn.Module, mode: str, what: str, **options: Any) -> 
 # The changes
 
 
-CHANGES = {change.__name__: change for change in (*changes.CHANGES[:4], changes.weight_norm, changes.adapter)}
+def weight_norm(root: nn.Module, path: str) -> None:
+    """Parametrise the weight of any module, whatever its name and shape."""
+    child = root.get_submodule(path)
+    weight = next((n for n, p in child._parameters.items() if p is not None and n != "bias"), None)
+    if weight is None:
+        raise changes.NotApplicable
+    parametrizations.weight_norm(child, weight)
+    with torch.no_grad():
+        for parameter in child.parametrizations[weight].parameters():
+            parameter.data = parameter * 1.3 + 0.2
+
+
+CHANGES = {change.__name__: change for change in (*changes.CHANGES[:4], weight_norm, changes.adapter)}
 PARTS = [(form, name) for form in MODELS for name, _ in made(form).named_modules() if name]
 
 
