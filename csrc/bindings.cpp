@@ -10,6 +10,7 @@
 #include "build_config.h"
 #include "cpu/attention/attention_params.h"
 #include "instruction_set.h"
+#include "ops/by_triton.h"
 #include "ops/decoder_session.h"
 #include "ops/eager.h"
 #include "ops/linear.h"
@@ -58,6 +59,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("send_products_to_onednn", &transformer_fast::send_products_to_onednn,
         "Whether large products of float32 matrices go to oneDNN from now on; None: where it is faster. Returns the "
         "choice before.");
+  m.def(
+      "launch_on_cpu", [](bool asks) { return transformer_fast::launches_on_cpu.exchange(asks); },
+      "Whether a call of an op on CPU tensors runs on the Triton kernels under the backend \"triton\", from now on. "
+      "Returns the choice before.");
   m.def("linear_cross_entropy", &eager::linear_cross_entropy);
   m.def("embed", &eager::embed);
   m.def("add_positional", &eager::add_positional);

@@ -92,7 +92,7 @@ class AttentionParams:
     packed: PackedBatch | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of the op, by name: those between the inputs and the backend in its schema."""
+        """Keyword arguments of the op, by name: those after the inputs in its schema."""
         options = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
         options = (*options, "distance_bias", "query_ids", "key_ids", "sinks", "softcap")
         if self.packed is None:

@@ -136,6 +136,7 @@ def _load_and_describe() -> _Outcome:
         module.load_kernels(str(_library(chosen)))
     except RuntimeError as error:
         return _Outcome(False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}")
+    module.launch_on_cpu(os.environ.get("TRITON_INTERPRET") == "1")
     device = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
     message = f"loaded: {device}, {chosen} kernels{reason}, torch {built['torch']}, {built['compiler']}, {path.name}"
     return _Outcome(True, message, {**built, "instruction_set": chosen, "file": path.name})

@@ -36,7 +36,7 @@ const std::string kBackwardResults = " -> (Tensor grad_q, Tensor grad_k, Tensor 
 AttentionGradients compute_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q,
                                     const Tensor& k, const Tensor& v, const AttentionResult& result,
                                     const OptionalTensor& grad_logsumexp, GradientNeeds needs) {
-  if (is_native(params.backend)) return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs);
+  if (!params.by_triton) return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs);
   AttentionGradients grads = launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params);
   if (needs.bias) grads.bias = launch_attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
@@ -71,8 +71,8 @@ void check_gradient_of(const AttentionParams& params, const Tensor& grad_out, co
 }
 
 TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const AttentionResult result = is_native(params.backend) ? attention_forward(q, k, v, params, /*training=*/false)
-                                                           : launch_attention(q, k, v, params, /*training=*/false);
+  const AttentionResult result =
+      (params.by_triton ? launch_attention : attention_forward)(q, k, v, params, /*training=*/false);
   return {result.out, result.logsumexp};
 }
 
@@ -86,16 +86,15 @@ ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, con
 Tensor grad_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                  const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp) {
   const AttentionResult result{out, logsumexp, {}, {}, {}};
-  return is_native(params.backend) ? attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params)
-                                   : launch_attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  return (params.by_triton ? launch_attention_grad_bias : attention_grad_bias)(grad_out, q, k, v, result,
+                                                                               grad_logsumexp, params);
 }
 
 Tensor grad_distance_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                           const Tensor& v, const Tensor& out, const Tensor& logsumexp,
                           const OptionalTensor& grad_logsumexp) {
   const AttentionResult result{out, logsumexp, {}, {}, {}};
-  if (!is_native(params.backend))
-    return launch_attention_grad_distance_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  if (params.by_triton) return launch_attention_grad_distance_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   const GradientNeeds needs{/*bias=*/false, /*distance_bias=*/true};
   return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs).distance_bias;
 }
@@ -124,7 +123,7 @@ Tensor grad_distance_bias_meta(const AttentionParams& params, const Tensor&, con
 // True if the kernels may be called without the dispatcher: all tensors are plain, and no mode observes the call.
 template <typename Tensors>
 bool is_direct(const AttentionParams& params, const Tensors& tensors) {
-  return eager::is_plain_eager(tensors, /*any_device=*/!is_native(params.backend));
+  return eager::is_plain_eager(tensors, /*any_device=*/params.by_triton);
 }
 
 struct Attention {
@@ -160,6 +159,7 @@ struct Attention {
                                               {needs[kBias], needs[kDistanceBias], needs[kSinks]});
       return {gradients.q, gradients.k, gradients.v, gradients.bias, gradients.distance_bias, gradients.sinks};
     }
+    const KernelsOfForward same(params.by_triton);
     variable_list gradients(kInputs);
     if (needs[kQ] || needs[kK] || needs[kV])
       std::tie(gradients[kQ], gradients[kK], gradients[kV]) =
@@ -186,8 +186,7 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (direct)
-      result = is_native(params.backend) ? attention_forward(q, k, v, params, /*training=*/records)
-                                         : launch_attention(q, k, v, params, /*training=*/records);
+      result = (params.by_triton ? launch_attention : attention_forward)(q, k, v, params, /*training=*/records);
     else
       std::tie(result.out, result.logsumexp) = dispatch<forward>("attention", "attention_packed", params, q, k, v);
   }

@@ -6,7 +6,6 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <string>
 
 namespace transformer_fast {
 
@@ -39,7 +38,7 @@ struct AttentionParams {
   OptionalTensor seed;                // int64 (1,), with dropout
   std::optional<int64_t> seed_value;  // the seed as an int, for launchers only
   bool zero_empty_rows = false;
-  std::string backend = "native";  // backend of the kernels: "native" or "triton"
+  bool by_triton = false;  // whether the Triton kernels compute the call
   PackedBatch packed;
 
   bool is_packed() const { return packed.cu_seqlens_q.has_value(); }

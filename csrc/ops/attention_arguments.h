@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "by_triton.h"
 #include "eager_call.h"
 #include "operator.h"
 
@@ -17,7 +18,7 @@ const std::string kSequences =
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, Tensor? seqused_k, bool bottom_right, "
     "Tensor? bias, Tensor? bias_starts, ";
 const std::string kOptions =
-    "SymInt? causal, SymInt? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend, "
+    "SymInt? causal, SymInt? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, "
     "Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, "
     "float? softcap=None)";
 
@@ -34,13 +35,18 @@ inline void set_keys(AttentionParams& params, const Tensor& cu_seqlens_q, const 
   params.bias = bias;
 }
 
+template <typename... Others>
+const Tensor& first(const Tensor& tensor, const Others&...) {
+  return tensor;
+}
+
 // Wrappers with flat arguments for an op's functions, which take AttentionParams as their first argument.
 template <auto function, typename... Keys>
 struct Flat;
 template <typename Result, typename... Inputs, Result (*function)(const AttentionParams&, Inputs...), typename... Keys>
 struct Flat<function, Keys...> {
   static Result call(Inputs... inputs, Keys... keys, OptionalSymInt causal, OptionalSymInt window, double scale,
-                     double dropout_p, const OptionalTensor& seed, bool zero_empty_rows, std::string_view backend,
+                     double dropout_p, const OptionalTensor& seed, bool zero_empty_rows,
                      const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
                      const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
     AttentionParams params;
@@ -48,7 +54,8 @@ struct Flat<function, Keys...> {
     params.distance_bias = distance_bias, params.query_ids = query_ids, params.key_ids = key_ids, params.sinks = sinks;
     params.causal = std::move(causal), params.window = std::move(window), params.softcap = softcap;
     params.scale = scale, params.dropout_p = dropout_p;
-    params.seed = seed, params.zero_empty_rows = zero_empty_rows, params.backend = backend;
+    params.seed = seed, params.zero_empty_rows = zero_empty_rows;
+    params.by_triton = runs_on_triton(first(inputs...));
     return function(params, inputs...);
   }
 };
@@ -63,8 +70,8 @@ using Packed = Flat<function, const Tensor&, const Tensor&, c10::SymInt, c10::Sy
 template <auto function, typename... Inputs>
 auto dispatch(const char* name, const char* packed_name, const AttentionParams& p, const Inputs&... inputs) {
   const auto call = [&](const auto& op, const auto&... keys) {
-    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend,
-              p.distance_bias, p.query_ids, p.key_ids, p.sinks, p.softcap);
+    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.distance_bias,
+              p.query_ids, p.key_ids, p.sinks, p.softcap);
   };
   if (p.is_packed()) {
     static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(packed_name);

@@ -5,6 +5,7 @@
 #include "attention_checks.h"
 #include "attention_op_checks.h"
 #include "attention_tensors.h"
+#include "by_triton.h"
 #include "eager.h"
 #include "operator.h"
 
@@ -24,7 +25,7 @@ using TwoTensors = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kSchema =
     "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, SymInt? causal, "
-    "SymInt? window, float scale, str backend, Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? "
+    "SymInt? window, float scale, Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? "
     "key_ids=None, "
     "Tensor? sinks=None, float? softcap=None) -> (Tensor out, Tensor logsumexp)";
 
@@ -66,8 +67,8 @@ std::optional<Page> missing_page(const DecodeParams& call) {
 
 void check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
            const OptionalTensor& page_table, const OptionalSymInt& causal, const OptionalSymInt& window, double scale,
-           std::string_view backend, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
-           const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
+           const OptionalTensor& distance_bias, const OptionalTensor& query_ids, const OptionalTensor& key_ids,
+           const OptionalTensor& sinks, std::optional<double> softcap) {
   const char* layout = page_table ? "(pages, page_size, Hkv, D) with a page table" : "(B, Hkv, S, D)";
   kChecks("q", q).floating().rank(4, "(B, H, Lq, D)");
   kChecks("k_cache", k_cache).rank(4, layout);
@@ -84,7 +85,6 @@ void check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const 
   }
   attention_op::check_special(kChecks, q, {B, q.sym_size(1), q.sym_size(2), capacity}, {B, q.sym_size(2)},
                               {B, capacity}, distance_bias, query_ids, key_ids, sinks, softcap);
-  kChecks.backend(backend, q);
   if (!lengths.is_cpu()) return;
   attention_op::check_within(kChecks, "lengths", lengths, capacity.expect_int());
   if (!page_table) return;
@@ -154,10 +154,10 @@ TwoTensors compute(const DecodeParams& params) {
 
 TwoTensors forward(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                    const OptionalTensor& page_table, OptionalSymInt causal, OptionalSymInt window, double scale,
-                   std::string_view backend, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
-                   const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
-  return (is_native(backend) ? compute : launch)({q, k_cache, v_cache, lengths, page_table, causal, window, scale,
-                                                  distance_bias, query_ids, key_ids, sinks, softcap});
+                   const OptionalTensor& distance_bias, const OptionalTensor& query_ids, const OptionalTensor& key_ids,
+                   const OptionalTensor& sinks, std::optional<double> softcap) {
+  return (runs_on_triton(q) ? launch : compute)({q, k_cache, v_cache, lengths, page_table, causal, window, scale,
+                                                 distance_bias, query_ids, key_ids, sinks, softcap});
 }
 
 template <typename Signature>

@@ -50,7 +50,7 @@ AttentionParams read_options(Arguments& arguments, bool by_triton, py::handle ca
   params.zero_empty_rows = is_text(empty_rows, "zero");
   arguments.require(params.zero_empty_rows || is_text(empty_rows, "uniform"));
   arguments.require(params.dropout_p == 0 || given);
-  if (by_triton) params.backend = "triton";
+  params.by_triton = by_triton;
   return params;
 }
 
@@ -61,7 +61,7 @@ py::object run(const Tensor& q, const Tensor& k, const Tensor& v, AttentionParam
   Tensor out;
   {
     std::optional<py::gil_scoped_release> no_gil;
-    if (is_native(params.backend)) no_gil.emplace();
+    if (!params.by_triton) no_gil.emplace();
     out = attention_op::recorded(true, 1, params, q, k, v).out;
   }
   return wrap(out);

@@ -12,7 +12,7 @@ struct Sizes {
 };
 
 // Checks q (B, H, Lq, D), k and v (B, Hkv, Lk, D); packed: q (Tq, H, D), k and v (Tk, Hkv, D). And the mask, biases,
-// sinks, dropout and backend; on a CPU also the values of the tensors that kernels index with.
+// sinks, and dropout; on a CPU also the values of the tensors that kernels index with.
 void check_arguments(const Checks& check, const AttentionParams& params, const Tensor& q, const Tensor& k,
                      const OptionalTensor& v);
 

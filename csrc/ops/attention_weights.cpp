@@ -18,15 +18,14 @@ using eager::needs_gradient, eager::Needs;
 using torch::autograd::variable_list;
 
 Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp) {
-  return is_native(params.backend) ? attention_weights(q, k, params)
-                                   : launch_attention_weights(q, k, logsumexp, params);
+  return params.by_triton ? launch_attention_weights(q, k, logsumexp, params) : attention_weights(q, k, params);
 }
 
 void check_weights(const AttentionParams& params, const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp) {
   constexpr Checks check{"attention_weights"};
   check_arguments(check, params, q, k, std::nullopt);
   check_statistics(check, "logsumexp", logsumexp, q);
-  if (!is_native(params.backend)) check("logsumexp", logsumexp).given("for the backend triton");
+  if (params.by_triton) check("logsumexp", logsumexp).given("for the Triton kernels");
 }
 
 Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k, const OptionalTensor&) {

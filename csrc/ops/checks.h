@@ -119,12 +119,6 @@ struct Checks {
     const Argument argument = (*this)("seed", seed);
     if (p > 0) argument.given("with dropout").type({at::kLong}).on_device_of(x).sizes({1});
   }
-
-  // The kernels of csrc read the memory of a CPU.
-  void backend(std::string_view name, const at::Tensor& x) const {
-    require(name == "native" || name == "triton", "backend must be \"native\" or \"triton\", got \"", name, "\"");
-    require(name != "native" || x.is_cpu() || x.is_meta(), "backend must be \"triton\" for a tensor on ", x.device());
-  }
 };
 
 }  // namespace transformer_fast

@@ -5,6 +5,7 @@
 // logits overwrites the chunk and is multiplied into the other gradients at once. Ignored rows are left out.
 #include "../cpu/kernels.h"
 #include "../triton/python_function.h"
+#include "by_triton.h"
 #include "eager.h"
 #include "eager_call.h"
 #include "linear.h"
@@ -38,7 +39,7 @@ using torch::autograd::variable_list;
 // Gradients of x, weight and bias, (0,) if not requested. The caller must multiply all gradients by `scale`, a number.
 constexpr const char* kSchema =
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, float smoothing, SymInt ignore_index, "
-    "bool mean, bool[3] gradients, SymInt chunk_elements, str backend) -> "
+    "bool mean, bool[3] gradients, SymInt chunk_elements) -> "
     "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)";
 
 // The loss; the gradients of x, weight and bias, undefined if not requested; and the scale of the gradients. The
@@ -46,8 +47,7 @@ constexpr const char* kSchema =
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 void check_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                double smoothing, const c10::SymInt&, bool, const std::array<bool, 3>&, const c10::SymInt&,
-                std::string_view backend) {
+                double smoothing, const c10::SymInt&, bool, const std::array<bool, 3>&, const c10::SymInt&) {
   constexpr Checks check{"linear_cross_entropy"};
   check("x", x).floating().rank(2, "(rows, d)");
   check("weight", weight).type_of(x).on_device_of(x).rank(2, "(vocabulary, d)");
@@ -55,7 +55,6 @@ void check_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
   check("bias", bias).type_of(x).on_device_of(x).sizes({weight.sym_size(0)});
   check("target", target).type({at::kLong}).on_device_of(x).sizes({x.sym_size(0)});
   check.probability("smoothing", smoothing);
-  check.backend(backend, x);
 }
 
 // Computes the losses from `start` on, of logits (rows, vocabulary), contiguous. If requested, the gradient of their
@@ -152,10 +151,10 @@ FiveTensors compute(const Tensor& x, const Tensor& weight, const OptionalTensor&
 
 FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                     double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
-                    c10::SymInt chunk_elements, std::string_view backend) {
+                    c10::SymInt chunk_elements) {
   const int64_t ignored = ignore_index.guard_int(__FILE__, __LINE__),
                 chunk = chunk_elements.guard_int(__FILE__, __LINE__);
-  if (!is_native(backend)) {
+  if (runs_on_triton(x)) {
     static const PythonFunction launcher("transformer_fast.triton.cross_entropy", "linear_cross_entropy");
     return std::tuple_cat(launcher.tensors<5>(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk));
   }
@@ -170,7 +169,7 @@ FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor&
 }
 
 FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor&, const Tensor&, double,
-                         c10::SymInt, bool, std::array<bool, 3> gradients, c10::SymInt, std::string_view) {
+                         c10::SymInt, bool, std::array<bool, 3> gradients, c10::SymInt) {
   const at::ScalarType wide = arithmetic_type(x);
   const auto gradient = [](bool asked, const Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType type) {
     return asked ? meta_tensor(like, sizes, type) : meta_tensor(like, {0}, type);
@@ -212,7 +211,7 @@ struct LinearCrossEntropy {
 // those that autograd needs; a compiled graph, which autograd does not record, requests all. Only these are returned.
 FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                      const Tensor& target, double smoothing, c10::SymInt ignore_index, bool mean,
-                     std::array<bool, 3> gradients, c10::SymInt chunk_elements, std::string_view backend) {
+                     std::array<bool, 3> gradients, c10::SymInt chunk_elements) {
   const bool records = needs_gradient(x, weight, bias);
   const std::array<bool, 3> needs = {gradients[0] || (records && requires_grad(x)),
                                      gradients[1] || (records && requires_grad(weight)),
@@ -228,7 +227,7 @@ FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const O
     if (needs[0]) grad_x = grad_x.view(x.sizes());
   } else {
     results = below_autograd<"linear_cross_entropy", forward>(false, x, weight, bias, target, smoothing, ignore_index,
-                                                              mean, needs, chunk_elements, backend);
+                                                              mean, needs, chunk_elements);
   }
   const auto differentiated = [](const Tensor& input) { return requires_grad(input) ? input : Tensor(); };
   if (records)
@@ -246,11 +245,10 @@ FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const O
 template <c10::DeviceType device>
 FiveTensors forward_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                              double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
-                             c10::SymInt chunk_elements, std::string_view backend) {
+                             c10::SymInt chunk_elements) {
   const NoAutocast<device> no_autocast;
   return op<"linear_cross_entropy", forward>()(autocast<device>(x), autocast<device>(weight), autocast<device>(bias),
-                                               target, smoothing, ignore_index, mean, gradients, chunk_elements,
-                                               backend);
+                                               target, smoothing, ignore_index, mean, gradients, chunk_elements);
 }
 
 }  // namespace
@@ -282,8 +280,8 @@ py::object eager::linear_cross_entropy(py::handle x_, py::handle weight_, py::ha
   if (!arguments.ok()) return py::none();
 
   return computed([&] {
-    return std::get<0>(cross_entropy_op::recorded(true, x, weight, bias, target, smoothing, ignore_index, mean, {},
-                                                  chunk_elements, "native"));
+    return std::get<0>(
+        cross_entropy_op::recorded(true, x, weight, bias, target, smoothing, ignore_index, mean, {}, chunk_elements));
   });
 }
 

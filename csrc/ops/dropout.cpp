@@ -2,6 +2,7 @@
 // transformer_fast/ops/dropout.py documents and checks the arguments.
 #include "../cpu/kernels.h"
 #include "../triton/launch_rows.h"
+#include "by_triton.h"
 #include "eager.h"
 #include "eager_call.h"
 #include "node.h"
@@ -27,26 +28,24 @@ using torch::autograd::variable_list;
 constexpr Checks kChecks{"dropout"}, kBackwardChecks{"dropout_backward"};
 
 void check_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool, double p,
-                   const OptionalTensor& seed, std::string_view backend) {
+                   const OptionalTensor& seed) {
   kChecks("x", x).floating().rank_at_least(1, "(..., d)");
   kChecks("bias", bias).floating().on_device_of(x).sizes({x.sym_size(-1)});
   kChecks("residual", residual).like(x);
   kChecks.dropout(x, p, seed, "p");
-  kChecks.backend(backend, x);
 }
 
 void check_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p, const OptionalTensor& seed,
-                    bool, std::string_view backend) {
+                    bool) {
   kBackwardChecks("grad_out", grad_out).floating().rank_at_least(1, "(..., d)");
   kBackwardChecks("y", y).like(grad_out);
   if (relu) kBackwardChecks("y", y).given("with relu");
   kBackwardChecks.dropout(grad_out, p, seed, "p");
-  kBackwardChecks.backend(backend, grad_out);
 }
 
 Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
-               const OptionalTensor& seed, std::string_view backend) {
-  if (!is_native(backend)) return launch_dropout(x, bias, residual, relu, p, {seed, {}});
+               const OptionalTensor& seed) {
+  if (runs_on_triton(x)) return launch_dropout(x, bias, residual, relu, p, {seed, {}});
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
@@ -62,8 +61,8 @@ Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
 }
 
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
-                                    const OptionalTensor& seed, bool has_bias, std::string_view backend) {
-  if (!is_native(backend)) {
+                                    const OptionalTensor& seed, bool has_bias) {
+  if (runs_on_triton(grad_out)) {
     const auto [grad_x, grad_bias] = launch_dropout_backward(grad_out, y, relu, p, {seed, {}}, has_bias);
     return {grad_x, grad_bias.defined() ? grad_bias : at::empty({0}, grad_x.options().dtype(at::kFloat))};
   }
@@ -82,13 +81,13 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor
   return {out, grad_bias};
 }
 
-Tensor forward_meta(const Tensor& x, const OptionalTensor&, const OptionalTensor&, bool, double, const OptionalTensor&,
-                    std::string_view) {
+Tensor forward_meta(const Tensor& x, const OptionalTensor&, const OptionalTensor&, bool, double,
+                    const OptionalTensor&) {
   return meta_tensor(x, x.sym_sizes());
 }
 
 std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_out, const OptionalTensor&, bool, double,
-                                         const OptionalTensor&, bool has_bias, std::string_view) {
+                                         const OptionalTensor&, bool has_bias) {
   return {meta_tensor(grad_out, grad_out.sym_sizes()),
           meta_tensor(grad_out, {has_bias ? grad_out.sym_size(-1) : c10::SymInt(0)}, arithmetic_type(grad_out))};
 }
@@ -101,25 +100,26 @@ struct Dropout {
     bool relu;
     double p;
     std::optional<at::ScalarType> bias;
-    std::string backend;
+    bool by_triton;
     std::optional<int64_t> seed;
   };
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
     if (!needs[0] && !needs[1]) return {Tensor(), Tensor(), grads[0]};
-    const bool native = is_native(options.backend);
-    const bool direct = eager::is_plain_eager(grads, !native) && eager::is_plain_eager(saved, !native);
+    const bool by_triton = options.by_triton;
+    const bool direct = eager::is_plain_eager(grads, by_triton) && eager::is_plain_eager(saved, by_triton);
+    const KernelsOfForward same(by_triton);
     const OptionalTensor y = or_none(saved[kY]);
     const Seed seed{or_none(saved[kSeed]), options.seed};
     Tensor grad_x, grad_bias;
-    if (direct && !native) {
+    if (direct && by_triton) {
       const at::AutoDispatchBelowADInplaceOrView below;
       std::tie(grad_x, grad_bias) =
           std::tuple_cat(launch_dropout_backward(grads[0], y, options.relu, options.p, seed, needs[1]));
     } else {
       std::tie(grad_x, grad_bias) = below_autograd<"dropout_backward", dropout_op::backward>(
-          direct, grads[0], y, options.relu, options.p, seed.on_device_of(grads[0]), needs[1], options.backend);
+          direct, grads[0], y, options.relu, options.p, seed.on_device_of(grads[0]), needs[1]);
     }
     return {grad_x, needs[1] ? in_type(grad_bias, *options.bias) : Tensor(), grads[0]};
   }
@@ -127,21 +127,20 @@ struct Dropout {
 
 // Records the result of a call for autograd.
 Tensor with_history(Tensor out, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
-                    double p, const Seed& seed, std::string_view backend) {
+                    double p, const Seed& seed, bool by_triton) {
   // With ReLU, the elements with a positive output pass a gradient, so only the output is saved.
   if (needs_gradient(x, bias, residual))
-    eager::record<Dropout>(
-        {out}, {relu ? out : Tensor(), or_undefined(seed.tensor)},
-        {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend), seed.number}, x, bias,
-        residual);
+    eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed.tensor)},
+                           {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, by_triton, seed.number},
+                           x, bias, residual);
   return out;
 }
 
 // `direct`: true if the kernel may be called without the dispatcher.
 Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
-                double p, const OptionalTensor& seed, std::string_view backend) {
-  return with_history(below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed, backend), x, bias,
-                      residual, relu, p, {seed, {}}, backend);
+                double p, const OptionalTensor& seed) {
+  return with_history(below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed), x, bias, residual,
+                      relu, p, {seed, {}}, runs_on_triton(x));
 }
 
 // The Triton kernels without the dispatcher.
@@ -151,18 +150,18 @@ Tensor launched(const Tensor& x, const OptionalTensor& bias, const OptionalTenso
     const at::AutoDispatchBelowADInplaceOrView below;
     return launch_dropout(x, bias, residual, relu, p, seed);
   };
-  return with_history(result(), x, bias, residual, relu, p, seed, "triton");
+  return with_history(result(), x, bias, residual, relu, p, seed, /*by_triton=*/true);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   define<check_forward, forward, forward_meta, Dispatched<recorded>::call>(
-      m, "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor");
+      m, "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed) -> Tensor");
   // The gradient of the bias is in the type of the arithmetic; (0,) without a bias.
   define<check_backward, backward, backward_meta, eager::Undifferentiable<"dropout_backward", backward>::call>(
       m,
-      "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias, str backend) "
+      "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias) "
       "-> (Tensor grad_x, Tensor grad_bias)");
 }
 
@@ -192,7 +191,7 @@ py::object eager::dropout(bool by_triton, py::handle x_, py::handle p_, py::hand
     // The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
     const OptionalTensor added = relu ? std::nullopt : residual;
     const Tensor out = by_triton ? dropout_op::launched(x, bias, added, relu, p, seed)
-                                 : dropout_op::recorded(true, x, bias, added, relu, p, seed.tensor, "native");
+                                 : dropout_op::recorded(true, x, bias, added, relu, p, seed.tensor);
     return relu && residual ? residual->add(out) : out;
   });
 }

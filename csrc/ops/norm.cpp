@@ -4,6 +4,7 @@
 
 #include "../cpu/kernels.h"
 #include "../triton/launch_rows.h"
+#include "by_triton.h"
 #include "eager.h"
 #include "eager_call.h"
 #include "node.h"
@@ -134,19 +135,18 @@ c10::SymInt rows_in(const Tensor& x) {
 
 // Checks of both ops.
 void check_rows(const Checks& check, const Tensor& x, const OptionalTensor& weight, std::string_view kind,
-                double dropout_p, const OptionalTensor& seed, std::string_view backend) {
+                double dropout_p, const OptionalTensor& seed) {
   const int64_t least = norm_kind(kind) == NormKind::kStd ? 2 : 1;
   check("x", x).floating().rank_at_least(1, "(..., d)");
   check("x", x).require(holds(x.sym_size(-1).sym_ge(least)), "(..., d) with d of at least ", least);
   check("weight", weight).floating().on_device_of(x).sizes({x.sym_size(-1)});
   check.dropout(x, dropout_p, seed);
-  check.backend(backend, x);
 }
 
 void check_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                    const OptionalTensor& bias, double, std::string_view kind, double dropout_p,
-                   const OptionalTensor& seed, std::string_view backend) {
-  check_rows(kChecks, x, weight, kind, dropout_p, seed, backend);
+                   const OptionalTensor& seed) {
+  check_rows(kChecks, x, weight, kind, dropout_p, seed);
   kChecks("residual", residual).like(x);
   kChecks("bias", bias).floating().on_device_of(x).sizes({x.sym_size(-1)});
   kChecks.require(!bias || has_mean(kind), "bias must be None for kind \"", kind, "\"");
@@ -155,8 +155,8 @@ void check_forward(const Tensor& x, const OptionalTensor& residual, const Option
 
 void check_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
                     const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, std::string_view kind,
-                    double dropout_p, const OptionalTensor& seed, bool has_bias, std::string_view backend) {
-  check_rows(kBackwardChecks, x, weight, kind, dropout_p, seed, backend);
+                    double dropout_p, const OptionalTensor& seed, bool has_bias) {
+  check_rows(kBackwardChecks, x, weight, kind, dropout_p, seed);
   const c10::SymInt rows = rows_in(x);
   kBackwardChecks("grad_out", grad_out).like(x);
   kBackwardChecks("grad_summed", grad_summed).like(x);
@@ -174,9 +174,9 @@ Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
 
 FourTensors forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                     const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
-                    const OptionalTensor& seed, std::string_view backend) {
+                    const OptionalTensor& seed) {
   const auto options = x.options().dtype(arithmetic_type(x));
-  if (!is_native(backend)) {
+  if (runs_on_triton(x)) {
     const auto [out, summed, mean, rstd] =
         launch_norm(x, residual, weight, bias, eps, std::string(kind), dropout_p, {seed, {}});
     return {out, or_empty(summed, x.options()), or_empty(mean, options), rstd};
@@ -189,7 +189,7 @@ FourTensors forward(const Tensor& x, const OptionalTensor& residual, const Optio
 }
 
 FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const OptionalTensor&, const OptionalTensor&,
-                         double, std::string_view kind, double, const OptionalTensor&, std::string_view) {
+                         double, std::string_view kind, double, const OptionalTensor&) {
   const c10::SymInt rows = rows_in(x);
   const auto statistics = [&](const c10::SymInt& count) { return meta_tensor(x, {count}, arithmetic_type(x)); };
   return {meta_tensor(x, x.sym_sizes()), residual ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}),
@@ -198,13 +198,13 @@ FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const 
 
 FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
                      const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, std::string_view kind,
-                     double dropout_p, const OptionalTensor& seed, bool has_bias, std::string_view backend) {
+                     double dropout_p, const OptionalTensor& seed, bool has_bias) {
   const FourTensors results =
-      is_native(backend)
-          ? gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), norm_kind(kind),
-                      dropout_p, seed, {true, weight.has_value(), has_bias})
-          : std::tuple_cat(launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std::string(kind),
-                                                dropout_p, {seed, {}}, has_bias, x.scalar_type()));
+      runs_on_triton(x)
+          ? std::tuple_cat(launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std::string(kind),
+                                                dropout_p, {seed, {}}, has_bias, x.scalar_type()))
+          : gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), norm_kind(kind),
+                      dropout_p, seed, {true, weight.has_value(), has_bias});
   const auto& [grad_x, grad_residual, grad_weight, grad_bias] = results;
   const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
   return {grad_x, or_empty(grad_residual, x.options()), or_empty(grad_weight, weight_options),
@@ -213,7 +213,7 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
 
 FourTensors backward_meta(const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight,
                           const Tensor&, const Tensor&, std::string_view, double dropout_p, const OptionalTensor&,
-                          bool has_bias, std::string_view) {
+                          bool has_bias) {
   const auto rows = [&](bool asked) { return asked ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}); };
   const auto parameter = [&](bool asked) {
     return meta_tensor(weight ? *weight : x, {asked ? x.sym_size(-1) : c10::SymInt(0)});
@@ -232,15 +232,16 @@ struct LayerNorm {
     double dropout_p;
     bool has_residual;
     std::optional<at::ScalarType> bias;
-    std::string backend;
+    bool by_triton;
     at::ScalarType x;  // the type of x; that of the rows that were normed may be another
     std::optional<int64_t> seed;
   };
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
-    const bool native = is_native(options.backend);
-    const bool direct = eager::is_plain_eager(grads, !native) && eager::is_plain_eager(saved, !native);
+    const bool by_triton = options.by_triton;
+    const bool direct = eager::is_plain_eager(grads, by_triton) && eager::is_plain_eager(saved, by_triton);
+    const KernelsOfForward same(by_triton);
     const at::AutoDispatchBelowADInplaceOrView below;
     const Tensor &x = saved[kX], &mean = saved[kMean], &rstd = saved[kRstd];
     const OptionalTensor weight = or_none(saved[kWeight]);
@@ -251,8 +252,8 @@ struct LayerNorm {
     if (!direct)
       results = op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd,
                                                                options.kind, options.dropout_p, seed.on_device_of(x),
-                                                               options.bias.has_value(), options.backend);
-    else if (native)
+                                                               options.bias.has_value());
+    else if (!by_triton)
       results = gradients(grad_out, grad_summed, x, weight, mean, rstd, norm_kind(options.kind), options.dropout_p,
                           seed.tensor, {needs[0] || needs[1], needs[2], needs[3]});
     else
@@ -272,14 +273,14 @@ struct LayerNorm {
 // Records the results of a call for autograd.
 FourTensors with_history(FourTensors results, const Tensor& x, const OptionalTensor& residual,
                          const OptionalTensor& weight, const OptionalTensor& bias, std::string_view kind,
-                         double dropout_p, const Seed& seed, std::string_view backend) {
+                         double dropout_p, const Seed& seed, bool by_triton) {
   if (!needs_gradient(x, residual, weight, bias)) return results;
   const auto& [out, summed, mean, rstd] = results;
   eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
                            {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed.tensor)},
                            {std::string(kind), dropout_p, residual.has_value(),
-                            bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend),
-                            x.scalar_type(), seed.number},
+                            bias ? std::optional(bias->scalar_type()) : std::nullopt, by_triton, x.scalar_type(),
+                            seed.number},
                            x, residual, weight, bias);
   return results;
 }
@@ -287,10 +288,10 @@ FourTensors with_history(FourTensors results, const Tensor& x, const OptionalTen
 // `direct`: true if the kernel may be called without the dispatcher.
 FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
-                     const OptionalTensor& seed, std::string_view backend) {
+                     const OptionalTensor& seed) {
   return with_history(
-      below_autograd<"layer_norm", forward>(direct, x, residual, weight, bias, eps, kind, dropout_p, seed, backend), x,
-      residual, weight, bias, kind, dropout_p, {seed, {}}, backend);
+      below_autograd<"layer_norm", forward>(direct, x, residual, weight, bias, eps, kind, dropout_p, seed), x, residual,
+      weight, bias, kind, dropout_p, {seed, {}}, runs_on_triton(x));
 }
 
 // The Triton kernels without the dispatcher. With dropout, x may have 16 bits beside a float32 residual.
@@ -300,7 +301,7 @@ FourTensors launched(const Tensor& x, const OptionalTensor& residual, const Opti
     const at::AutoDispatchBelowADInplaceOrView below;
     return std::tuple_cat(launch_norm(x, residual, weight, bias, eps, kind, dropout_p, seed));
   };
-  return with_history(results(), x, residual, weight, bias, kind, dropout_p, seed, "triton");
+  return with_history(results(), x, residual, weight, bias, kind, dropout_p, seed, /*by_triton=*/true);
 }
 
 }  // namespace
@@ -309,11 +310,11 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   define<check_forward, forward, forward_meta, Dispatched<recorded>::call>(
       m,
       "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, str kind, float dropout_p, "
-      "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)");
+      "Tensor? seed) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)");
   define<check_backward, backward, backward_meta, eager::Undifferentiable<"layer_norm_backward", backward>::call>(
       m,
       "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-      "str kind, float dropout_p, Tensor? seed, bool has_bias, str backend) "
+      "str kind, float dropout_p, Tensor? seed, bool has_bias) "
       "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
 }
 
@@ -350,7 +351,7 @@ py::object eager::layer_norm(bool by_triton, py::handle x_, py::handle weight_, 
     const py::gil_scoped_release no_gil;
     if (needs_gradient(x, residual, weight, bias)) {
       std::tie(out, summed, std::ignore, std::ignore) =
-          norm_op::recorded(true, x, residual, weight, bias, eps, known->name, dropout_p, seed.tensor, "native");
+          norm_op::recorded(true, x, residual, weight, bias, eps, known->name, dropout_p, seed.tensor);
     } else {
       const at::AutoDispatchBelowADInplaceOrView below;
       const NormResult result =

@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -100,9 +99,6 @@ template <c10::DeviceType device>
 struct NoAutocast {
   const c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
 };
-
-// True if an op's argument `backend` names the kernels of csrc, not those in Triton.
-inline bool is_native(std::string_view backend) { return backend == "native"; }
 
 // A contiguous result on the meta device.
 inline at::Tensor meta_tensor(const at::Tensor& like, c10::SymIntArrayRef sizes,

@@ -13,7 +13,7 @@ from triton.runtime import JITFunction
 import transformer_fast as tfast
 from lab.ptx_emulator import Report, triton_driver
 from tools.triton_kernels import jit_functions
-from transformer_fast import backends
+from transformer_fast import backends, extension
 from transformer_fast import triton as triton_package
 from transformer_fast.ops import eager as _eager
 from transformer_fast.triton import launcher
@@ -44,6 +44,7 @@ def emulated_backend(arch: int = 80, mutate: Callable[[str], str] | None = None,
             stack.enter_context(mock.patch.object(module, "architecture_of", lambda tensor: name))
         stack.callback(setattr, launch_cache, "enabled", launch_cache.enabled)
         launch_cache.enabled = False
+        stack.callback(extension.module().launch_on_cpu, extension.module().launch_on_cpu(True))
         stack.callback(_forget_backends)
         _forget_backends()
         stack.enter_context(tfast.backend("triton"))

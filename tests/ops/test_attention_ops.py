@@ -7,11 +7,11 @@ import torch
 from attention_kernels import SEED, assert_no_second_derivative, starts
 
 import transformer_fast as tfast
-from transformer_fast import AttentionMask, backends
+from transformer_fast import AttentionMask
 from transformer_fast.testing import fixed_dropout_seed
 
 OPS, CHECK = torch.ops.transformer_fast, torch.library.opcheck
-OPTIONS = (2, -3, 0.3, 0.1, SEED, False, backends.resolve("attention", torch.device("cpu"), torch.float32))
+OPTIONS = (2, -3, 0.3, 0.1, SEED, False)
 MASKS = {
     "no mask": (None, None, None),
     "masks": (torch.rand(2, 1, 5, 7) > 0.3, None, torch.tensor([7, 2], dtype=torch.int32)),
@@ -62,7 +62,7 @@ def test_opcheck_of_decode():
     q, k, lengths = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 6, 8), torch.tensor([6, 3], dtype=torch.int32)
     table, pages = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32), k.transpose(1, 2)
     for cache, own_table, window in ((k, None, -3), (pages, table, None)):
-        CHECK(OPS.attention_decode.default, (q, cache, cache, lengths, own_table, 0, window, 0.3, OPTIONS[-1]))
+        CHECK(OPS.attention_decode.default, (q, cache, cache, lengths, own_table, 0, window, 0.3))
 
 
 def test_nothing_received_has_no_gradient_of_a_bias():

@@ -85,7 +85,7 @@ def test_another_set_of_wanted_outputs_is_another_call(launched):
     grad, y, counts = floats(77, 100), floats(77, 100), []
     for has_bias in (False, True, False, True):
         launched.clear()
-        torch.ops.transformer_fast.dropout_backward(grad, y, True, 0.3, torch.tensor([3]), has_bias, "triton")
+        torch.ops.transformer_fast.dropout_backward(grad, y, True, 0.3, torch.tensor([3]), has_bias)
         counts.append(len(launched))
     assert counts == [1, 2, 1, 2]
 
@@ -285,14 +285,12 @@ def layer(name, seed=2**40):
     ops = torch.ops.transformer_fast
     x, y, weight, bias = floats(24, 64), floats(24, 64), floats(64), floats(64)
     mean, rstd, target, drawn = floats(24), floats(24), torch.zeros(24, dtype=torch.int64), torch.tensor([seed])
-    dropped, by_triton = (0.1, drawn), "triton"
+    dropped = 0.1, drawn
     calls = {
-        "norm": lambda: ops.layer_norm(x, y, weight, bias, 1e-5, "layer", *dropped, by_triton),
-        "norm backward": lambda: ops.layer_norm_backward(
-            x, None, y, weight, mean, rstd, "std", *dropped, True, by_triton
-        ),
-        "dropout": lambda: ops.dropout(x, bias, y, True, *dropped, by_triton),
-        "dropout backward": lambda: ops.dropout_backward(x, y, True, *dropped, True, by_triton),
+        "norm": lambda: ops.layer_norm(x, y, weight, bias, 1e-5, "layer", *dropped),
+        "norm backward": lambda: ops.layer_norm_backward(x, None, y, weight, mean, rstd, "std", *dropped, True),
+        "dropout": lambda: ops.dropout(x, bias, y, True, *dropped),
+        "dropout backward": lambda: ops.dropout_backward(x, y, True, *dropped, True),
         "loss": lambda: cross_entropy_rows(x, target, 0.1, -100, True),
         "norm, seed on the host": lambda: extension.layer_norm(
             True, x, weight, bias, 1e-5, "layer", y, dropped[0], seed

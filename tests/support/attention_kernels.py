@@ -81,12 +81,12 @@ class Kernels:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionParams) -> Tensor:
         """Return the output of a call."""
-        return op_of(call)(q, k, v, **call.keywords(), backend=self.backend)[0]
+        return op_of(call)(q, k, v, **call.keywords())[0]
 
     def outcome(self, tensors, call: AttentionParams, grad_logsumexp: Tensor | None = None) -> dict[str, Tensor]:
         """Return all results of a call by name: output, logsumexp, gradients, and the weights of a padded batch."""
         q, k, v, grad_out = tensors
-        options = call.keywords() | {"backend": self.backend}
+        options = call.keywords()
         out, logsumexp = op_of(call)(q, k, v, **options)
         received = grad_out, q, k, v, out, logsumexp, grad_logsumexp
         grads = op_of(call, "_backward")(*received, **options)
@@ -103,7 +103,7 @@ class Kernels:
         *qkv, grad_out = tensors
         learned = {name: t.detach().clone().requires_grad_() for name, t in learned_parts(call).items()}
         leaves = [*(t.detach().clone().requires_grad_() for t in qkv), *learned.values()]
-        options = call.keywords() | learned | {"backend": self.backend}
+        options = call.keywords() | learned
         results = op_of(call)(*leaves[:3], **options)
         received = (grad_out,) if grad_logsumexp is None else (grad_out, grad_logsumexp)
         grads = torch.autograd.grad(results[: len(received)], leaves, received)
@@ -205,9 +205,7 @@ class Kernels:
         """Output and logsumexp of decoding; causal is 0, and scale D ** -0.5, if they are left out."""
         options = {"causal": 0, "window": None, "scale": q.shape[-1] ** -0.5} | options
         op = torch.ops.transformer_fast.attention_decode
-        return dict(
-            zip(("out", "logsumexp"), op(q, k, v, lengths, table, backend=self.backend, **options), strict=True)
-        )
+        return dict(zip(("out", "logsumexp"), op(q, k, v, lengths, table, **options), strict=True))
 
     def assert_same_bits(self, run: Callable[[], Iterable[Tensor]]) -> None:
         """Hold several runs to the same bits, on another number of threads each."""

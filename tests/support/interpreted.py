@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
 from attention_kernels import TRITON, Kernels
 
+import transformer_fast as tfast
 from transformer_fast.triton import configs
 from transformer_fast.triton.attention import (
     backward_kv,
@@ -21,9 +23,10 @@ from transformer_fast.triton.attention import (
 
 
 @pytest.fixture
-def kernels() -> Kernels:
+def kernels() -> Iterator[Kernels]:
     """The Triton kernels."""
-    return TRITON
+    with tfast.backend("triton"):
+        yield TRITON
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)

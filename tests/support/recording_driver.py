@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import transformer_fast as tfast
-from transformer_fast import backends
+from transformer_fast import backends, extension
 from transformer_fast.ops import eager
 from transformer_fast.triton.launch_cache import launch_cache
 from transformer_fast.triton.launcher import Launch
@@ -70,7 +70,10 @@ def launched(monkeypatch):
     monkeypatch.setattr(driver, "_active", fake)
     launch_cache.clear()
     CALLS.clear()
-    return CALLS
+    before = extension.module().launch_on_cpu(True)
+    with tfast.backend("triton"):
+        yield CALLS
+    extension.module().launch_on_cpu(before)
 
 
 def seen(call):
@@ -111,6 +114,5 @@ def on_a_gpu(launched, monkeypatch):
     """Let the public functions run the Triton kernels on CPU tensors, with the recording driver."""
     monkeypatch.setattr(backends, "_obstacle", lambda *_: None)
     forget_backends()
-    with tfast.backend("triton"):
-        yield launched
+    yield launched
     forget_backends()

@@ -117,7 +117,7 @@ def _options(q: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None, 
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         zero_empty_rows=True,
     )
-    return params.keywords() | {"backend": "native"}
+    return params.keywords()
 
 
 def _length_first(t: Tensor) -> Tensor:

@@ -68,7 +68,6 @@ def layer_norm(
     kind: str,
     dropout_p: float,
     seed: Tensor | None,
-    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The norm (..., d), the normed sum (empty if x itself was normed), and per row the mean (empty for "rms") and
     factor.
@@ -92,7 +91,7 @@ def layer_norm(
 
 
 def dropout(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, p: float, seed: Tensor | None, backend: str
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, p: float, seed: Tensor | None
 ) -> Tensor:
     """Compute ``[residual +] [relu] (x [+ bias])`` (..., d)."""
     refuse_dropout("dropout", p)
@@ -135,7 +134,6 @@ def linear_cross_entropy(
     mean: bool,
     gradients: list[bool],
     chunk_elements: int,
-    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, a scalar; the gradients and their scale, which the op returns too, are empty here."""
     if any(gradients):

@@ -17,7 +17,7 @@ from ..masks.lower import allowed as allowed_keys
 from ..tracing import greatest, refuse_dropout, sizes
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
     params = AttentionParams.from_keywords(**options)
     refuse_dropout("attention", params.dropout_p)
@@ -26,7 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) 
     return _per_head(weights, v), _logsumexp(scores, allowed, params.sinks)
 
 
-def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor | None, *, backend: str, **options: Any) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor | None, **options: Any) -> Tensor:
     """Compute the weights (B, H, Lq, Lk)."""
     params = AttentionParams.from_keywords(**options)
     refuse_dropout("attention", params.dropout_p)
@@ -46,7 +46,7 @@ def attention_decode(
     return attention(q, k, v, keep=keep, bias=bias, zero_empty_rows=True, **options)
 
 
-def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
+def attention_packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Compute out (Tq, H, D) and logsumexp (H, Tq): pad the batch, attend, and pack the results."""
     params = AttentionParams.from_keywords(**options)
     refuse_dropout("attention_packed", params.dropout_p)

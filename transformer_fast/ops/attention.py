@@ -205,12 +205,12 @@ def attention(
             q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         if Dv != D:  # zero columns change neither the scores nor the other columns of the output
             q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-        out, logsumexp = implementation("attention", backend)(q, k, v, **params.keywords(), backend=backend)
+        out, logsumexp = implementation("attention", backend)(q, k, v, **params.keywords())
         out = out if Dv == sizes(out)[-1] else out[..., :Dv]
         if return_weights:
             of_weights = params if return_weights == "dropped" else replace(params, dropout_p=0.0, seed=None)
             compute = implementation("attention_weights", backend)
-            weights = compute(q, k, logsumexp.detach(), **of_weights.keywords(), backend=backend)
+            weights = compute(q, k, logsumexp.detach(), **of_weights.keywords())
     if only_out:
         return out
     return (out, *([weights] if return_weights else []), *([logsumexp] if return_logsumexp else []))

@@ -139,7 +139,7 @@ def attention_decode(
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     op = implementation("attention_decode", backend)
-    out, logsumexp = op(q, k_cache, v_cache, lengths, page_table, **options, backend=backend)
+    out, logsumexp = op(q, k_cache, v_cache, lengths, page_table, **options)
     return (out, logsumexp) if return_logsumexp else out
 
 

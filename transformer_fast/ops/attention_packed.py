@@ -223,7 +223,7 @@ def attention_packed(
     D, Dv = sizes(q)[-1], sizes(v)[-1]
     if Dv != D:  # zero columns change neither the scores nor the other columns of the output
         q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    out, logsumexp = implementation("attention_packed", backend)(q, k, v, **params.keywords(), backend=backend)
+    out, logsumexp = implementation("attention_packed", backend)(q, k, v, **params.keywords())
     out = out if Dv == sizes(out)[-1] else out[..., :Dv]
     more += [logsumexp] if return_logsumexp else []
     return (out, *more) if more else out

@@ -112,7 +112,7 @@ def linear_cross_entropy(
     if class_weight is None and not probabilities and reduction != "none":
         no_gradients = [False] * 3  # autograd requests the gradients that it needs
         op = implementation("linear_cross_entropy", backend)
-        given = rows, weight, bias, target, *options, reduction == "mean", no_gradients, chunk_elements, backend
+        given = rows, weight, bias, target, *options, reduction == "mean", no_gradients, chunk_elements
         return op(*given)[0].to(dtype)
     if autocast:
         rows, weight, bias = (

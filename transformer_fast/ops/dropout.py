@@ -52,8 +52,8 @@ def dropout(
     op = implementation("dropout", backend)
     if relu and residual is not None:
         # The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
-        return residual + op(x, bias, None, True, p, seed, backend)
-    return op(x, bias, residual, relu, p, seed, backend)
+        return residual + op(x, bias, None, True, p, seed)
+    return op(x, bias, residual, relu, p, seed)
 
 
 @unrecorded

@@ -118,7 +118,7 @@ def layer_norm(
             x, weight, bias, eps, kind=kind, residual=residual, dropout_p=dropout_p, seed=seed
         )
     op = implementation("layer_norm", backend)
-    out, summed, _, _ = op(x, residual, weight, bias, eps, kind, dropout_p, seed, backend)
+    out, summed, _, _ = op(x, residual, weight, bias, eps, kind, dropout_p, seed)
     return out if residual is None else (out, summed)
 
 
