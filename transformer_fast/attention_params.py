@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PackedBatch:
     """Boundaries of the sequences in a packed batch.
 
@@ -45,10 +45,27 @@ class PackedBatch:
         return self.stored_keys if self.seqused_k is None else self.seqused_k
 
 
+@dataclass(slots=True, eq=False)
+class CachedKeys:
+    """Keys in use per sequence of a cache.
+
+    Args:
+        lengths: int32 (B,), with those of the new positions.
+        page_table: int32 (B, pages of a sequence) for a cache of pages; None for a cache (B, Hkv, S, D).
+    """
+
+    lengths: Tensor
+    page_table: Tensor | None = None
+
+
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "seqused_k", "bias_starts", "bottom_right")
+_BOUNDS = ("causal", "window", "scale")
+_OPTIONS = (*_BOUNDS, "dropout_p", "seed", "zero_empty_rows")
+_PADDED = ("keep", "key_keep", "lengths", "bias", *_OPTIONS)
+_SPECIAL = ("distance_bias", "query_ids", "key_ids", "sinks", "softcap")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class AttentionParams:
     """The arguments of attention beside q (B, H, Lq, D), k and v (B, Hkv, Lk, D).
 
@@ -72,6 +89,9 @@ class AttentionParams:
         zero_empty_rows: a query without visible keys gets 0 rather than the mean of v.
         packed: boundaries of the sequences in q (Tq, H, D), k and v (Tk, Hkv, D). Then keep, key_keep and lengths are
             None, and positions count within each sequence. None for a padded batch.
+        cached: the keys in use of a cache, for the newest queries q (B, H, Lq, D). Then the mask is by position alone:
+            causal and window count from the query's own key, and distance_bias has S = Lk: entry S - 1 + j - own key.
+            None without a cache.
     """
 
     keep: Tensor | None = None
@@ -90,15 +110,23 @@ class AttentionParams:
     seed: Tensor | int | None = None
     zero_empty_rows: bool = False
     packed: PackedBatch | None = None
+    cached: CachedKeys | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of the op, by name: those after the inputs in its schema."""
-        options = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
-        options = (*options, "distance_bias", "query_ids", "key_ids", "sinks", "softcap")
-        if self.packed is None:
-            return {name: getattr(self, name) for name in ("keep", "key_keep", "lengths", "bias", *options)}
-        keys = {name: getattr(self.packed, name) for name in _SEQUENCES}
-        return keys | {name: getattr(self, name) for name in ("bias", *options)}
+        """Keyword arguments of the op, by name: those after the inputs in its schema; special ones only if given."""
+        if self.cached is not None:
+            given, names = {"lengths": self.cached.lengths, "page_table": self.cached.page_table}, _BOUNDS
+        elif self.packed is not None:
+            given, names = {name: getattr(self.packed, name) for name in _SEQUENCES}, ("bias", *_OPTIONS)
+        else:
+            given, names = {}, _PADDED
+        for name in names:
+            given[name] = getattr(self, name)
+        for name in _SPECIAL:
+            value = getattr(self, name)
+            if value is not None:
+                given[name] = value
+        return given
 
     @classmethod
     def from_keywords(cls, **options: Any) -> AttentionParams:

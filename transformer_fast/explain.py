@@ -12,8 +12,9 @@ from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
 from .masks.lower import kernel_parts
 from .masks.tile_share import work_share
-from .ops.attention import check_backend
-from .ops.attention_checks import document_numbers, kernel_mask, refuse_keep_as_lengths
+from .ops.attention import padded_params
+from .ops.attention_call import Call, check_head_dim
+from .ops.attention_checks import is_special, refuse_keep_as_lengths
 from .triton.configs import attention_config
 from .triton.versions import limits
 
@@ -53,7 +54,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         mask = mask & AttentionMask.bias(options["bias"])
     backend, reason = backends.choose("attention", q.device, q.dtype)
     refuse_keep_as_lengths(mask.key_lengths, k.shape[2])
-    check_backend(backend, q, v)
+    check_head_dim(backend, q, v)
     lines = [
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",
         f"backend: {backend}, {_PATHS[backend]}",
@@ -67,7 +68,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     p = options.get("dropout_p", 0.0)
     stored = 0
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
-        params = _kernel_params(q, k, mask, options)
+        causal = and_causal(mask.causal_offset, options.get("causal", False))
+        parts: dict[str, Any] = {name: options.get(name) for name in ("softcap", "sinks")}
+        call = Call("attention", q, k, v, mask, causal, is_special(mask, **parts), dropout_p=p, **parts)
+        params = padded_params(call)
         if mask.has_ranges:
             lines.append(f"intervals and unions: {_describe_read(mask, params, q, k)}")
         lines.append(_describe_tiles(q, k, params, backend))
@@ -109,27 +113,6 @@ def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
 
     bits = empty_kept_bits(q.to("meta"), k.to("meta"), params, architecture_of(q))
     return 0 if bits is None else bits.nbytes
-
-
-def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str, Any]) -> AttentionParams:
-    """Parameters that decide which kernels run and which tiles they visit."""
-    documents: dict[str, Any] = {}
-    if mask.document_ids is not None:
-        numbers = document_numbers(*mask.document_ids)
-        documents = dict(zip(("query_ids", "key_ids"), numbers, strict=True))
-    keep, lengths = kernel_mask(mask, q, k)
-    return AttentionParams(
-        keep=keep,
-        key_keep=mask.key_keep_mask,
-        lengths=lengths,
-        bias=mask.additive_bias,
-        distance_bias=mask.table(q.shape[2], k.shape[2]),
-        causal=and_causal(mask.causal_offset, options.get("causal", False)),
-        window=mask.window_offset,
-        softcap=options.get("softcap"),
-        dropout_p=options.get("dropout_p", 0.0),
-        **documents,
-    )
 
 
 def _describe_read(mask: AttentionMask, params: AttentionParams, q: Tensor, k: Tensor) -> str:

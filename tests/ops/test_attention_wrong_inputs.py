@@ -114,7 +114,7 @@ PACKED = {
         (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": cu(3, 5)}, ValueError, r"keys of each sequence, \[3, 4\], got \[3, 5\]",
     ),
     "weights of another kind": (
-        (TQ, TK, TK, CU_Q, CU_K), {"return_weights": "all"}, ValueError, "return_weights must be True, False or",
+        (TQ, TK, TK, CU_Q, CU_K), {"return_weights": "all"}, ValueError, "return_weights must be False, True or",
     ),
 }  # fmt: skip
 """The same of attention_packed."""

@@ -1,4 +1,4 @@
-"""Kernels of a call by the dispatcher: those of the device; on a CPU with a driver for launches, of the chosen backend."""
+"""Kernels of a call by the dispatcher: of its device; on a CPU with a driver for launches, of the chosen backend."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from transformer_fast.accelerate.lazy_logits import LazyLogits
 from transformer_fast.generation.sampling import Sampler
 from transformer_fast.generation.weights import WeightLayout, prepack
 from transformer_fast.layers import Linear
-from transformer_fast.ops.attention import check_backend
+from transformer_fast.ops.attention_call import check_head_dim
 from transformer_fast.ops.cross_entropy import CHUNK_ELEMENTS
 from transformer_fast.ops.dropout import dropout
 from transformer_fast.tensor_cache import WHOLE, stamp_of
@@ -102,7 +102,7 @@ def head_dim(n: int) -> None:
     q = torch.randn(1, 2, 5, n)
     refused = pytest.raises(ValueError, match="up to 256") if n > 256 else contextlib.nullcontext()
     with refused:
-        check_backend("triton", q, q)
+        check_head_dim("triton", q, q)
 
 
 def norm(rows: int, d: int) -> None:
@@ -226,7 +226,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "csrc/cpu/attention/few_queries.h:kRowKeys": keys,
     "csrc/cpu/attention/tile.h:kEnoughTasks": lambda n: attend(B=n, H=1),
     "csrc/ops/attention_checks.h:kLargestHeadDim": head_dim,
-    "transformer_fast/ops/attention.py:MAX_TRITON_HEAD_DIM": head_dim,
+    "transformer_fast/ops/attention_call.py:MAX_TRITON_HEAD_DIM": head_dim,
     # norm; rows of 256 floats are a kibibyte
     "csrc/cpu/norm/backward.cpp:kCached": lambda n: norm(scaled(n, 1024), 256),
     "csrc/cpu/norm/backward.cpp:kShort": lambda n: norm(9, n),

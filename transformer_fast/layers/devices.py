@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..ops.attention import MAX_TRITON_HEAD_DIM
+from ..ops.attention_call import MAX_TRITON_HEAD_DIM
 
 ON_GPU = {
     "attention": "",

@@ -7,30 +7,23 @@ from dataclasses import replace
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends, reference
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from ..tracing import sizes
-from . import eager, seeds
+from . import eager
 from ._names import unknown_names
-from ._plain import implementation
+from .attention_call import Call, by_reference, dropped
 from .attention_checks import (
     check_inputs,
     check_mask,
-    check_options,
     dropout_number,
     fitting_lengths,
     is_special,
     kernel_mask,
     refuse_keep_as_lengths,
-    scale_of,
-    special_arguments,
 )
-
-MAX_TRITON_HEAD_DIM = 256
 
 
 class _Options(TypedDict, total=False):
@@ -166,105 +159,37 @@ def attention(
         dropout_p = dropout_number("attention", dropout_p)
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)
-    bias = mask.additive_bias
-    only_out = not (return_weights or return_logsumexp)
     special = is_special(mask, softcap, sinks)
-    extension, by_triton = eager.fast_path("attention", q) if only_out and not special else (None, False)
-    seed = seeds.draw_launch_seed(q.device, by_triton) if dropout_p > 0.0 else None
+    plain = not (return_weights or return_logsumexp or special)
+    extension, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
     offset = and_causal(mask.causal_offset, causal)
     if extension is not None:
         lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
-        given = (mask.keep_mask, mask.key_keep_mask, lengths, bias, offset, mask.window_offset, scale)
+        given = (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, offset, mask.window_offset, scale)
         out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
         if out is not None:
             return out
-    seed = seeds.as_tensor(seed, q)
+    options = scale, softcap, sinks, dropout_p, seed, empty_rows, return_weights, return_logsumexp
+    call = Call("attention", q, k, v, mask, offset, special, *options)
+    return call.results(padded_params(call))
 
-    autocast = eager.autocast_enabled(q)
-    check_inputs(q, k, v, autocast)
-    check_options("attention", dropout_p, empty_rows)
-    if return_weights not in (False, True, "dropped"):
-        raise ValueError(f'attention: return_weights must be False, True or "dropped", got {return_weights!r}')
-    backend = backends.resolve("attention", q.device, q.dtype)
-    (B, H, Lq, D), (Lk, Dv) = sizes(q), sizes(v)[2:]
+
+def padded_params(call: Call) -> AttentionParams:
+    """Arguments of the op for a call of :func:`attention`; raise unless it is valid."""
+    q, k, mask = call.q, call.k, call.mask
+    check_inputs(call.op, "(batch, heads, length, head_dim)", q, k, call.v)
+    call.choose_backend()
+    (B, H, Lq, _), Lk = sizes(q), sizes(k)[2]
     check_mask(mask, q, (B, H, Lq, Lk))
     refuse_keep_as_lengths(mask.key_lengths, Lk)
-    check_backend(backend, q, v)
-    params = _params(q, k, mask, offset, scale, dropout_p, seed, empty_rows)
-    if special:
-        open_lengths = q.shape[2], k.shape[2]  # torch.jit.trace may record sizes as tensors
-        params = replace(
-            params, **special_arguments("attention", q, mask, softcap, sinks, open_lengths, zero=q.shape[2] - 1)
-        )
-    if backend == "reference":
-        out, weights, logsumexp = _reference(q, k, v, params)
-        if return_weights == "dropped":
-            weights = _dropped(weights, params)
-    else:
-        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-            q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        if Dv != D:  # zero columns change neither the scores nor the other columns of the output
-            q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-        out, logsumexp = implementation("attention", backend)(q, k, v, **params.keywords())
-        out = out if Dv == sizes(out)[-1] else out[..., :Dv]
-        if return_weights:
-            of_weights = params if return_weights == "dropped" else replace(params, dropout_p=0.0, seed=None)
-            compute = implementation("attention_weights", backend)
-            weights = compute(q, k, logsumexp.detach(), **of_weights.keywords())
-    if only_out:
-        return out
-    return (out, *([weights] if return_weights else []), *([logsumexp] if return_logsumexp else []))
-
-
-def _params(
-    q: Tensor,
-    k: Tensor,
-    mask: AttentionMask,
-    causal: int | None,
-    scale: float | None,
-    dropout_p: float,
-    seed: Tensor | int | None,
-    empty_rows: str,
-) -> AttentionParams:
-    """Arguments of the op for a checked call."""
     key_keep = mask.key_keep_mask
-    if key_keep is not None and sizes(key_keep)[-1] != sizes(k)[2]:
+    if key_keep is not None and sizes(key_keep)[-1] != Lk:
         key_keep = key_keep.expand(-1, -1, -1, k.shape[2])
     keep, lengths = kernel_mask(mask, q, k)
-    return AttentionParams(
-        keep=keep,
-        key_keep=key_keep,
-        lengths=lengths,
-        bias=mask.additive_bias,
-        causal=causal,
-        window=mask.window_offset,
-        scale=scale_of("attention", q, scale),
-        dropout_p=dropout_p,
-        seed=seed,
-        zero_empty_rows=empty_rows == "zero",
-    )
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
-    given = params.keywords()
-    empty_rows = "zero" if given.pop("zero_empty_rows") else "uniform"
-    return reference.attention.attention(q, k, v, **given, empty_rows=empty_rows)
-
-
-def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
-    """Raise if the kernels of a backend cannot compute this call."""
-    if backend == "triton" and max(q.shape[-1], v.shape[-1]) > MAX_TRITON_HEAD_DIM:
-        raise ValueError(
-            f"attention: the Triton kernels take a head_dim up to {MAX_TRITON_HEAD_DIM}, got q {tuple(q.shape)} and "
-            f'v {tuple(v.shape)}; backend("reference") takes any'
-        )
-
-
-def _dropped(weights: Tensor, params: AttentionParams) -> Tensor:
-    if params.dropout_p == 0.0 or not isinstance(params.seed, Tensor):
-        return weights
-    kept = reference.dropout.attention_keep(params.seed, params.dropout_p, *weights.shape)
-    return (weights * reference.dropout.rescale(params.dropout_p)).masked_fill(~kept, 0.0)
+    parts: dict[str, Any] = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": mask.additive_bias}
+    if call.special:  # torch.jit.trace may record sizes as tensors
+        parts |= call.special_arguments((q.shape[2], k.shape[2]), zero=q.shape[2] - 1)
+    return call.params(**parts)
 
 
 def weights_gradients(
@@ -279,7 +204,6 @@ def weights_gradients(
         q, k, *biases = (given | leaves).values()
         bias, distance_bias, sinks = biases
         undropped = replace(params, bias=bias, distance_bias=distance_bias, sinks=sinks, dropout_p=0.0, seed=None)
-        weights = _reference(q, k, k, undropped)[1]
-        weights = _dropped(weights, params)
+        weights = dropped(by_reference(q, k, k, undropped)[1], params)
     found = dict(zip(leaves, torch.autograd.grad(weights, list(leaves.values()), grad_weights), strict=True))
     return tuple(found.get(name) for name in given)

@@ -18,9 +18,10 @@ from ..masks.lower import kernel_parts, on_its_tensors
 from ..masks.parts import ranked
 from ..tensor_cache import get, get_or_compute
 from ..tracing import is_traced, needs_plain_ops, sizes, unrecorded
+from .eager import autocast_enabled
 
 
-def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
+def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str]) -> None:
     """Raise unless all are float tensors of one dtype (any, under autocast) on one device, of the rank of their layout.
 
     Args:
@@ -37,7 +38,7 @@ def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], 
             raise TypeError(f"{op}: {name} must be a float tensor, got {t.dtype}")
         check_dense(f"{op}: {name}", t)
     q, k, v = tensors.values()
-    if not (q.dtype == k.dtype == v.dtype or autocast):
+    if not (q.dtype == k.dtype == v.dtype or autocast_enabled(q)):
         raise TypeError(f"{op}: {_listed(tensors)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"{op}: {_listed(tensors)} must be on one device, got {q.device}, {k.device}, {v.device}")
@@ -55,21 +56,26 @@ def _listed(tensors: dict[str, Tensor]) -> str:
 
 
 @unrecorded
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
+def check_inputs(op: str, layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v fit each other.
+
+    Args:
+        layout: of each, such as "(batch, heads, length, head_dim)".
+    """
     tensors = {"q": q, "k": k, "v": v}
-    check_tensors("attention", tensors, dict.fromkeys(tensors, "(batch, heads, length, head_dim)"), autocast)
-    (B, H, _, D), (Bk, Hk, Lk, Dk), (Bv, Hv, Lv, _) = q.shape, k.shape, v.shape
-    if not B == Bk == Bv:
+    check_tensors(op, tensors, dict.fromkeys(tensors, layout))
+    (H, D), (Hk, Dk) = (q.shape[1], q.shape[-1]), (k.shape[1], k.shape[-1])
+    if q.dim() == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
         wrong = "q, k and v must share the batch size"
     elif Dk != D or D == 0:
         wrong = "q and k must share a head_dim of at least 1"
-    elif Hk != Hv or Lk != Lv:
-        wrong = "k and v must share heads and length"
+    elif k.shape[:-1] != v.shape[:-1]:
+        wrong = f"k and v must share {'heads and length' if q.dim() == 4 else 'tokens and heads'}"
     elif Hk == 0 or H % Hk != 0:
         wrong = "the heads of q must be a multiple of those of k and v"
     else:
         return
-    raise shape_error("attention", wrong, tensors)
+    raise shape_error(op, wrong, tensors)
 
 
 def can_read_values(t: Tensor) -> bool:

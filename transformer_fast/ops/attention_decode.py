@@ -7,14 +7,13 @@ from typing import Any, Literal, Never, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from .. import backends, reference
+from ..attention_params import AttentionParams, CachedKeys
 from ..masks import AttentionMask
-from ..tracing import is_traced, sizes, unrecorded
+from ..tracing import unrecorded
 from . import eager
 from ._names import unknown_names
-from ._plain import implementation
-from .attention import check_backend
-from .attention_checks import check_tensors, is_special, mask_by_position, scale_of, shape_error, special_arguments
+from .attention_call import Call
+from .attention_checks import can_read_values, check_tensors, is_special, mask_by_position, shape_error
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -108,46 +107,45 @@ def attention_decode(
     if unknown:
         raise unknown_names("attention_decode", unknown)
     mask = mask_by_position("attention_decode", mask, causal)
-    bounds = mask.causal_offset, mask.window_offset
     special = is_special(mask, softcap, sinks)
-    extension, by_triton = (None, False) if special or return_logsumexp else eager.fast_path("attention", q)
+    offset = mask.causal_offset
+    extension, by_triton, _ = eager.fast_path("attention", q, plain=not (special or return_logsumexp))
     if extension is not None:
-        given = (q, k_cache, v_cache, lengths, page_table, *bounds, scale)
+        given = (q, k_cache, v_cache, lengths, page_table, offset, mask.window_offset, scale)
         out = extension.attention_decode(by_triton, *given)
         if out is not None:
             return out
+    options = scale, softcap, sinks
+    call = Call(
+        "attention_decode", q, k_cache, v_cache, mask, offset, special, *options, return_logsumexp=return_logsumexp
+    )
+    return call.results(_params(call, lengths, page_table))
 
-    autocast = eager.autocast_enabled(q)
-    _check_inputs(q, k_cache, v_cache, page_table, autocast)
-    _check_lengths(lengths, q, k_cache, page_table)
+
+def _params(call: Call, lengths: Tensor, page_table: Tensor | None) -> AttentionParams:
+    """Arguments of the op for a call of :func:`attention_decode`; raise unless it is valid."""
+    q, k_cache, v_cache = call.q, call.k, call.v
+    _check_inputs(q, k_cache, v_cache, lengths, page_table)
+    call.choose_backend()
+    if can_read_values(lengths):
+        _check_values(lengths, k_cache, page_table)
     lengths = lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
-    _refuse_gradient(q, k_cache, v_cache)
-    scale = scale_of("attention_decode", q, scale)
-    more: dict[str, Any] = {}
-    if special:
-        Lq, S = q.shape[2], _capacity(k_cache, page_table)
-        more = special_arguments("attention_decode", q, mask, softcap, sinks, (Lq, S), zero=S - 1)
-
-    backend = backends.resolve("attention", q.device, q.dtype)
-    check_backend(backend, q, v_cache)
-    options = {"causal": bounds[0], "window": bounds[1], "scale": scale, **more}
-    if backend == "reference":
-        out, logsumexp = reference.attention.attention_decode(
-            q, k_cache, v_cache, lengths=lengths, page_table=page_table, **options
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        raise RuntimeError(
+            "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention"
         )
-        return (out, logsumexp) if return_logsumexp else out
-    if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
-        q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
-    op = implementation("attention_decode", backend)
-    out, logsumexp = op(q, k_cache, v_cache, lengths, page_table, **options)
-    return (out, logsumexp) if return_logsumexp else out
+    parts: dict[str, Any] = {"cached": CachedKeys(lengths, page_table)}
+    if call.special:
+        Lq, S = q.shape[2], _capacity(k_cache, page_table)
+        parts |= call.special_arguments((Lq, S), zero=S - 1)
+    return call.params(**parts)
 
 
 @unrecorded
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
     layout = "(B, Hkv, S, D)" if page_table is None else "(pages, page_size, Hkv, D)"
     tensors = {"q": q, "k_cache": k, "v_cache": v}
-    check_tensors("attention_decode", tensors, {"q": "(B, H, Lq, D)", "k_cache": layout, "v_cache": layout}, autocast)
+    check_tensors("attention_decode", tensors, {"q": "(B, H, Lq, D)", "k_cache": layout, "v_cache": layout})
     B, H, _, D = q.shape
     heads = k.shape[1 if page_table is None else 2]
     if page_table is not None:
@@ -161,12 +159,14 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, au
     elif heads == 0 or H % heads != 0:
         wrong = f"the heads of q must be a multiple of those of the cache {layout}"
     else:
-        return
-    raise shape_error("attention_decode", wrong, tensors)
+        wrong = ""
+    if wrong:
+        raise shape_error("attention_decode", wrong, tensors)
+    _check_lengths(lengths, q, page_table)
 
 
-def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tensor | None) -> None:
-    """Raise unless the lengths (B,) and the page table fit; values are checked on a CPU only."""
+def _check_lengths(lengths: Tensor, q: Tensor, page_table: Tensor | None) -> None:
+    """Raise unless the lengths (B,) and the page table fit q."""
     for name, t, dtypes in (("lengths", lengths, _INTEGERS), ("page_table", page_table, (torch.int32,))):
         if t is None and name == "page_table":
             continue
@@ -175,23 +175,25 @@ def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tens
             raise TypeError(f"attention_decode: {name} must be an int32 tensor, got {what}")
         if t.device != q.device:
             raise ValueError(f"attention_decode: q is on {q.device} but {name} on {t.device}")
-    B = sizes(q)[0]
-    if sizes(lengths) != (B,):
+    B = q.shape[0]
+    if lengths.shape != (B,):
         raise ValueError(f"attention_decode: lengths must be (B,) = ({B},), got shape {tuple(lengths.shape)}")
-    if page_table is not None and (page_table.dim() != 2 or sizes(page_table)[0] != B):
+    if page_table is not None and (page_table.dim() != 2 or page_table.shape[0] != B):
         raise ValueError(
             f"attention_decode: page_table must be (B, max_pages) with B = {B}, got shape {tuple(page_table.shape)}"
         )
-    if lengths.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced()) and B > 0:
-        capacity = _capacity(k_cache, page_table)
-        host = lengths.tolist()
-        if min(host) < 0 or max(host) > capacity:
-            raise ValueError(
-                f"attention_decode: lengths must lie in [0, {capacity}], the keys the cache can hold, "
-                f"got {min(host)} to {max(host)}"
-            )
-        if page_table is not None:
-            _check_pages(page_table, host, k_cache)
+
+
+def _check_values(lengths: Tensor, k_cache: Tensor, page_table: Tensor | None) -> None:
+    """Raise unless the lengths and the pages in use are in the cache."""
+    host, capacity = lengths.tolist(), _capacity(k_cache, page_table)
+    if host and (min(host) < 0 or max(host) > capacity):
+        raise ValueError(
+            f"attention_decode: lengths must lie in [0, {capacity}], the keys the cache can hold, "
+            f"got {min(host)} to {max(host)}"
+        )
+    if page_table is not None:
+        _check_pages(page_table, host, k_cache)
 
 
 def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
@@ -208,10 +210,3 @@ def _check_pages(page_table: Tensor, lengths: list[int], k_cache: Tensor) -> Non
                 f"attention_decode: page_table[{b}] names pages {min(row)} to {max(row)}, but k_cache "
                 f"{tuple(k_cache.shape)} has pages 0 to {pages - 1}"
             )
-
-
-def _refuse_gradient(*tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise RuntimeError(
-            "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention"
-        )

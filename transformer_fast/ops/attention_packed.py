@@ -11,26 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends, reference
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
 from ..masks.checks import broadcasts, kind_of
-from ..tracing import is_traced, number, sizes, unrecorded
-from . import eager, seeds
+from ..tracing import is_traced, number, sizes
+from . import eager
 from ._names import unknown_names
-from ._plain import implementation
-from .attention import check_backend
-from .attention_checks import (
-    can_read_values,
-    check_options,
-    check_tensors,
-    dropout_number,
-    is_special,
-    mask_by_position,
-    scale_of,
-    shape_error,
-    special_arguments,
-)
+from .attention_call import Call
+from .attention_checks import can_read_values, check_inputs, dropout_number, is_special, mask_by_position
 
 
 class _Options(TypedDict, total=False):
@@ -160,89 +148,54 @@ def attention_packed(
         raise unknown_names("attention_packed", unknown)
     if type(dropout_p) is not float:
         dropout_p = dropout_number("attention_packed", dropout_p)
-    extension, by_triton = eager.fast_path("attention", q)
-    seed = None
-    if dropout_p > 0.0 and isinstance(q, Tensor):
-        seed = seeds.draw_launch_seed(q.device, by_triton)
     mask = mask_by_position("attention_packed", mask, causal, takes_keep=True)
-    bounds = mask.causal_offset, mask.window_offset
     special = is_special(mask, softcap, sinks) or mask.key_keep_mask is not None
-    plain = bias is None and seqused_k is None and not bottom_right
-    if extension is not None and plain and not (return_weights or return_logsumexp or special):
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *bounds, scale, dropout_p, seed, empty_rows)
-        out = extension.attention_packed(by_triton, *given)
+    plain = bias is None and seqused_k is None and not (bottom_right or return_weights or return_logsumexp or special)
+    extension, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
+    offset = mask.causal_offset
+    if extension is not None:
+        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, offset, mask.window_offset, scale)
+        out = extension.attention_packed(by_triton, *given, dropout_p, seed, empty_rows)
         if out is not None:
             return out
-    seed = seeds.as_tensor(seed, q)
-    autocast = eager.autocast_enabled(q)
-    _check_inputs(q, k, v, autocast)
-    check_options("attention_packed", dropout_p, empty_rows)
-    max_q = _check_sequences("q", cu_seqlens_q, q, max_q)
-    max_k = _check_sequences("k", cu_seqlens_k, k, max_k)
+    options = scale, softcap, sinks, dropout_p, seed, empty_rows, return_weights, return_logsumexp
+    call = Call("attention_packed", q, k, v, mask, offset, special, *options)
+    return call.results(_params(call, cu_seqlens_q, cu_seqlens_k, max_q, max_k, bias, bottom_right, seqused_k))
+
+
+def _params(
+    call: Call,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int | None,
+    max_k: int | None,
+    bias: Any,
+    bottom_right: bool,
+    seqused_k: Tensor | None,
+) -> AttentionParams:
+    """Arguments of the op for a call of :func:`attention_packed`; raise unless it is valid."""
+    q, k = call.q, call.k
+    check_inputs(call.op, "(tokens, heads, head_dim)", q, k, call.v)
+    call.choose_backend()
+    longest_q = _check_sequences("q", cu_seqlens_q, q, max_q)
+    longest_k = _check_sequences("k", cu_seqlens_k, k, max_k)
     if sizes(cu_seqlens_q) != sizes(cu_seqlens_k):
         raise ValueError(
             "attention_packed: cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got shapes "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
-    if return_weights not in (False, True, "dropped"):
-        raise ValueError(f'attention_packed: return_weights must be True, False or "dropped", got {return_weights!r}')
-    sequences = PackedBatch(cu_seqlens_q, cu_seqlens_k, max_q, max_k, bottom_right=bottom_right)
+    sequences = PackedBatch(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, bottom_right=bottom_right)
     if seqused_k is not None:
         sequences = replace(sequences, seqused_k=_used(seqused_k, sequences, q))
     if bias is not None:
         bias, sequences = _packed_bias(bias, sequences, q)
-    scale = scale_of("attention_packed", q, scale)
-    backend = backends.resolve("attention", q.device, q.dtype)
-    params = AttentionParams(
-        causal=bounds[0],
-        window=bounds[1],
-        scale=scale,
-        dropout_p=dropout_p,
-        seed=seed,
-        zero_empty_rows=empty_rows == "zero",
-        bias=bias,
-        packed=sequences,
-    )
-    check_backend(backend, q, v)
-    if special:
+    parts: dict[str, Any] = {"bias": bias, "packed": sequences}
+    if call.special:
         tokens = q.shape[0], k.shape[0]
-        mask = _kept_as_documents(mask, *tokens)
-        zero = max_k - 1 if bottom_right else max_q - 1
-        options = special_arguments("attention_packed", q, mask, softcap, sinks, (max_q, max_k), zero, tokens)
-        params = replace(params, **options)
-    more: list[Any] = []
-    if return_weights or backend == "reference":
-        out, weights, logsumexp = reference.attention.attention_packed(q, k, v, **params.keywords())
-        if return_weights:
-            more.append([each[return_weights == "dropped"] for each in weights])
-        if backend == "reference":
-            more += [logsumexp] if return_logsumexp else []
-            return (out, *more) if more else out
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    D, Dv = sizes(q)[-1], sizes(v)[-1]
-    if Dv != D:  # zero columns change neither the scores nor the other columns of the output
-        q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    out, logsumexp = implementation("attention_packed", backend)(q, k, v, **params.keywords())
-    out = out if Dv == sizes(out)[-1] else out[..., :Dv]
-    more += [logsumexp] if return_logsumexp else []
-    return (out, *more) if more else out
-
-
-@unrecorded
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
-    tensors = {"q": q, "k": k, "v": v}
-    check_tensors("attention_packed", tensors, dict.fromkeys(tensors, "(tokens, heads, head_dim)"), autocast)
-    (_, H, D), (Tk, Hk, Dk), (Tv, Hv, _) = q.shape, k.shape, v.shape
-    if Dk != D or D == 0:
-        wrong = "q and k must share a head_dim of at least 1"
-    elif Hk != Hv or Tk != Tv:
-        wrong = "k and v must share tokens and heads"
-    elif Hk == 0 or H % Hk != 0:
-        wrong = "the heads of q must be a multiple of those of k and v"
-    else:
-        return
-    raise shape_error("attention_packed", wrong, tensors)
+        call.mask = _kept_as_documents(call.mask, *tokens)
+        zero = longest_k - 1 if bottom_right else longest_q - 1
+        parts |= call.special_arguments((longest_q, longest_k), zero, tokens)
+    return call.params(**parts)
 
 
 def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> AttentionMask:

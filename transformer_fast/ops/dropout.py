@@ -34,8 +34,7 @@ def dropout(
         TypeError: for non-tensors and non-float dtypes.
         ValueError: for shapes, devices or a ``p`` that do not fit; the message names them.
     """
-    extension, by_triton = eager.fast_path("dropout", x)
-    seed = seeds.draw_launch_seed(x.device, by_triton) if p > 0.0 and isinstance(x, Tensor) else None
+    extension, by_triton, seed = eager.fast_path("dropout", x, p)
     if extension is not None:
         result = extension.dropout(by_triton, x, p, bias, residual, relu, seed)
         if result is not None:

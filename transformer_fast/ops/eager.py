@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends, extension
+from . import seeds
 
 _TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -27,15 +28,29 @@ def native() -> Any | None:
     return extension.module()
 
 
-def fast_path(op: str, q: Any) -> tuple[Any | None, bool]:
-    """Pair: the extension if it may take a whole call of `op`, else None; and True if Triton kernels compute the op."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or not isinstance(q, Tensor):
-        return None, False
-    asked = backends.current()
-    by_triton = _runs_on_triton(asked, op, q.device, q.dtype)
-    if not by_triton and asked not in ("auto", "native"):
-        return None, False
-    return extension.module(), by_triton
+def fast_path(
+    op: str, x: Any, dropout_p: float = 0.0, plain: bool = True
+) -> tuple[Any | None, bool, Tensor | int | None]:
+    """Begin a call of a public function.
+
+    Args:
+        op: as for ``backends.choose``.
+        x: the first argument of the call.
+        plain: False if the call has parts that the extension's function does not take.
+
+    Returns:
+        The extension if it may take the whole call, else None; True if Triton kernels compute the op; and the seed of
+        the call's dropout, an int only if Triton kernels compute it, None without dropout.
+    """
+    if not isinstance(x, Tensor):
+        return None, False, None
+    taken, by_triton = None, False
+    if plain and not (torch.compiler.is_compiling() or torch._C._is_tracing()):
+        asked = backends.current()
+        by_triton = _runs_on_triton(asked, op, x.device, x.dtype)
+        if by_triton or asked in ("auto", "native"):
+            taken = extension.module()
+    return taken, by_triton, seeds.draw_launch_seed(x.device, by_triton) if dropout_p > 0.0 else None
 
 
 @functools.cache

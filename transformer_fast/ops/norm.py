@@ -102,8 +102,7 @@ def layer_norm(
         raise unknown_names("layer_norm", unknown)
     if eps is None:
         eps = _machine_epsilon(x if residual is None else residual)
-    extension, by_triton = eager.fast_path("norm", x)
-    seed = seeds.draw_launch_seed(x.device, by_triton) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    extension, by_triton, seed = eager.fast_path("norm", x, dropout_p)
     if extension is not None:
         result = extension.layer_norm(by_triton, x, weight, bias, eps, kind, residual, dropout_p, seed)
         if result is not None:

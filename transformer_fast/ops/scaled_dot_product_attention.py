@@ -14,7 +14,8 @@ from .. import backends
 from ..tensors import takes_fused_ops
 from ..tracing import is_traced, number, sizes, unrecorded
 from . import eager
-from .attention import MAX_TRITON_HEAD_DIM, attention
+from .attention import attention
+from .attention_call import MAX_TRITON_HEAD_DIM
 
 # Bound at import, so that torch's function stays reachable if a program patches torch.nn.functional.
 TORCH = torch.nn.functional.scaled_dot_product_attention
@@ -101,7 +102,7 @@ def _eager_result(
 
     None for any other call, and for calls with dropout, because a retry by another path would draw a second seed.
     """
-    extension, by_triton = eager.fast_path("attention", q)
+    extension, by_triton, _ = eager.fast_path("attention", q)
     if extension is None or dropout_p != 0.0 or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
         return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (q.shape[1] != k.shape[1] and not enable_gqa):
