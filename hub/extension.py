@@ -1,26 +1,13 @@
-"""What the launchers take from the package's C++ extension, without it: no launch is cached, and Triton makes each."""
-
-
-class LaunchCall:
-    def __init__(self, *_: object) -> None:
-        pass
+"""What the launchers take from the package's C++ extension, without it: no launch is kept, and Triton makes each."""
 
 
 class _NoCache:
-    enabled = False
-
     def connect(self, *_: object) -> None:
         pass
 
-    def replay(self, _: LaunchCall) -> bool:
-        return False
-
-    def can_replay(self) -> bool:
-        return False
-
 
 class _Extension:
-    LaunchCall = LaunchCall
+    LaunchCall = None
     launch_cache = _NoCache()
 
 

@@ -2,7 +2,6 @@
 
 #include "replay.h"
 
-#include <algorithm>
 #include <array>
 #include <initializer_list>
 #include <optional>
@@ -15,13 +14,9 @@ namespace py = pybind11;
 
 namespace {
 
-// Key of a launcher call: name, scalars, and inputs in the order of run_call in triton/attention/launches.py.
-//
-// Empty if the launcher does more than launch: an input is empty, there is no sequence, or q must change its sign.
-std::optional<LaunchCall> call_of(const char* name, const AttentionParams& params, const Tensor& q, const Tensor& k,
-                                  std::initializer_list<OptionalTensor> inputs) {
-  if (q.numel() == 0 || k.numel() == 0 || params.scale <= 0) return {};
-  if (params.is_packed() && params.packed.cu_seqlens_q->size(0) == 1) return {};
+// Key of a launcher call: name, scalars and inputs.
+LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor& k,
+                   std::initializer_list<OptionalTensor> inputs) {
   LaunchCall call;
   call.scalar(name);
   const bool packed = params.is_packed();
@@ -88,7 +83,7 @@ AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor&
   const char* const name = training ? "attention forward in training" : "attention forward";
   const py::gil_scoped_acquire gil;
   const auto [out, logsumexp, kept_bits] =
-      replayed_or<3>(call_of(name, params, q, k, {q, k, v}), [&](const py::object& call) {
+      replayed_or<3>(call_of(name, params, k, {q, k, v}), [&](const py::object& call) {
         return launcher.tensors<3>(q, k, v, python_params(params), training, call);
       });
   return {out, logsumexp, {}, {}, eager::or_none(kept_bits)};
@@ -100,8 +95,8 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
   static const PythonFunction launcher("transformer_fast.triton.attention.backward", "attention_backward");
   const Tensor &out = result.out, &logsumexp = result.logsumexp;
   const py::gil_scoped_acquire gil;
-  auto call = call_of("attention backward", params, q, k,
-                      {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits});
+  auto call =
+      call_of("attention backward", params, k, {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits});
   const auto [grad_q, grad_k, grad_v] = replayed_or<3>(std::move(call), [&](const py::object& call) {
     return launcher.tensors<3>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp,
                                result.kept_bits, call);
@@ -115,7 +110,7 @@ Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const
   static const PythonFunction launcher("transformer_fast.triton.attention.grad_bias", "attention_grad_bias");
   const py::gil_scoped_acquire gil;
   auto call =
-      call_of("attention grad_bias", params, q, k, {grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp});
+      call_of("attention grad_bias", params, k, {grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp});
   return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp,
                          object_of(std::move(call)));
 }
@@ -126,7 +121,7 @@ Tensor launch_attention_grad_distance_bias(const Tensor& grad_out, const Tensor&
   static const PythonFunction launcher("transformer_fast.triton.attention.grad_distance_bias",
                                        "attention_grad_distance_bias");
   const py::gil_scoped_acquire gil;
-  auto call = call_of("attention grad_distance_bias", params, q, k,
+  auto call = call_of("attention grad_distance_bias", params, k,
                       {grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp});
   return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp,
                          object_of(std::move(call)));
@@ -136,7 +131,7 @@ Tensor launch_attention_weights(const Tensor& q, const Tensor& k, const Optional
                                 const AttentionParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.weights", "attention_weights");
   const py::gil_scoped_acquire gil;
-  auto call = call_of("attention weights", params, q, k, {q, k, logsumexp});
+  auto call = call_of("attention weights", params, k, {q, k, logsumexp});
   return launcher.tensor(q, k, logsumexp, python_params(params), object_of(std::move(call)));
 }
 

@@ -3,6 +3,7 @@
 #include "../ops/eager_call.h"
 #include "python_function.h"
 
+#include <ATen/DeviceGuard.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <pybind11/stl.h>
@@ -71,41 +72,6 @@ int64_t rounded_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment
 
 }  // namespace
 
-LaunchCall::LaunchCall(const py::tuple& scalars, const py::tuple& inputs) : LaunchCall() {
-  for (const py::handle value : scalars) {
-    if (PyUnicode_Check(value.ptr()))
-      scalar(PyUnicode_AsUTF8(value.ptr()));
-    else if (PyBool_Check(value.ptr()))
-      scalar(value.ptr() == Py_True);
-    else if (PyFloat_Check(value.ptr()))
-      scalar(PyFloat_AS_DOUBLE(value.ptr()));
-    else
-      scalar(py::cast<std::optional<int64_t>>(value));
-  }
-  for (const py::handle value : inputs) {
-    if (PyLong_CheckExact(value.ptr()))
-      input(py::cast<int64_t>(value));
-    else
-      input(py::cast<std::optional<Tensor>>(value));
-  }
-}
-
-bool LaunchCall::add_outputs(const py::tuple& inputs, const py::tuple& outputs) {
-  if (inputs.size() != addresses_.size()) return false;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const py::handle value = inputs[i];
-    const bool is_tensor = !value.is_none() && !PyLong_CheckExact(value.ptr());
-    const auto address = is_tensor ? reinterpret_cast<uintptr_t>(py::cast<Tensor>(value).const_data_ptr()) : 0;
-    if (PyLong_CheckExact(value.ptr()) ? !value.equal(addresses_[i]) : address != py::cast<uintptr_t>(addresses_[i]))
-      return false;
-  }
-  for (const py::handle value : outputs) {
-    outputs_.push_back(value.is_none() ? Tensor() : py::cast<Tensor>(value));
-    add_address(value.is_none() ? nullptr : outputs_.back().const_data_ptr());
-  }
-  return true;
-}
-
 void LaunchCall::scalar(const char* text) {
   add('s', std::strlen(text));
   key_.append(text);
@@ -117,22 +83,39 @@ void LaunchCall::input(const Tensor& tensor) {
     add_address(nullptr);
     return;
   }
-  if (addresses_.empty()) device_ = tensor.device();
+  if (values_.empty()) device_ = tensor.device();
   add('t', static_cast<int64_t>(tensor.scalar_type()) << 32 | tensor.dim());
   for (const at::IntArrayRef numbers : {tensor.sizes(), tensor.strides()})
     key_.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
-  add_address(tensor.const_data_ptr());
+  const int64_t address = add_address(tensor.const_data_ptr());
+  key_.push_back(static_cast<char>(std::find(values_.begin(), values_.end(), address) - values_.begin()));
 }
 
 void LaunchCall::input(int64_t seed) {
   add('a', int64_t{0});
-  addresses_.push_back(py::int_(seed));
+  seed_ = values_.size();
+  values_.push_back(seed);
 }
 
-void LaunchCall::add_address(const void* memory) {
-  const auto address = reinterpret_cast<uintptr_t>(memory);
+void LaunchCall::output(const OptionalTensor& tensor) {
+  outputs_.push_back(tensor.value_or(Tensor()));
+  add_address(tensor ? tensor->const_data_ptr() : nullptr);
+}
+
+int64_t LaunchCall::add_address(const void* memory) {
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory));
   address_bits_ |= address;
-  addresses_.push_back(py::int_(address));
+  values_.push_back(address);
+  return address;
+}
+
+py::dict LaunchCall::places() const {
+  py::dict found;
+  for (size_t place = 0; place < values_.size(); ++place) {
+    const py::object key = place == seed_ ? py::object(py::str("seed")) : py::int_(values_[place]);
+    if (place == seed_ || values_[place] != 0) PyDict_SetDefault(found.ptr(), key.ptr(), py::int_(place).ptr());
+  }
+  return found;
 }
 
 LaunchCache& LaunchCache::instance() {
@@ -196,46 +179,48 @@ std::string LaunchCache::key_of(const LaunchCall& call, const Place& place) {
   return key;
 }
 
-std::shared_ptr<const CachedCall> LaunchCache::lookup(const LaunchCall& call, const Place& place) {
+std::pair<std::shared_ptr<const CachedCall>, LaunchCache::Place> LaunchCache::lookup(const LaunchCall& call) {
   static const Attribute pre_run_hooks("pre_run_hooks");
-  if (!call.device_.is_cpu() && call.device_.index() != place.device) return nullptr;
+  if (call.address_bits_ % 16 != 0 || !can_replay()) return {};
   const CachedCalls* const calls = calls_like(call, /*make=*/false);
-  if (calls == nullptr || calls->table_changes != table_changes()) return nullptr;
+  if (calls == nullptr || calls->table_changes != table_changes()) return {};
+  Place place = current_place();
   const auto found = calls->by_key.find(key_of(call, place));
-  if (found == calls->by_key.end()) return nullptr;
+  if (found == calls->by_key.end()) return {};
   const CachedCall& cached = *found->second;
-  if (!std::equal(cached.sources.begin(), cached.sources.end(), call.sources_.begin(), is_unchanged)) return nullptr;
+  if (!std::equal(cached.sources.begin(), cached.sources.end(), call.sources_.begin(), is_unchanged)) return {};
   for (const CachedLaunch& launch : cached.launches)
-    if (is_true(pre_run_hooks.of(launch.kernel))) return nullptr;
-  return found->second;
+    if (is_true(pre_run_hooks.of(launch.kernel))) return {};
+  return {found->second, std::move(place)};
 }
 
-void LaunchCache::start(const CachedCall& cached, const std::vector<py::object>& addresses, const Place& place) {
+void LaunchCache::start(const CachedCall& cached, const LaunchCall& call, const Place& place) {
   std::vector<PyObject*> arguments;
+  std::vector<py::int_> numbers;
   for (const CachedLaunch& launch : cached.launches) {
     PyObject** const first = reinterpret_cast<PyTupleObject*>(launch.arguments.ptr())->ob_item;
     arguments.assign(first, first + launch.arguments.size());
     arguments[kStream] = place.stream.ptr();
-    for (const auto& [argument, tensor] : launch.pointers) arguments[argument] = addresses[tensor].ptr();
+    numbers.clear();
+    for (const auto& [argument, from] : launch.places)
+      arguments[argument] = numbers.emplace_back(call.values_[from]).ptr();
     PyObject* const result = PyObject_Vectorcall(launch.run.ptr(), arguments.data(), arguments.size(), nullptr);
     if (result == nullptr) throw py::error_already_set();
     Py_DECREF(result);
   }
 }
 
-bool LaunchCache::replay(const LaunchCall& call) {
-  if (call.address_bits_ % 16 != 0 || !can_replay()) return false;
-  const Place place = current_place();
-  const auto cached = lookup(call, place);
-  if (cached == nullptr) return false;
-  start(*cached, call.addresses_, place);
-  return true;
+bool LaunchCache::replay_into(LaunchCall& call, const std::vector<OptionalTensor>& outputs) {
+  for (const OptionalTensor& output : outputs) call.output(output);
+  const c10::DeviceGuard guard(call.device_);
+  const auto [cached, place] = lookup(call);
+  if (cached != nullptr) start(*cached, call, place);
+  return cached != nullptr;
 }
 
 std::vector<Tensor> LaunchCache::replay(LaunchCall& call, size_t results) {
-  if (call.address_bits_ % 16 != 0 || !can_replay()) return {};
-  const Place place = current_place();
-  const auto cached = lookup(call, place);
+  const c10::DeviceGuard guard(call.device_);
+  const auto [cached, place] = lookup(call);
   if (cached == nullptr) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
   std::vector<Tensor> outputs;
@@ -258,7 +243,7 @@ std::vector<Tensor> LaunchCache::replay(LaunchCall& call, size_t results) {
     call.add_address(cached->outputs[i].bytes > 0 ? next : nullptr);
     next += rounded_up(cached->outputs[i].bytes);
   }
-  start(*cached, call.addresses_, place);
+  start(*cached, call, place);
   return outputs;
 }
 
@@ -284,13 +269,20 @@ void bind_launch_cache(py::module_& m) {
       .def(py::init<py::object, py::tuple, std::vector<std::pair<size_t, size_t>>, py::object, py::object>());
   py::class_<CachedCalls>(m, "CachedCalls");
   py::class_<LaunchCall>(m, "LaunchCall")
-      .def(py::init<const py::tuple&, const py::tuple&>())
-      .def("add_outputs", &LaunchCall::add_outputs)
-      .def("source", &LaunchCall::source);
+      .def(py::init(
+               [](const char* scalars, const std::vector<OptionalTensor>& inputs, const std::vector<Tensor>& sources) {
+                 LaunchCall call;
+                 call.scalar(scalars);
+                 for (const OptionalTensor& input : inputs) call.input(input);
+                 for (const Tensor& source : sources) call.source(source);
+                 return call;
+               }),
+           py::arg("scalars"), py::arg("inputs"), py::arg("sources") = py::tuple())
+      .def("places", &LaunchCall::places);
   py::class_<LaunchCache, std::unique_ptr<LaunchCache, py::nodelete>>(m, "LaunchCache")
       .def("connect", &LaunchCache::connect)
       .def("can_replay", &LaunchCache::can_replay)
-      .def("replay", py::overload_cast<const LaunchCall&>(&LaunchCache::replay))
+      .def("replay_into", &LaunchCache::replay_into)
       .def("store", &LaunchCache::store)
       .def("clear", &LaunchCache::clear)
       .def("__len__", &LaunchCache::size)

@@ -17,19 +17,18 @@ namespace transformer_fast {
 // One launch of a compiled kernel.
 struct __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields are
   pybind11::object run;                                      // the launcher of the compiled kernel
-  pybind11::tuple arguments;                        // all that `run` takes, the stream and the kernel's own among them
-  std::vector<std::pair<size_t, size_t>> pointers;  // (a, t): argument a is the address of the call's tensor t
-  pybind11::object kernel;                          // the jitted function
-  pybind11::object kept;                            // the compiled kernel, and tensors whose addresses are arguments
+  pybind11::tuple arguments;                      // all that `run` takes, the stream and the kernel's own among them
+  std::vector<std::pair<size_t, size_t>> places;  // (a, p): argument a is what the call has at place p
+  pybind11::object kernel;                        // the jitted function
+  pybind11::object kept;                          // the compiled kernel, and tensors whose addresses are arguments
 };
 
 // A call of a launcher: scalars and layouts of inputs, which determine every launch except addresses; and the
-// addresses.
+// addresses, each at a place of its own. The order of the places is nowhere but here: a launch finds its tensors by
+// their addresses, and which inputs have the same address is part of the key.
 class __attribute__((visibility("hidden"))) LaunchCall {
  public:
-  LaunchCall() { key_.reserve(1024); }
-  // Arguments as in run_cached of triton/launch_cache.py.
-  LaunchCall(const pybind11::tuple& scalars, const pybind11::tuple& inputs);
+  LaunchCall() { key_.reserve(1024), values_.reserve(32); }
 
   void scalar(const char* text);
   void scalar(bool flag) { add('b', flag); }
@@ -40,15 +39,16 @@ class __attribute__((visibility("hidden"))) LaunchCall {
     number ? scalar(*number) : add('n', int64_t{0});
   }
 
-  // The next input, in the launcher's order. An int is the seed, which changes from call to call like an address.
+  // The next input. An int is the seed, which changes from call to call like an address.
   void input(const at::Tensor& tensor);
   void input(const std::optional<at::Tensor>& tensor) { input(tensor ? *tensor : at::Tensor()); }
   void input(int64_t seed);
   // Adds an input from whose contents other arguments of the launches are derived.
   void source(const at::Tensor& tensor) { sources_.push_back(tensor); }
-  // Adds the outputs of a launcher. False if it does not work on the inputs of this call, in their order, but on
-  // copies.
-  bool add_outputs(const pybind11::tuple& inputs, const pybind11::tuple& outputs);
+  // Adds an output or a temporary, made by the launcher.
+  void output(const std::optional<at::Tensor>& tensor);
+  // The place of each address, and of "seed".
+  pybind11::dict places() const;
 
  private:
   friend class LaunchCache;
@@ -58,11 +58,12 @@ class __attribute__((visibility("hidden"))) LaunchCall {
     key_.push_back(kind);
     key_.append(reinterpret_cast<const char*>(&value), sizeof(value));
   }
-  void add_address(const void* memory);
+  int64_t add_address(const void* memory);
 
   std::string key_;
-  std::vector<pybind11::object> addresses_;  // of inputs and outputs, 0 for None
-  uintptr_t address_bits_ = 0;               // bitwise or of all addresses, for their alignment
+  std::vector<int64_t> values_;  // addresses of inputs and outputs, 0 for None, and the seed
+  std::optional<size_t> seed_;   // place of the seed
+  int64_t address_bits_ = 0;     // bitwise or of all addresses, for their alignment
   std::vector<at::Tensor> sources_, outputs_;
   at::Device device_ = at::kCPU;  // of the first input
 };
@@ -102,11 +103,11 @@ class __attribute__((visibility("hidden"))) LaunchCache {
   // True if launches may be replayed: no hooks on launches or compilations, and no debugging checks in kernels.
   bool can_replay() const;
 
-  // Repeats the launches of an earlier equal call; false if there is none, or if launches may not be replayed.
-  bool replay(const LaunchCall& call);
-  // Allocates the outputs of a call and repeats its launches; returns the first `results` outputs (undefined for None),
-  // or nothing if launches cannot be repeated.
+  // Allocates the outputs of a call and repeats the launches of an earlier equal one; returns the first `results`
+  // outputs (undefined for None), or nothing if there is none, or if launches may not be replayed.
   std::vector<at::Tensor> replay(LaunchCall& call, size_t results);
+  // Adds these outputs to the call and repeats the launches on them; false if it cannot.
+  bool replay_into(LaunchCall& call, const std::vector<std::optional<at::Tensor>>& outputs);
   // Keeps the launches that this call made.
   void store(const LaunchCall& call, std::vector<CachedLaunch> launches);
 
@@ -126,8 +127,9 @@ class __attribute__((visibility("hidden"))) LaunchCache {
   int64_t table_changes() const;
   CachedCalls* calls_like(const LaunchCall& call, bool make);
   static std::string key_of(const LaunchCall& call, const Place& place);
-  std::shared_ptr<const CachedCall> lookup(const LaunchCall& call, const Place& place);
-  static void start(const CachedCall& cached, const std::vector<pybind11::object>& addresses, const Place& place);
+  // The launches of an earlier equal call, nullptr if there are none or they may not be replayed; and where to.
+  std::pair<std::shared_ptr<const CachedCall>, Place> lookup(const LaunchCall& call);
+  static void start(const CachedCall& cached, const LaunchCall& call, const Place& place);
 
   CachedCalls calls_;  // those without sources; others are kept on their first source
   pybind11::object driver_, runtime_, table_;

@@ -14,11 +14,9 @@ py::object object_of(const Seed& seed) {
   return seed.number ? py::object(py::int_(*seed.number)) : PythonFunction::object(seed.tensor);
 }
 
-// The call of a launcher with these scalars and inputs; none for no elements, which launch nothing.
+// The call of a launcher with these scalars and inputs.
 template <typename... Scalars>
-std::optional<LaunchCall> call_of(const Tensor& x, std::initializer_list<OptionalTensor> inputs, const Seed& seed,
-                                  const Scalars&... scalars) {
-  if (x.numel() == 0) return {};
+LaunchCall call_of(std::initializer_list<OptionalTensor> inputs, const Seed& seed, const Scalars&... scalars) {
   LaunchCall call;
   (call.scalar(scalars), ...);
   for (const OptionalTensor& input : inputs) call.input(input);
@@ -33,7 +31,7 @@ std::array<Tensor, 4> launch_norm(const Tensor& x, const OptionalTensor& residua
                                   const Seed& seed) {
   static const PythonFunction launcher("transformer_fast.triton.norm", "norm_forward");
   const py::gil_scoped_acquire gil;
-  auto call = call_of(x, {x, residual, weight, bias}, seed, "norm forward", eps, kind.c_str(), dropout_p);
+  auto call = call_of({x, residual, weight, bias}, seed, "norm forward", eps, kind.c_str(), dropout_p);
   return replayed_or<4>(std::move(call), [&](const py::object& call) {
     return launcher.tensors<4>(x, residual, weight, bias, eps, kind, dropout_p, object_of(seed), call);
   });
@@ -45,7 +43,7 @@ std::array<Tensor, 4> launch_norm_backward(const Tensor& grad_out, const Optiona
                                            at::ScalarType type_of_x) {
   static const PythonFunction launcher("transformer_fast.triton.norm_backward", "norm_backward");
   const py::gil_scoped_acquire gil;
-  auto call = call_of(x, {grad_out, grad_summed, x, weight, mean, rstd}, seed, "norm backward", kind.c_str(), dropout_p,
+  auto call = call_of({grad_out, grad_summed, x, weight, mean, rstd}, seed, "norm backward", kind.c_str(), dropout_p,
                       has_bias, static_cast<int64_t>(type_of_x));
   return replayed_or<4>(std::move(call), [&](const py::object& call) {
     return launcher.tensors<4>(grad_out, grad_summed, x, weight, mean, rstd, kind, dropout_p, object_of(seed), has_bias,
@@ -57,7 +55,7 @@ Tensor launch_dropout(const Tensor& x, const OptionalTensor& bias, const Optiona
                       const Seed& seed) {
   static const PythonFunction launcher("transformer_fast.triton.dropout", "dropout_forward");
   const py::gil_scoped_acquire gil;
-  auto call = call_of(x, {x, bias, residual}, seed, "dropout forward", relu, p);
+  auto call = call_of({x, bias, residual}, seed, "dropout forward", relu, p);
   return replayed_or<1>(std::move(call), [&](const py::object& call) {
     return std::array{launcher.tensor(x, bias, residual, relu, p, object_of(seed), call)};
   })[0];
@@ -68,7 +66,7 @@ std::array<Tensor, 2> launch_dropout_backward(const Tensor& grad_out, const Opti
   static const PythonFunction launcher("transformer_fast.triton.dropout", "dropout_backward");
   const py::gil_scoped_acquire gil;
   const OptionalTensor signs = relu ? y : std::nullopt;
-  auto call = call_of(grad_out, {grad_out, signs}, seed, "dropout backward", p, has_bias);
+  auto call = call_of({grad_out, signs}, seed, "dropout backward", p, has_bias);
   return replayed_or<2>(std::move(call), [&](const py::object& call) {
     return launcher.tensors<2>(grad_out, signs, relu, p, object_of(seed), has_bias, call);
   });

@@ -48,7 +48,7 @@ def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, drop
     call()
     call()  # tensors derived from the mask are made once, and found by the next call
     monkeypatch.setattr(attention, "check_inputs", None)
-    monkeypatch.setattr(cached, "_prepare_and_run", None)
+    monkeypatch.setattr(cached, "_run_and_record", None)
     node, forward, both = call()
     assert node == "transformer_fast::attention_backward" and (forward, both) == (1, 3)
     assert all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
@@ -91,11 +91,7 @@ KINDS = {
 @pytest.mark.cover(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypatch, kind):
-    """Padded and packed, forward and backward: equal kernels, grids, scalars and tensor positions.
-
-    The extension names a call and its inputs (``call_of``) in the order in which ``run_call`` prepares them. In another
-    order nothing would be kept.
-    """
+    """Padded and packed, forward and backward: equal kernels, grids, scalars and tensor positions."""
     options = dict(KINDS[kind])
     dtype, rows, ends = options.pop("dtype", torch.float32), options.pop("rows", 24), options.pop("cu_seqlens", None)
     D = options.pop("D", 32)
@@ -145,7 +141,7 @@ def weights():
 def test_rarer_kernels_are_replayed_too(on_a_gpu, monkeypatch, call):
     call()
     first = [driver_call[4] for driver_call in on_a_gpu]
-    monkeypatch.setattr(cached, "_prepare_and_run", None)
+    monkeypatch.setattr(cached, "_run_and_record", None)
     on_a_gpu.clear()
     call()
     assert [driver_call[4] for driver_call in on_a_gpu] == first

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..target_checks import check_targets
 from .configs import CROSS_ENTROPY
-from .launch_cache import run_cached
+from .launch_cache import LaunchCall, run_kept
 from .launcher import Launch
 
 
@@ -125,10 +125,9 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, smoothing: float, ignore_
     """
     losses = torch.empty((logits.shape[0],), dtype=torch.float32, device=logits.device)
     if losses.numel() > 0:
-        run_cached(
-            ("cross entropy rows", smoothing, ignore_index, gradient), (logits, target), (losses,),
-            lambda *tensors: [rows_launch(*tensors, smoothing, ignore_index, gradient)],
-        )  # fmt: skip
+        options = smoothing, ignore_index, gradient
+        call = LaunchCall(f"cross entropy rows {options}", (logits, target))
+        run_kept(call, (losses,), lambda: [rows_launch(logits, target, losses, *options)])
     return losses
 
 

@@ -168,10 +168,7 @@ def dropout_forward(
     if out.numel() > 0:
         bias = None if bias is None else bias.contiguous()
         residual = None if residual is None else residual.contiguous()
-        run_kept(
-            call, (x.contiguous(), bias, residual, seed), (out,),
-            lambda x, bias, residual, seed, out: [forward_launch(x, bias, residual, out, relu, p, seed)],
-        )  # fmt: skip
+        run_kept(call, (out,), lambda: [forward_launch(x.contiguous(), bias, residual, out, relu, p, seed)])
     return out
 
 
@@ -199,8 +196,6 @@ def dropout_backward(
         y = y.contiguous() if relu else None
         programs = sharing_programs(grad_x.numel() // d, d, multiprocessors_of(grad_out))
         partials = torch.empty((programs, d), dtype=torch.float32, device=device) if has_bias else None
-        run_kept(
-            call, (grad_out.contiguous(), y, seed), (grad_x, grad_bias, partials),
-            lambda grad_out, y, seed, *outputs: backward_launches(grad_out, y, *outputs, p, seed),
-        )  # fmt: skip
+        outputs = grad_x, grad_bias, partials
+        run_kept(call, outputs, lambda: backward_launches(grad_out.contiguous(), y, *outputs, p, seed))
     return grad_x, grad_bias

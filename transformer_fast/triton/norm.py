@@ -231,16 +231,19 @@ def norm_forward(
     n_rows = x.numel() // x.shape[-1]
     rstd = torch.empty((n_rows,), dtype=torch.float32, device=x.device)
     mean = None if kind == "rms" else torch.empty((n_rows,), dtype=torch.float32, device=x.device)
+    outputs = out, summed, mean, rstd
     if n_rows > 0:
         run_kept(
             call,
-            (as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias), seed),
-            (out, summed, mean, rstd),
-            lambda x, residual, weight, bias, seed, *outputs: [
-                forward_launch(x, residual, weight, bias, *outputs, eps, kind, dropout_p, seed)
+            outputs,
+            lambda: [
+                forward_launch(
+                    as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias), *outputs,
+                    eps, kind, dropout_p, seed,
+                )
             ],
-        )
-    return out, summed, mean, rstd
+        )  # fmt: skip
+    return outputs
 
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:

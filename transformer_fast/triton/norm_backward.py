@@ -319,10 +319,13 @@ def norm_backward(
         sums = 1 if kind == "rms" else 2
         partials = torch.empty((sums, programs, d), dtype=torch.float32, device=x.device) if summing else None
         weight = None if weight is None else weight.contiguous()
+        outputs = grad_x, grad_residual, grad_weight, grad_bias, partials
         run_kept(
             call,
-            (as_rows(dy), as_rows(grad_summed), as_rows(x), weight, mean, rstd, seed),
-            (grad_x, grad_residual, grad_weight, grad_bias, partials),
-            lambda *tensors: backward_launches(*tensors[:6], *tensors[7:], kind, dropout_p, tensors[6], programs),
-        )
+            outputs,
+            lambda: backward_launches(
+                as_rows(dy), as_rows(grad_summed), as_rows(x), weight, mean, rstd, *outputs,
+                kind, dropout_p, seed, programs,
+            ),
+        )  # fmt: skip
     return grad_x, grad_residual, grad_weight, grad_bias

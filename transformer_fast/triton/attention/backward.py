@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ...attention_params import AttentionParams
+from ..launch_cache import run_kept
 from ..launcher import Launch, architecture_of, blocks_of, empties_like, widen_bf16_if_interpreted
 from .backward_kv import grad_kv_kernel
 from .backward_q import grad_q_kernel
-from .launches import is_empty, kernel_views, run_call, tile_launch
+from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
 from .steps import FLAG_ROWS
 from .tiles import changes_scores, positive_scale
 
@@ -84,7 +85,7 @@ def attention_backward(
         out, logsumexp: as it returned them.
         grad_logsumexp: fp32, the gradient of logsumexp, or None. The gradient of a row without keys is ignored.
         kept_bits: result of the forward launcher; None makes the kernels draw the dropout again.
-        call: see :func:`.launches.run_call`.
+        call: see :func:`..launch_cache.run_kept`.
 
     Returns:
         Gradients of q, k and v, in their shapes and dtypes. Bitwise equal from run to run.
@@ -98,7 +99,7 @@ def attention_backward(
         grad_logsumexp = grad_logsumexp.contiguous()
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits
     outputs = (*gradients, *row_buffers(q, logsumexp, params))
-    run_call(call, inputs, outputs, params, backward_launches)
+    run_kept(call, outputs, lambda: backward_launches(inputs, outputs, params), MAP_TENSORS)
     # The kernels read q times the sign of the scale.
     grad_q, grad_k, grad_v = gradients
     return (grad_q if params.scale > 0 else grad_q * (-1.0 if params.scale < 0 else 0.0)), grad_k, grad_v

@@ -270,12 +270,15 @@ def attention_decode(
     if query_ids is not None and key_ids is not None:
         query_ids, key_ids = (t if t.stride(1) == 1 else t.contiguous() for t in (query_ids, key_ids))
     q, k, v = (with_32_bit_offsets(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
+    outputs = (out, logsumexp, *part_buffers(q, division_of(q, k, page_table).parts))
     run_kept(
         call,
-        (q, k, v, lengths.contiguous(), page_table, distance_bias, query_ids, key_ids, sinks),
-        (out, logsumexp, *part_buffers(q, division_of(q, k, page_table).parts)),
-        lambda *tensors: decode_launches(*tensors, causal, window, softcap, scale),
-    )
+        outputs,
+        lambda: decode_launches(
+            q, k, v, lengths.contiguous(), page_table, distance_bias, query_ids, key_ids, sinks, *outputs,
+            causal, window, softcap, scale,
+        ),
+    )  # fmt: skip
     return out, logsumexp
 
 

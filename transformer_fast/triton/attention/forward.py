@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
+from ..launch_cache import run_kept
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted, without_keys
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .kept_bits import bits_at_head, draw_keep_tile, empty_kept_bits
-from .launches import is_empty, kernel_views, run_call, tile_launch
+from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import (
     aligned,
@@ -233,7 +234,7 @@ def attention_forward(
         params: mask, scale and dropout. :mod:`..philox` draws dropout; query i and key j of sequence b draw the same in
             a packed and in a padded batch.
         training: True if a backward follows; the forward may then keep its dropout bits.
-        call: see :func:`.launches.run_call`.
+        call: see :func:`..launch_cache.run_kept`.
 
     Returns:
         out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys. Third, the
@@ -243,5 +244,6 @@ def attention_forward(
     if is_empty(q, k, params):
         return out.zero_(), without_keys(logsumexp, params.sinks), None
     kept_bits = empty_kept_bits(q, k, params, architecture_of(q)) if training else None
-    run_call(call, (q, k, v), (out, logsumexp, kept_bits), params, forward_launches)
-    return out, logsumexp, kept_bits
+    outputs = out, logsumexp, kept_bits
+    run_kept(call, outputs, lambda: forward_launches((q, k, v), outputs, params), MAP_TENSORS)
+    return outputs

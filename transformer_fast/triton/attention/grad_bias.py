@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
+from ..launch_cache import run_kept
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
 from .grad_scores import grad_score_tile, rows_launch
-from .launches import is_empty, kernel_views, run_call, score_kinds
+from .launches import MAP_TENSORS, is_empty, kernel_views, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
 from .tile_map import bits_arguments
@@ -248,7 +249,7 @@ def attention_grad_bias(
         q, k, v, params: as given to the forward launcher; the bias (B|1, H|1, Lq|1, Lk|1), or packed (H|1, pairs).
         out, logsumexp: as it returned them.
         grad_logsumexp: fp32, the gradient of logsumexp, or None.
-        call: see :func:`.launches.run_call`.
+        call: see :func:`..launch_cache.run_kept`.
 
     Returns:
         The gradient in bias's shape and dtype, contiguous, summed in fp32: 0 where bias is -inf and from rows without
@@ -273,5 +274,5 @@ def _attention_grad_bias(
     sums = part_sums(bias, sharing(*kernel_views(params, (q,), (k,)), params).parts)
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
-    run_call(call, inputs, outputs, params, grad_bias_launches)
+    run_kept(call, outputs, lambda: grad_bias_launches(inputs, outputs, params), MAP_TENSORS)
     return (sums[0] if len(sums) == 1 else sums.sum(0),)

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams, PackedBatch
+from ..launch_cache import run_kept
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
 from .grad_scores import grad_score_tile, rows_launch
-from .launches import is_empty, kernel_views, run_call, score_kinds
+from .launches import MAP_TENSORS, is_empty, kernel_views, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
 from .tile_map import bits_arguments
@@ -222,7 +223,7 @@ def attention_grad_distance_bias(
         q, k, v, params: as given to the forward launcher.
         out, logsumexp: as it returned them.
         grad_logsumexp: fp32, the gradient of logsumexp, or None.
-        call: see :func:`.launches.run_call`.
+        call: see :func:`..launch_cache.run_kept`.
 
     Returns:
         The gradient in distance_bias's shape, fp32, contiguous: 0 where the bias is -inf and from rows without keys.
@@ -238,7 +239,7 @@ def attention_grad_distance_bias(
     sums = diagonal_sums(q, k, params)
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
-    run_call(call, inputs, outputs, params, grad_distance_bias_launches)
+    run_kept(call, outputs, lambda: grad_distance_bias_launches(inputs, outputs, params), MAP_TENSORS)
     queries, keys = lengths_of_views(q, k, params)
     tile = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])][:2]
     gradient = along_distances(sums, params, queries, keys, tile)

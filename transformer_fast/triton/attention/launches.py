@@ -1,14 +1,11 @@
 """Preparation of the kernel launches of an attention call."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..configs import LONG, attention_config
-from ..launch_cache import run_kept
 from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
 from .tiles import mask_arguments, sequence_arguments, tensor_arguments, with_32_bit_offsets
@@ -124,37 +121,8 @@ def tile_launch(
     )  # fmt: skip
 
 
-# The tensors of a call after the launcher's own inputs, in the order of call_of in csrc/triton/launch_attention.cpp.
-PARTS = ("keep", "key_keep", "lengths", "bias", "distance_bias", "query_ids", "key_ids", "sinks", "seed")
-PLACES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "bias_starts")
 MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_order", "batch_order"))
-
-
-def run_call(
-    call: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
-    params: AttentionParams, prepare: Callable[..., list[Launch]],
-) -> None:  # fmt: skip
-    """Run the launches of an attention call, or reuse the launches of an earlier equal call with new pointers.
-
-    Args:
-        call, inputs, outputs: see :func:`..launch_cache.run_kept`.
-        params: as given to the launcher.
-        prepare: function (inputs, outputs, params) -> launches.
-    """
-    packed = params.packed
-    places = () if packed is None else tuple([getattr(packed, name) for name in PLACES])
-    own, end = len(inputs), len(inputs) + len(PARTS)
-
-    def launches(*tensors: Tensor | None) -> list[Launch]:
-        rest = tensors[end + len(places) :]
-        given = dict(zip(PARTS, tensors[own:end], strict=True))
-        if packed is not None:
-            found = dict(zip(PLACES, tensors[end : end + len(places)], strict=True))
-            given["packed"] = replace(packed, **found)
-        return prepare(tensors[:own], rest, replace(params, **given))
-
-    inputs = (*inputs, *[getattr(params, part) for part in PARTS], *places)
-    run_kept(call, inputs, outputs, launches, MAP_TENSORS)
+"""Arguments that are derived from the contents of a mask or of lengths."""
 
 
 def _packed_view(t: Tensor, batches: int, longest: int) -> Tensor:

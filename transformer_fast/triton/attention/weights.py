@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
+from ..launch_cache import run_kept
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .launches import run_call, score_kinds
+from .launches import MAP_TENSORS, score_kinds
 from .mask import Bounds, Mask, any_visible, first_visible, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import program_of
 from .tile_map import bits_arguments
@@ -200,12 +201,12 @@ def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, params: Attention
         k: (B, Hkv, Lk, D) of q's dtype; last stride 1.
         logsumexp: (B, H, Lq) fp32, as the forward returned it.
         params: params of the forward, of a padded batch.
-        call: see :func:`.launches.run_call`.
+        call: see :func:`..launch_cache.run_kept`.
 
     Returns:
         (B, H, Lq, Lk) in q's dtype, contiguous. A row without keys is 1/Lk everywhere, or 0 with `zero_empty_rows`.
     """
     out = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
     if out.numel() > 0:
-        run_call(call, (q, k, logsumexp), (out,), params, weights_launches)
+        run_kept(call, (out,), lambda: weights_launches((q, k, logsumexp), (out,), params), MAP_TENSORS)
     return out
