@@ -88,64 +88,76 @@ KINDS = {
 }
 
 
-@pytest.mark.cover(4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypatch, kind):
-    """Padded and packed, forward and backward: equal kernels, grids, scalars and tensor positions."""
-    options = dict(KINDS[kind])
-    dtype, rows, ends = options.pop("dtype", torch.float32), options.pop("rows", 24), options.pop("cu_seqlens", None)
-    D = options.pop("D", 32)
-    shape = (2, 4, rows, D) if ends is None else (rows, 4, D)
+def trained(D=32, rows=24, dtype=torch.float32, cu_seqlens=None, **options):
+    """Call attention and its gradients on new tensors; return them by name."""
+    shape = (2, 4, rows, D) if cu_seqlens is None else (rows, 4, D)
     q, k, v = (floats(*shape).to(dtype).requires_grad_() for _ in range(3))
+    if cu_seqlens is None:
+        out = tfast.attention(q, k, v, dropout_p=0.1, **options)
+    else:
+        out = tfast.attention_packed(q, k, v, cu_seqlens, cu_seqlens, dropout_p=0.1, **options)
     grad = torch.ones_like(q)
-
-    def call():
-        on_a_gpu.clear()
-        torch.manual_seed(8)
-        if ends is None:
-            out = tfast.attention(q, k, v, dropout_p=0.1, **options)
-        else:
-            out = tfast.attention_packed(q, k, v, ends, ends, dropout_p=0.1, **options)
-        gradients = torch.autograd.grad(out, (q, k, v), grad)
-        assert [t.shape for t in (out, *gradients)] == [q.shape] * 4 and {t.dtype for t in gradients} == {dtype}
-        tensors = {"q": q, "k": k, "v": v, "grad": grad, "out": out, **dict(zip(("dq", "dk", "dv"), gradients))}
-        return list(on_a_gpu), tensors
-
-    first, tensors = call()
-    call()
-    kernels = [driver_call[4] for driver_call in on_a_gpu]
-    # Without the launches that made the tile map, which is kept with the call.
-    by_launchers = outcomes([driver_call for driver_call in first if driver_call[4] in kernels], tensors)
-    for module in ("forward", "backward"):
-        monkeypatch.setattr(f"transformer_fast.triton.attention.{module}.attention_{module}", None)
-    assert outcomes(*call()) == by_launchers
-    assert len(on_a_gpu) == 3 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+    gradients = torch.autograd.grad(out, (q, k, v), grad)
+    assert [t.shape for t in (out, *gradients)] == [q.shape] * 4 and {t.dtype for t in gradients} == {dtype}
+    return {"q": q, "k": k, "v": v, "grad": grad, "out": out, **dict(zip(("dq", "dk", "dv"), gradients))}
 
 
 def gradient_of_a_bias():
     q, bias = floats(2, 4, 24, 32), torch.zeros(1, 4, 24, 24, requires_grad=True)
     torch.autograd.grad(tfast.attention(q, q, q, bias=bias).sum(), bias)
+    return {"q": q, "bias": bias}
 
 
 def gradient_of_slopes():
     q, slopes = floats(2, 4, 24, 32), torch.full((4,), 0.5, requires_grad=True)
     torch.autograd.grad(tfast.attention(q, q, q, tfast.AttentionMask.alibi(slopes)).sum(), slopes)
+    return {"q": q}
 
 
 def weights():
     q = floats(2, 4, 24, 32)
-    tfast.attention(q, q, q, return_weights=True)
+    return {"q": q, "weights": tfast.attention(q, q, q, return_weights=True)[1]}
 
 
-@pytest.mark.parametrize("call", [gradient_of_a_bias, gradient_of_slopes, weights])
-def test_rarer_kernels_are_replayed_too(on_a_gpu, monkeypatch, call):
-    call()
-    first = [driver_call[4] for driver_call in on_a_gpu]
+def decoded(rows=600, in_pages=False):
+    q, k, v, options = floats(2, 8, 1, 40), floats(2, 4, rows, 40), floats(2, 4, rows, 40), {}
+    if in_pages:
+        k, v = (t.view(-1, 16, 4, 40) for t in (k, v))
+        options["page_table"] = torch.arange(74, dtype=torch.int32).view(2, 37)
+    lengths = torch.tensor([min(rows, 592), 9], dtype=torch.int32)
+    out = tfast.attention_decode(q, k, v, lengths, **options)
+    assert out.shape == q.shape
+    return {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
+
+
+CALLS = {name: functools.partial(trained, **options) for name, options in KINDS.items()} | {
+    "gradient of a bias": gradient_of_a_bias,
+    "gradient of slopes": gradient_of_slopes,
+    "weights": weights,
+    "decode": functools.partial(decoded, rows=32),
+    "decode in parts": decoded,
+    "decode pages": functools.partial(decoded, in_pages=True),
+}
+
+
+@pytest.mark.cover(10)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_equal_call_launches_again_what_the_first_did(on_a_gpu, monkeypatch, name):
+    """On new tensors: equal kernels, grids, scalars and tensors, and nothing is prepared."""
+
+    def call():
+        on_a_gpu.clear()
+        torch.manual_seed(8)
+        return CALLS[name](), list(on_a_gpu)
+
+    given, first = call()
+    kernels = [driver_call[4] for driver_call in call()[1]]
+    # Without the launches that made the tile map, which is kept with the call.
+    by_launchers = outcomes([driver_call for driver_call in first if driver_call[4] in kernels], given)
     monkeypatch.setattr(cached, "_run_and_record", None)
-    on_a_gpu.clear()
-    call()
-    assert [driver_call[4] for driver_call in on_a_gpu] == first
-    assert all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+    given, again = call()
+    assert outcomes(again, given) == by_launchers
+    assert again and all(driver_call[6:9] == (None, None, None) for driver_call in again)
 
 
 OTHERS = {
@@ -180,34 +192,14 @@ def test_another_value_of_an_option_is_another_launch(on_a_gpu, kind):
     assert all(found != first[0] for found in first[1:])
 
 
-@pytest.mark.parametrize("kind", ["one part", "in parts", "pages"])
-def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch, kind):
-    """Kernels, grids, scalars and tensor positions are equal, and temporaries do not overlap."""
-    q, k, v = floats(2, 8, 1, 40), floats(2, 4, 600, 40), floats(2, 4, 600, 40)
-    lengths, options = torch.tensor([600, 9], dtype=torch.int32), {}
-    if kind == "one part":
-        k, v = k[:, :, :32], v[:, :, :32]
-        lengths = lengths.clamp(max=32)
-    if kind == "pages":
-        k, v = (t.view(75, 16, 4, 40) for t in (k, v))
-        options["page_table"] = torch.arange(74, dtype=torch.int32).view(2, 37)
-        lengths = lengths.clamp(max=592)
-
-    def call():
-        on_a_gpu.clear()
-        out = tfast.attention_decode(q, k, v, lengths, **options)
-        assert out.shape == q.shape
-        return list(on_a_gpu), {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
-
-    by_launcher = outcomes(*call())
-    monkeypatch.setattr("transformer_fast.triton.attention.decode.run_kept", None)
-    assert outcomes(*call()) == by_launcher
-    assert len(on_a_gpu) == (1 if kind == "one part" else 2)
-    if kind != "one part":
-        arguments = recording.arguments_of(attention_decode._join_kernel, on_a_gpu[1])
-        outs, maxes, sums = (arguments[name] for name in ("part_outs", "part_maxes", "part_sums"))
-        rows = 4 * arguments["parts"] * arguments["rows"]
-        assert maxes - outs >= rows * 40 and sums - maxes >= rows and maxes % 16 == sums % 16 == 0
+def test_temporaries_of_a_repeated_call_do_not_overlap(on_a_gpu):
+    decoded()
+    on_a_gpu.clear()
+    decoded()
+    arguments = recording.arguments_of(attention_decode._join_kernel, on_a_gpu[1])
+    outs, maxes, sums = (arguments[name] for name in ("part_outs", "part_maxes", "part_sums"))
+    rows = 4 * arguments["parts"] * arguments["rows"]
+    assert maxes - outs >= rows * 40 and sums - maxes >= rows and maxes % 16 == sums % 16 == 0
 
 
 def test_what_was_derived_from_a_mask_is_not_used_after_it_was_written_to(on_a_gpu):
