@@ -1,6 +1,7 @@
 #include "launch_attention.h"
 
-#include "replay.h"
+#include "launch_cache.h"
+#include "python_function.h"
 
 #include <array>
 #include <initializer_list>

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -134,6 +136,19 @@ class __attribute__((visibility("hidden"))) LaunchCache {
   CachedCalls calls_;  // those without sources; others are kept on their first source
   pybind11::object driver_, runtime_, table_;
 };
+
+// The key of a call for its launcher in Python, which keeps its launches with it.
+inline pybind11::object object_of(LaunchCall call) { return pybind11::cast(std::move(call)); }
+
+// Results of a call by the launches of an earlier equal one, or of the launcher; a result that is None is undefined.
+template <size_t count, typename Launcher>
+std::array<at::Tensor, count> replayed_or(LaunchCall call, const Launcher& launcher) {
+  std::array<at::Tensor, count> tensors;
+  auto found = LaunchCache::instance().replay(call, count);
+  if (found.empty()) return launcher(object_of(std::move(call)));
+  std::move(found.begin(), found.end(), tensors.begin());
+  return tensors;
+}
 
 // Adds LaunchCache and the classes of its arguments to the Python module.
 void bind_launch_cache(pybind11::module_& m);

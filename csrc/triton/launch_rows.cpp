@@ -1,6 +1,7 @@
 #include "launch_rows.h"
 
-#include "replay.h"
+#include "launch_cache.h"
+#include "python_function.h"
 
 #include <initializer_list>
 
