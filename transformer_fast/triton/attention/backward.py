@@ -16,7 +16,7 @@ from ..launch_cache import run_kept
 from ..launcher import Launch, architecture_of, blocks_of, empties_like, widen_bf16_if_interpreted
 from .backward_kv import grad_kv_kernel
 from .backward_q import grad_q_kernel
-from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
+from .launches import MAP_TENSORS, contiguous, is_empty, kernel_views, tile_launch
 from .steps import FLAG_ROWS
 from .tiles import changes_scores, positive_scale
 
@@ -63,7 +63,7 @@ def backward_launches(
     return [
         tile_launch(
             "grad_q", grad_q_kernel, q, k, arch, tensors | {"out": out, "grad_q": grad_q},
-            rows | {"grad_logsumexp": grad_logsumexp}, params, stored, kept_bits,
+            rows | {"grad_logsumexp": contiguous(grad_logsumexp)}, params, stored, kept_bits,
         ),
         tile_launch(
             "grad_kv", grad_kv_kernel, q, k, arch, tensors | {"grad_k": grad_k, "grad_v": grad_v}, rows, params,
@@ -93,10 +93,6 @@ def attention_backward(
     gradients = empties_like(q, k, v)
     if is_empty(q, k, params):
         return tuple(t.zero_() for t in gradients)
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    if grad_logsumexp is not None:
-        grad_logsumexp = grad_logsumexp.contiguous()
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits
     outputs = (*gradients, *row_buffers(q, logsumexp, params))
     run_kept(call, outputs, lambda: backward_launches(inputs, outputs, params), MAP_TENSORS)

@@ -22,15 +22,11 @@ from .grad_scores import grad_score_tile, rows_launch
 from .launches import MAP_TENSORS, is_empty, kernel_views, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
-from .tile_map import bits_arguments
 from .tiles import (
     RUNTIME_INTEGERS,
     at_head,
     at_row,
-    mask_arguments,
     padded_head_dim,
-    sequence_arguments,
-    tensor_arguments,
 )
 from .weights import TILES
 
@@ -206,36 +202,26 @@ def grad_bias_launches(
         outputs: delta and sums of weights, both like logsumexp, and :func:`part_sums`.
         params: as given to the launcher.
     """
-    grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
-    stored = k
-    grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
     delta, row_sums, sums = outputs
-    bias = params.bias
-    masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
-    masking |= sequence_arguments(params, logsumexp, stored)
-    block_d = masking["BLOCK_D"]
-    rows, keys, warps = TILES[q.element_size() * 8, block_d]
+    bias, packed = params.bias, params.packed is not None
+    of_rows, q, k, arguments = rows_launch(inputs, delta, row_sums, params)
+    rows, keys, warps = TILES[q.element_size() * 8, arguments["BLOCK_D"]]
     tiles, each, parts, steps = sharing(q, k, params)
-    per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp}
     sizes: dict[str, object] = dict(zip(STEPPING, (*each, parts, steps), strict=True))
-    packed = params.packed is not None
-    sizes |= {"grad_bias": sums}
     sizes |= {"ONE_QUERY": not packed and bias.shape[2] == 1, "ONE_KEY": not packed and bias.shape[3] == 1}
-    kind = f"{str(q.dtype)[6:]} d{block_d}"
-    dropout = "" if masking["seed"] is None else " dropout"
     return [
-        rows_launch(tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | masking | per_row, q, params),
+        of_rows,
         Launch(
-            name=f"attention grad_bias {kind} {rows}x{keys} {warps} warps{dropout}"
+            name=f"attention grad_bias {str(q.dtype)[6:]} d{arguments['BLOCK_D']} {rows}x{keys} {warps} warps"
+            f"{'' if arguments['seed'] is None else ' dropout'}"
             f"{' packed' if packed else ''}{score_kinds(params)} from {tuple(bias.shape)}",
             kernel=_grad_bias_kernel,
             grid=tiles * parts,
-            arguments=tensor_arguments(grad_out=grad_out, q=q, k=k, v=v) | masking | per_row | sizes
-            | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
+            arguments=arguments | sizes | {"grad_bias": sums, "BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
             num_warps=warps,
             num_stages=1,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def attention_grad_bias(
@@ -267,10 +253,6 @@ def _attention_grad_bias(
     bias = params.bias
     if is_empty(q, k, params) or bias.numel() == 0:
         return (torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device),)
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    if grad_logsumexp is not None:
-        grad_logsumexp = grad_logsumexp.contiguous()
     sums = part_sums(bias, sharing(*kernel_views(params, (q,), (k,)), params).parts)
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)

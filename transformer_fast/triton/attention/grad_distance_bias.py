@@ -19,11 +19,10 @@ from ..launch_cache import run_kept
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
 from .grad_scores import grad_score_tile, rows_launch
-from .launches import MAP_TENSORS, is_empty, kernel_views, score_kinds
+from .launches import MAP_TENSORS, is_empty, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
-from .tile_map import bits_arguments
-from .tiles import at_head, at_row, jit, mask_arguments, padded_head_dim, sequence_arguments, tensor_arguments
+from .tiles import at_head, at_row, jit, padded_head_dim
 from .weights import TILES as _TILES
 
 # (query rows, keys, warps) of a tile, by bits of the type and padded head size: the tiles of weights.py if none spills.
@@ -185,24 +184,19 @@ def grad_distance_bias_launches(
         outputs: delta and sums of weights, both like logsumexp, and :func:`diagonal_sums`.
         params: as given to the launcher.
     """
-    grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
     delta, row_sums, sums = outputs
-    stored = k
-    grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
-    masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
-    masking |= sequence_arguments(params, logsumexp, stored)
-    per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp}
-    rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
+    of_rows, q, _, arguments = rows_launch(inputs, delta, row_sums, params)
+    rows, keys, warps = TILES[q.element_size() * 8, arguments["BLOCK_D"]]
     B, own, parts = q.shape[0], sums.shape[0], sums.shape[3]
-    kind = f"{str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
     return [
-        rows_launch(tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | masking | per_row, q, params),
+        of_rows,
         Launch(
-            name=f"attention grad_distance_bias {kind}{'' if masking['seed'] is None else ' dropout'}"
+            name=f"attention grad_distance_bias {str(q.dtype)[6:]} d{arguments['BLOCK_D']} {rows}x{keys} {warps} warps"
+            f"{'' if arguments['seed'] is None else ' dropout'}"
             f"{'' if params.packed is None else ' packed'}{score_kinds(params)}",
             kernel=_grad_distance_kernel,
             grid=sums.numel() // sums.shape[4],
-            arguments=tensor_arguments(grad_out=grad_out, q=q, k=k, v=v) | masking | per_row
+            arguments=arguments
             | {"diagonals": sums, "batches": B, "batches_each": blocks_of(B // own, parts), "parts": parts}
             | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
             num_warps=warps,
@@ -232,10 +226,6 @@ def attention_grad_distance_bias(
     distance_bias = params.distance_bias
     if is_empty(q, k, params) or distance_bias.numel() == 0:
         return torch.zeros_like(distance_bias, memory_format=torch.contiguous_format)
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    if grad_logsumexp is not None:
-        grad_logsumexp = grad_logsumexp.contiguous()
     sums = diagonal_sums(q, k, params)
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)

@@ -12,10 +12,11 @@ from torch import Tensor
 from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .launches import score_kinds
+from .launches import contiguous, kernel_views, score_kinds
 from .mask import Bounds, Mask, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import aligned, program_of, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
-from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim
+from .tile_map import bits_arguments
+from .tiles import at_head, at_row, exponential, jit, load_rows, mask_arguments, sequence_arguments, tensor_arguments
 from .weights import TILES, summed_rows
 
 # (query rows, keys, warps) of a tile of the row sums, where the tiles of weights.py would need too many registers.
@@ -129,18 +130,29 @@ def grad_score_tile(
     return tl.where(adds, weights * (grad_weights - row_delta[:, None]), 0.0)
 
 
-def rows_launch(arguments: dict[str, object], q: Tensor, params: AttentionParams) -> Launch:
-    """Launch that fills delta and sums for each row of q (B, H, Lq, D); `arguments` holds all arguments but the
-    tile."""
-    rows, keys, warps = ROW_TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]
-    packed = params.packed
-    return Launch(
-        name=f"attention grad_bias_rows {str(q.dtype)[6:]} d{padded_head_dim(q.shape[-1])} {rows}x{keys} {warps} warps"
-        f"{'' if arguments['seed'] is None else ' dropout'}{'' if packed is None else ' packed'}"
+def rows_launch(
+    inputs: tuple[Tensor | None, ...], delta: Tensor, sums: Tensor, params: AttentionParams
+) -> tuple[Launch, Tensor, Tensor, dict[str, object]]:
+    """Launch that fills delta and sums, both like logsumexp; q and k as (B, H, L, D); and the arguments that a kernel
+    over :func:`grad_score_tile` shares with it.
+
+    Inputs are grad_out, q, k, v, out, logsumexp and grad_logsumexp, as given to the launcher with the params.
+    """
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+    sequences = sequence_arguments(params, logsumexp, k)
+    grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
+    shared = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep) | sequences
+    shared |= {"delta": delta, "sums": sums, "logsumexp": logsumexp, "grad_logsumexp": contiguous(grad_logsumexp)}
+    rows, keys, warps = ROW_TILES[q.element_size() * 8, shared["BLOCK_D"]]
+    launch = Launch(
+        name=f"attention grad_bias_rows {str(q.dtype)[6:]} d{shared['BLOCK_D']} {rows}x{keys} {warps} warps"
+        f"{'' if shared['seed'] is None else ' dropout'}{'' if params.packed is None else ' packed'}"
         f"{score_kinds(params)}",
         kernel=_rows_kernel,
         grid=blocks_of(q.shape[2], rows) * q.shape[0] * q.shape[1],
-        arguments=arguments | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
+        arguments=tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | shared
+        | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
         num_warps=warps,
         num_stages=1,
     )  # fmt: skip
+    return launch, q, k, tensor_arguments(grad_out=grad_out, q=q, k=k, v=v) | shared

@@ -125,10 +125,19 @@ MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_o
 """Arguments that are derived from the contents of a mask or of lengths."""
 
 
+def contiguous(t: Tensor | None) -> Tensor | None:
+    """The tensor, contiguous; None for None."""
+    return None if t is None else t.contiguous()
+
+
+def _as_rows(t: Tensor) -> Tensor:
+    return with_32_bit_offsets(t if t.stride(-1) == 1 else t.contiguous())
+
+
 def _packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
     """View (T, H, D) as (B, H, longest, D) in which every batch entry is the whole tensor; the kernel adds the first
     row of a sequence."""
-    return with_32_bit_offsets(t.transpose(0, 1))[:, :longest].expand(batches, -1, -1, -1)
+    return _as_rows(t.transpose(0, 1))[:, :longest].expand(batches, -1, -1, -1)
 
 
 def kernel_views(
@@ -142,6 +151,6 @@ def kernel_views(
         written: True if the kernels write to the tensors, which then must not be copied.
     """
     if params.packed is None:
-        return [t if written else with_32_bit_offsets(t) for t in (*queries, *keys)]
+        return [t if written else _as_rows(t) for t in (*queries, *keys)]
     packed, B = params.packed, params.packed.cu_seqlens_q.shape[0] - 1
     return [_packed_view(t, B, packed.max_q) for t in queries] + [_packed_view(t, B, packed.max_k) for t in keys]

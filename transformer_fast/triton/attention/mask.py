@@ -41,7 +41,8 @@ class Bounds(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Mask of one (batch, head); pointers of missing parts are None.
+    """Mask of one (batch, head); pointers of missing parts are None. Each kernel makes its own: with Triton 3.6 no
+    function can return a tuple with a None.
 
     Args:
         bounds: bounds of the batch entry.
