@@ -134,9 +134,11 @@ def _load_and_describe() -> _Outcome:
         return _Outcome(False, reason)
     try:
         module.load_kernels(str(_library(chosen)))
+        module.launch_on_cpu(os.environ.get("TRITON_INTERPRET") == "1")
     except RuntimeError as error:
         return _Outcome(False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}")
-    module.launch_on_cpu(os.environ.get("TRITON_INTERPRET") == "1")
+    except AttributeError:
+        return _Outcome(False, f"the C++ extension {path.name} is older than the package: {_REMEDY}")
     device = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
     message = f"loaded: {device}, {chosen} kernels{reason}, torch {built['torch']}, {built['compiler']}, {path.name}"
     return _Outcome(True, message, {**built, "instruction_set": chosen, "file": path.name})

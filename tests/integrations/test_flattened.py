@@ -67,7 +67,7 @@ def by_a_dense_mask(model: Any) -> Tensor:
     """Logits of the plain model for the flattened batch, with the mask that keeps the sentences apart."""
     numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     seen = numbers[:, None] == numbers
-    if model.config.is_decoder or "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__:
+    if getattr(model.config, "is_decoder", False) or "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__:
         seen = seen.tril()
     mask = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     return model(**flat(), attention_mask=mask).logits
