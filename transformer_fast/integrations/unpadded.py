@@ -119,7 +119,7 @@ class Unpadded:
         return None if self.held_back else seen.packing
 
     def seen(self, keep: Tensor) -> _Seen | None:
-        """Find an equal mask among those that were read. The same memory is not read again: that would wait for a GPU."""
+        """Find an equal mask among those that were read. Memory that was read before is not read again."""
         view = _view(keep)
         for seen in self._seen:
             if seen.view == view:
