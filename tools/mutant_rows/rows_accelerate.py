@@ -122,8 +122,8 @@ ROWS = (
     Fault(
         name="a window is counted over gaps",
         path="transformer_fast/accelerate/packed/layer.py",
-        old="if own.has_gaps and bounds is not None and bounds.window_offset is not None:",
-        new="if False:",
+        old="if (own.has_gaps and (window or biased)) or (biased and source is not None and source.has_gaps):",
+        new="if biased and (own.has_gaps or (source is not None and source.has_gaps)):",
         tests=("tests/accelerate/test_packed_transformers.py",),
     ),
     Fault(

@@ -205,7 +205,9 @@ def _packing(numbers: Tensor, values: list[int], given: _Given) -> Packing:
         raise ValueError(f"pack: lengths must lie in [0, L = {length}], got {shortest} to {longest}")
     lengths = _to(numbers[:batch], device).long()
     cu_seqlens = _running_sum(lengths)
-    if keep is not None:
+    if total == batch * length:
+        indices = torch.arange(total, device=device)
+    elif keep is not None:
         # A stable sort moves the tokens to the front, in order.
         indices = torch.argsort((~keep).flatten().to(torch.uint8), stable=True)[:total]
     else:

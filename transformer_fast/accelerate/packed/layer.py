@@ -89,7 +89,8 @@ def _changes(
     source = None if memory is None else call.packing(memory_keep, batch, memory.shape[1], device, causal=None)
     if own is None or (source is None and memory is not None):
         return None
-    if own.has_gaps and bounds is not None and bounds.window_offset is not None:
+    window, biased = bounds is not None and bounds.window_offset is not None, BIAS in given
+    if (own.has_gaps and (window or biased)) or (biased and source is not None and source.has_gaps):
         raise StaysPaddedError(GAPS)
     padder = Padder(own, source, window=bounds)
     kind = memory_mask.dtype if mask is None else mask.dtype

@@ -139,7 +139,7 @@ def _changes(
     """
     labels, decodes = given.get("labels"), "decoder_attention_mask" in names and model.config.is_encoder_decoder
     own, per_token = "decoder_attention_mask" if decodes else "attention_mask", _is_per_token(labels)
-    masks = {name: given.get(name) for name in {"attention_mask", own}}
+    masks = {name: given.get(name) for name in ("attention_mask", own)}
     keeps = {name: t.flatten(0, -2).bool() for name, t in masks.items() if isinstance(t, Tensor) and 2 <= t.dim() <= 3}
     is_causal = getattr(getattr(model.config, "decoder", None), "is_decoder", True)
     head = watch.head
