@@ -18,7 +18,7 @@ import packed_models as packed  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
 from transformer_fast.accelerate.packed.logits import TokenLogits  # noqa: E402
-from transformer_fast.layers.padded_calls import NO_TOKEN, recorded  # noqa: E402
+from transformer_fast.layers.padded_calls import GAPS, NO_TOKEN, recorded  # noqa: E402
 from transformer_fast.masks.packing import Packing  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -164,6 +164,17 @@ def test_dropout_is_drawn_again_by_the_same_seed() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     other = packed.step(model.train(), call)
     assert not torch.equal(found[0]["loss"], other["loss"])
+
+
+def test_a_call_that_keeps_its_padding_draws_the_dropout_of_a_padded_model() -> None:
+    name = "T5ForConditionalGeneration"
+    padded, without, report = both(name, dropout_rate=0.2, decoder_start_token_id=1)
+    call, found = packed.batch(name, "between"), []
+    for model in (padded, without):
+        torch.manual_seed(3)
+        found.append(packed.step(model.train(), call))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert list(report.padded_calls.reasons) == [GAPS]
 
 
 @pytest.mark.parametrize("name", [BERT, GPT2, BART])
