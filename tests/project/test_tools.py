@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import arm_check
+import progress
 import pytest
+import pythons
+import run_tests
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-
-
-@pytest.fixture
-def progress() -> ModuleType:
-    return tool("progress")
-
-
-@pytest.fixture
-def run_tests() -> ModuleType:
-    return tool("run_tests")
-
-
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 BUILD = """
@@ -47,7 +31,7 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_progress_shows_steps_and_is_never_silent(
-    progress: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
 ) -> None:
     monkeypatch.setattr(progress, "QUIET", 0.1)
     assert progress.main(["build", sys.executable, "-c", BUILD, str(code)]) == code
@@ -60,7 +44,7 @@ def test_progress_shows_steps_and_is_never_silent(
 
 
 def test_every_part_runs_and_one_red_one_makes_the_verdict_red(
-    run_tests: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "test_red.py").write_text("def test_red(): assert False\ndef test_green(): pass\n")
     (tmp_path / "test_green.py").write_text("import os\ndef test_green(): assert os.environ['MARK'] == '1'\n")
@@ -90,9 +74,7 @@ def test_every_part_runs_and_one_red_one_makes_the_verdict_red(
     assert capfd.readouterr().out.endswith("\nall passed\n")
 
 
-def test_a_part_that_ends_before_its_tests_do_is_red(
-    run_tests: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_ends_before_its_tests_do_is_red(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     counts = {**run_tests.NOTHING, "passed": 3, "collected": 5}
     cut = f"import pathlib, sys; pathlib.Path(sys.argv[1].partition('=')[2]).write_text({json.dumps(counts)!r})"
     assert run_tests.run_all([run_tests.Part("cut", [sys.executable, "-c", cut], counted=True)]) == 1
@@ -100,7 +82,7 @@ def test_a_part_that_ends_before_its_tests_do_is_red(
     assert run_tests.run_all([run_tests.Part("silent", [sys.executable, "-c", ""], counted=True)]) == 1
 
 
-def test_the_parts_of_make_test(run_tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_make_test(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_once = functools.cache(run_tests.other_instruction_sets)
     monkeypatch.setattr(run_tests, "other_instruction_sets", asked_once)
     short, every = ({part.name: part for part in run_tests.parts("2", None, all_)} for all_ in (False, True))
@@ -114,12 +96,11 @@ def test_the_parts_of_make_test(run_tests: ModuleType, monkeypatch: pytest.Monke
 
 
 def test_arm_check_compiles_as_setup_does() -> None:
-    flags = tool("arm_check").kernel_flags((TOOLS.parent / "setup.py").read_text())
+    flags = arm_check.kernel_flags((TOOLS.parent / "setup.py").read_text())
     assert {"-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off"} <= set(flags)
 
 
 def test_rows_of_pythons_are_those_of_ci_and_of_the_page_on_installing() -> None:
-    pythons = tool("pythons")
     names = [row.name for row in pythons.rows(["3.11", "3.12", "3.13"])]
     pinned = re.search(r"^torch==(.*)$", (TOOLS.parent / "requirements.txt").read_text(), re.MULTILINE).group(1)
     assert names[:3] == [f"python3.{minor}-torch{pinned}" for minor in (11, 12, 13)]
@@ -134,7 +115,6 @@ def test_rows_of_pythons_are_those_of_ci_and_of_the_page_on_installing() -> None
 
 
 def test_a_row_of_pythons_has_its_versions_and_the_pins() -> None:
-    pythons = tool("pythons")
     pinned, _, oldest = pythons.rows(["3.12"])
     assert oldest.packages == ("torch==2.11.*", "triton==3.6.*")
     assert pythons.OLDER["numpy"] in pythons.others(oldest) and pythons.OLDER["numpy"] not in pythons.others(pinned)
