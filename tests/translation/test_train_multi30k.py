@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
+import train_multi30k
 
 from transformer_fast import reference
 from transformer_fast.translation.numbers import make_numbers_corpus
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "train_multi30k.py"
 RECIPE = """
 [training]
 d_model = 16
@@ -42,13 +41,10 @@ length_norm = "power"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("train_multi30k", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     for name in ("elementwise_keep", "attention_keep"):  # which a side may replace for its process
         monkeypatch.setattr(reference.dropout, name, getattr(reference.dropout, name))
     threads = torch.get_num_threads()
-    yield module
+    yield train_multi30k
     torch.set_num_threads(threads)
 
 
