@@ -101,7 +101,7 @@ def smoke() -> Iterator[Piece]:
 
     from benchmarks.quick.parity import DTYPES, dropout_rows
     from transformer_fast.cli import verification
-    from transformer_fast.cli.verification_cases import op_cases
+    from transformer_fast.ops.registry import op_cases
 
     device = torch.device("cpu")
     for dtype in DTYPES:

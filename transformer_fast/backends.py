@@ -1,7 +1,7 @@
 """Choice of the kernels for a call, and its reason.
 
 ================ ===========================================================================================
-``"auto"``       native on CPU; on CUDA Triton for attention, norm and dropout, the CUDA extension for embedding
+``"auto"``       native on CPU; on CUDA Triton, but the CUDA extension for embedding
 ``"native"``     the C++/CUDA extension
 ``"triton"``     the Triton kernels: CUDA tensors, or CPU tensors under ``TRITON_INTERPRET=1``; embedding, which has no
                  Triton kernel, runs on the extension
@@ -31,13 +31,8 @@ from . import extension
 from .tracing import needs_plain_ops
 
 NAMES = ("auto", "native", "triton", "reference")
-_ON_CUDA = {
-    "attention": "triton",
-    "norm": "triton",
-    "dropout": "triton",
-    "cross_entropy": "triton",
-    "embedding": "native",
-}
+ON_CUDA: dict[str, str] = {}
+"""Backend of CUDA tensors under "auto" by op; the records of ops/registry.py say it."""
 
 _default = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
 
@@ -155,8 +150,8 @@ def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tu
         return "reference", "asked for"
     if asked == "auto":
         return _automatic(op, device, dtype)
-    if asked == "triton" and op == "embedding":
-        asked, granted = "native", "embedding has no Triton kernel; the extension computes it"
+    if asked == "triton" and ON_CUDA.get(op) == "native":
+        asked, granted = "native", f"{op} has no Triton kernel; the extension computes it"
     else:
         granted = "asked for"
     reason = _obstacle(asked, op, device, dtype)
@@ -218,9 +213,11 @@ def _automatic(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, 
     if device.type == "cpu":
         preferred = "native"
     elif device.type == "cuda":
-        preferred = _ON_CUDA[op]
+        preferred = ON_CUDA[op]
     else:
         return "reference", f"there are no kernels for {device.type} devices"
+    if preferred == "reference":
+        return preferred, f"{op} has no kernel for {device.type} devices"
     reason = _obstacle(preferred, op, device, dtype)
     if reason:
         return "reference", reason
@@ -232,7 +229,7 @@ def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> s
     if name == "native":
         if not extension.load():
             return extension.obstacle()
-        if device.type == "cuda" and op != "embedding":
+        if device.type == "cuda" and ON_CUDA[op] != "native":
             return f'the extension has no CUDA {op}; on CUDA it is a Triton kernel (backend "triton")'
         if device.type == "cuda" and not extension.build_info()["cuda"]:
             return "the extension was built without CUDA; rebuild it with TRANSFORMER_FAST_CUDA=1"

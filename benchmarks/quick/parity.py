@@ -22,9 +22,9 @@ from torch import Tensor
 
 from transformer_fast import backends, ops
 from transformer_fast.cli.verification import Parity, check_case, check_transformer
-from transformer_fast.cli.verification_cases import Case, Draw, op_cases
 from transformer_fast.masks import AttentionMask as Mask
 from transformer_fast.ops import seeds
+from transformer_fast.ops.registry import Case, Draw, op_cases
 
 from .record import CUT, Deadline, Kernels, Record, parser
 

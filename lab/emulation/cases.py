@@ -21,7 +21,7 @@ from tests.support.cuda_sources import nvcc
 from transformer_fast import ops
 from transformer_fast.cli import verification
 from transformer_fast.cli.verification import Case
-from transformer_fast.cli.verification_cases import wide_loss
+from transformer_fast.ops.cross_entropy import wide_loss
 from transformer_fast.testing import poisoned_memory
 
 from .cases_cuda import cuda_cases

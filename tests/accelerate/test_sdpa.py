@@ -194,7 +194,7 @@ def test_on_a_gpu_it_is_ours_where_there_are_kernels(dtype: torch.dtype, head_di
 
 
 def test_every_op_says_if_it_stays_with_torch_on_a_gpu() -> None:
-    assert ON_GPU.keys() == backends._ON_CUDA.keys()
+    assert ON_GPU.keys() == backends.ON_CUDA.keys()
     assert [op for op, reason in ON_GPU.items() if reason] == ["dropout"]
     assert left_to_torch("norm", torch.device("mps")) == "no kernel here: there are no kernels for mps devices"
 

@@ -25,7 +25,8 @@ from torch.ao.quantization import quantize_dynamic
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
-from transformer_fast.ops._plain import implementation
+from transformer_fast.ops import registry
+from transformer_fast.ops.registry import implementation
 
 
 def every_tensor(form: Form) -> Case:
@@ -317,6 +318,22 @@ def test_a_quantised_model_translates() -> None:
     cached, uncached = (tfast.beam_search(quantised, source, cache=cache, **options) for cache in (True, False))
     for a, b in zip(cached, uncached, strict=True):
         assert a[0].tokens == b[0].tokens and a[0].log_prob == pytest.approx(b[0].log_prob, abs=0.1)
+
+
+CASES = {case.op: case for case in registry.op_cases(torch.device("cpu")) if "dropout" not in case.name}
+"""A case of each op that has one without dropout: a graph of plain operators is not for training."""
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_the_record_of_an_op_has_its_plain_form(op: str) -> None:
+    case = CASES[op]
+    inputs = tuple(case.inputs.values())
+    model = Call(lambda *given: case.run(**dict(zip(case.inputs, given, strict=True))))
+    program = torch.export.export(model, inputs)
+    assert "transformer_fast" in str(program.graph)
+    plain = program.run_decompositions(tfast.decompositions())
+    assert "transformer_fast" not in str(plain.graph)
+    torch.testing.assert_close(plain.module()(*inputs), case.run(**case.inputs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["layer", "std", "rms"])

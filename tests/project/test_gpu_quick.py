@@ -14,7 +14,7 @@ from gpu import ROOT
 
 from benchmarks.quick import headline, parity, profile, report, tiles
 from benchmarks.quick.record import CUT, Record
-from transformer_fast.cli.verification_cases import op_cases
+from transformer_fast.ops.registry import op_cases
 
 CPU = torch.device("cpu")
 

@@ -81,20 +81,24 @@ class Kernels:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionParams) -> Tensor:
         """Return the output of a call."""
-        return op_of(call)(q, k, v, **call.keywords())[0]
+        with tfast.backend(self.backend):
+            return op_of(call)(q, k, v, **call.keywords())[0]
 
     def outcome(self, tensors, call: AttentionParams, grad_logsumexp: Tensor | None = None) -> dict[str, Tensor]:
         """Return all results of a call by name: output, logsumexp, gradients, and the weights of a padded batch."""
         q, k, v, grad_out = tensors
         options = call.keywords()
-        out, logsumexp = op_of(call)(q, k, v, **options)
-        received = grad_out, q, k, v, out, logsumexp, grad_logsumexp
-        grads = op_of(call, "_backward")(*received, **options)
-        found = {"out": out, "logsumexp": logsumexp, **dict(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True))}
-        if call.packed is None:
-            found["weights"] = op_of(call, "_weights")(q, k, logsumexp, **options)
-        for name in learned_parts(call):
-            found[f"grad_{name}"] = op_of(call, f"_grad_{name}")(*received, **options)
+        with tfast.backend(self.backend):
+            out, logsumexp = op_of(call)(q, k, v, **options)
+            received = grad_out, q, k, v, out, logsumexp, grad_logsumexp
+            grads = dict(
+                zip(("grad_q", "grad_k", "grad_v"), op_of(call, "_backward")(*received, **options), strict=True)
+            )
+            found = {"out": out, "logsumexp": logsumexp, **grads}
+            if call.packed is None:
+                found["weights"] = op_of(call, "_weights")(q, k, logsumexp, **options)
+            for name in learned_parts(call):
+                found[f"grad_{name}"] = op_of(call, f"_grad_{name}")(*received, **options)
         return found
 
     def recorded(self, tensors, call: AttentionParams, grad_logsumexp: Tensor | None = None) -> dict[str, Tensor]:
@@ -104,7 +108,8 @@ class Kernels:
         learned = {name: t.detach().clone().requires_grad_() for name, t in learned_parts(call).items()}
         leaves = [*(t.detach().clone().requires_grad_() for t in qkv), *learned.values()]
         options = call.keywords() | learned
-        results = op_of(call)(*leaves[:3], **options)
+        with tfast.backend(self.backend):
+            results = op_of(call)(*leaves[:3], **options)
         received = (grad_out,) if grad_logsumexp is None else (grad_out, grad_logsumexp)
         grads = torch.autograd.grad(results[: len(received)], leaves, received)
         found = dict(zip(("out", "logsumexp"), (t.detach() for t in results), strict=True))
@@ -205,7 +210,8 @@ class Kernels:
         """Output and logsumexp of decoding; causal is 0, and scale D ** -0.5, if they are left out."""
         options = {"causal": 0, "window": None, "scale": q.shape[-1] ** -0.5} | options
         op = torch.ops.transformer_fast.attention_decode
-        return dict(zip(("out", "logsumexp"), op(q, k, v, lengths, table, **options), strict=True))
+        with tfast.backend(self.backend):
+            return dict(zip(("out", "logsumexp"), op(q, k, v, lengths, table, **options), strict=True))
 
     def assert_same_bits(self, run: Callable[[], Iterable[Tensor]]) -> None:
         """Hold several runs to the same bits, on another number of threads each."""

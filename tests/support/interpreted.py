@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
 from attention_kernels import TRITON, Kernels
 
-import transformer_fast as tfast
 from transformer_fast.triton import configs
 from transformer_fast.triton.attention import (
     backward_kv,
@@ -23,10 +21,9 @@ from transformer_fast.triton.attention import (
 
 
 @pytest.fixture
-def kernels() -> Iterator[Kernels]:
+def kernels() -> Kernels:
     """The Triton kernels."""
-    with tfast.backend("triton"):
-        yield TRITON
+    return TRITON
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -17,7 +17,7 @@ from torch import Tensor
 import transformer_fast as tfast
 from tests.support.op_calls import Draw, Operators, attention_calls, by_dispatcher, calls, masked_calls, token_calls
 from transformer_fast import AttentionMask
-from transformer_fast.ops import _plain
+from transformer_fast.ops import registry
 
 NAMESPACE = "transformer_fast"
 _VALUES = re.compile(r"must (rise|lie|name|keep|have sequences)|vocabulary has|are not all in the table")
@@ -240,7 +240,7 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 def _assert_plain(call: Recorded, results: list[Tensor]) -> None:
     """Compare the first result with PyTorch's own operators, where they compute the call."""
     arguments = call.arguments
-    function = _plain._PLAIN.get(call.name)
+    function = registry.PLAIN.get(call.name)
     if function is None or any(arguments.get(name) for name in ("dropout_p", "p")):
         return
     if call.name == "linear_cross_entropy":

@@ -78,8 +78,8 @@ ROWS = (
     Fault(
         name="gradients through returned weights forget dropout",
         path="transformer_fast/ops/attention.py",
-        old="        weights = _dropped(weights, params)\n    found",
-        new="    found",
+        old="dropped(by_reference(q, k, k, undropped)[1], params)",
+        new="by_reference(q, k, k, undropped)[1]",
         tests=("tests/ops/test_attention_outputs.py",),
     ),
     Fault(

@@ -21,20 +21,12 @@ from torch import Tensor, nn
 from .. import backends, reference
 from ..masks import AttentionMask
 from ..models import Transformer
+from ..ops.registry import OPS, SEED, Case, Draw, Tensors, op_cases
 from ..testing import errors
-from .verification_cases import SEED, Case, Draw, Tensors, op_cases
 
 Measured = tuple[Tensor, Tensors]  # an output, and gradients by name
 
 HEADER = f"{'op':16} {'case':39} {'dtype':8} {'tensor':15} {'backend':9} {'error':>8} {'eager':>8} {'gate':>8}"
-# Name of an op in `backends.choose`, if it differs.
-KERNELS = {
-    "attention_packed": "attention",
-    "layer_norm": "norm",
-    "embed": "embedding",
-    "add_positional": "embedding",
-    "Transformer": "attention",
-}
 
 
 @dataclass(frozen=True)
@@ -176,7 +168,8 @@ def _compare(
     fast: Callable[[], Measured],
 ) -> Iterator[Parity]:
     op, _, dtype = label
-    backend = backends.choose(KERNELS.get(op, op), device, dtype)[0]
+    kernels = OPS[op].kernels if op in OPS else {"Transformer": "attention"}.get(op, op)
+    backend = backends.choose(kernels, device, dtype)[0]
     try:
         output, gradients = fast()
     except Exception as error:  # a kernel that does not compile or launch becomes a line of the table

@@ -3,7 +3,6 @@
 import contextlib
 
 from .. import extension
-from ._plain import decompositions
 from .attention import attention
 from .attention_decode import attention_decode
 from .attention_packed import attention_packed
@@ -12,6 +11,7 @@ from .dropout import dropout
 from .embedding import add_positional, embed, positional_table
 from .linear import linear
 from .norm import layer_norm
+from .registry import decompositions
 from .scaled_dot_product_attention import scaled_dot_product_attention
 
 __all__ = [

@@ -8,55 +8,12 @@ PyTorch does. Dropout, which is for training, is missing. ``_plain_attention.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import extension, reference
+from .. import reference
 from ..tracing import refuse_dropout, sizes
-from ._plain_attention import attention, attention_decode, attention_packed, attention_weights
-
-
-def implementation(op: str, backend: str) -> Callable[..., Any]:
-    """Function that computes ``transformer_fast::<op>``: for the backend "plain" the function of this module, else the
-    op."""
-    if backend == "plain":
-        return _PLAIN[op]
-    return getattr(torch.ops.transformer_fast, op).default
-
-
-def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """The ops in PyTorch's own operators, for ``torch.export``: ``program.run_decompositions(decompositions())``.
-
-    The decomposed program consists of ATen operators. The program runs, compiles and converts without this package. The
-    table covers every op that a forward pass without dropout can export. The table is empty without the extension,
-    because then no program can hold its ops.
-
-    Example:
-        >>> inputs = (torch.randn(2, 8),)
-        >>> program = torch.export.export(tfast.layers.Norm(8), inputs)
-        >>> "transformer_fast" in str(program.graph)
-        True
-        >>> "transformer_fast" in str(program.run_decompositions(tfast.decompositions()).graph)
-        False
-    """
-    if not extension.load():
-        return {}
-    ops = {name: getattr(torch.ops.transformer_fast, name).default for name in _PLAIN}
-    return {op: _by_position(op, _PLAIN[name]) for name, op in ops.items()}
-
-
-def _by_position(op: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Function of an op that takes positional arguments in the order of the op's schema, as graphs pass them."""
-    names = [argument.name for argument in op._schema.arguments]
-
-    def call(*given: Any, **named: Any) -> Any:
-        return function(**dict(zip(names, given, strict=False)), **named)
-
-    return call
 
 
 def layer_norm(
@@ -169,8 +126,3 @@ def linear_cross_entropy_rows(
         ignore_index=ignore_index,
         reduction="none",
     )
-
-
-_ATTENTION = (attention, attention_weights, attention_decode, attention_packed)
-_OTHERS = (layer_norm, dropout, embed, add_positional, linear_cross_entropy, linear_cross_entropy_rows)
-_PLAIN: dict[str, Callable[..., Any]] = {function.__name__: function for function in (*_ATTENTION, *_OTHERS)}

@@ -3,7 +3,9 @@ csrc/ops/attention.cpp and attention_weights.cpp."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from ..tracing import sizes
-from . import eager
+from . import _plain_attention, eager
 from ._names import unknown_names
 from .attention_call import Call, by_reference, dropped
 from .attention_checks import (
@@ -24,6 +26,7 @@ from .attention_checks import (
     kernel_mask,
     refuse_keep_as_lengths,
 )
+from .registry import Case, Draw, Op, Tensors, register
 
 
 class _Options(TypedDict, total=False):
@@ -207,3 +210,57 @@ def weights_gradients(
         weights = dropped(by_reference(q, k, k, undropped)[1], params)
     found = dict(zip(leaves, torch.autograd.grad(weights, list(leaves.values()), grad_weights), strict=True))
     return tuple(found.get(name) for name in given)
+
+
+def _cases(draw: Draw) -> Iterator[Case]:
+    B, H, Lq, Lk, D = 3, 4, 45, 77, 40
+    lengths = AttentionMask.lengths(torch.tensor([77, 1, 50], device=draw.device))
+    look_ahead = lengths & AttentionMask.causal(10)
+    keep = torch.rand(B, 1, Lq, Lk, generator=draw.generator).to(draw.device) < 0.5
+    keep[0, 0, 3] = keep[2, 0, 44] = False  # rows without a key
+    dense = AttentionMask.keep(keep)
+    for name, mask, options in (
+        ("no mask", None, {}),
+        ("padding", lengths, {}),
+        ("padding, look-ahead", look_ahead, {}),
+        ("padding, look-ahead, dropout 0.1", look_ahead, {"dropout_p": 0.1}),
+        ("dense mask with empty rows, dropout 0.1", dense, {"dropout_p": 0.1}),
+        ("dense mask, empty rows give zero", dense, {"empty_rows": "zero"}),
+        ("weights after dropout 0.1, padding", lengths, {"dropout_p": 0.1, "return_weights": "dropped"}),
+    ):
+        inputs = {"q": draw.normal(B, H, Lq, D), "k": draw.normal(B, H, Lk, D), "v": draw.normal(B, H, Lk, D)}
+        yield Case("attention", name, inputs, partial(attention, mask=mask, **options))
+    inputs |= {"k": draw.normal(B, 2, Lk, D), "v": draw.normal(B, 2, Lk, D), "bias": draw.normal(1, H, Lq, Lk)}
+    yield Case("attention", "grouped heads, padding, learned bias", inputs, partial(attention, mask=lengths))
+    yield from _cases_by_position(draw, {name: draw.normal(B, H, Lk, D) for name in "qkv"})
+
+
+def _cases_by_position(draw: Draw, inputs: Tensors) -> Iterator[Case]:
+    """Cases with documents, a prefix, biases by distance, a softcap and sinks; q, k and v (B, H, L, D)."""
+    B, H, L, _ = inputs["q"].shape
+    ids = torch.arange(L, device=draw.device).div(30, rounding_mode="floor").expand(B, L)
+    documents = AttentionMask.documents(ids) & AttentionMask.causal()
+    dropping = partial(attention, mask=documents, dropout_p=0.1)
+    yield Case("attention", "documents, look-ahead, dropout 0.1", inputs, dropping)
+
+    prefix = AttentionMask.prefix(torch.arange(B, device=draw.device) * 20)
+    yield Case("attention", "prefix, dropout 0.1", inputs, partial(attention, mask=prefix, dropout_p=0.1))
+    place = torch.arange(L, device=draw.device)
+    union = AttentionMask.intervals(place - 40, place + 9) | AttentionMask.lengths(torch.full_like(place[:B], 7))
+    yield Case("attention", "intervals, union, dropout 0.1", inputs, partial(attention, mask=union, dropout_p=0.1))
+
+    def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return attention(q, k, v, AttentionMask.alibi(slopes) & AttentionMask.causal())
+
+    def relative(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+        return attention(q, k, v, AttentionMask.relative(weight), dropout_p=0.1)
+
+    yield Case("attention", "ALiBi, look-ahead", inputs | {"slopes": draw.normal(H).abs()}, alibi)
+    yield Case("attention", "relative positions, dropout 0.1", inputs | {"weight": draw.normal(32, H)}, relative)
+    capped = partial(attention, softcap=5.0)
+    yield Case("attention", "softcap 5, sinks", inputs | {"sinks": draw.normal(H)}, capped)
+
+
+register(
+    Op("attention", "attention", "triton", (_plain_attention.attention, _plain_attention.attention_weights), _cases)
+)

@@ -14,8 +14,8 @@ from ..attention_params import AttentionParams
 from ..masks import AttentionMask
 from ..tracing import sizes
 from . import seeds
-from ._plain import implementation
 from .attention_checks import check_options, scale_of, special_arguments
+from .registry import implementation
 
 MAX_TRITON_HEAD_DIM = 256
 

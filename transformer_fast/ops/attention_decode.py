@@ -10,10 +10,11 @@ from torch import Tensor
 from ..attention_params import AttentionParams, CachedKeys
 from ..masks import AttentionMask
 from ..tracing import unrecorded
-from . import eager
+from . import _plain_attention, eager
 from ._names import unknown_names
 from .attention_call import Call
 from .attention_checks import can_read_values, check_tensors, is_special, mask_by_position, shape_error
+from .registry import Op, register
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -210,3 +211,7 @@ def _check_pages(page_table: Tensor, lengths: list[int], k_cache: Tensor) -> Non
                 f"attention_decode: page_table[{b}] names pages {min(row)} to {max(row)}, but k_cache "
                 f"{tuple(k_cache.shape)} has pages 0 to {pages - 1}"
             )
+
+
+# Decoding has no gradient, which a case of the parity table needs.
+register(Op("attention_decode", "attention", "triton", (_plain_attention.attention_decode,), lambda draw: ()))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
@@ -15,10 +16,11 @@ from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
 from ..masks.checks import broadcasts, kind_of
 from ..tracing import is_traced, number, sizes
-from . import eager
+from . import _plain_attention, eager
 from ._names import unknown_names
 from .attention_call import Call
 from .attention_checks import can_read_values, check_inputs, dropout_number, is_special, mask_by_position
+from .registry import Case, Draw, Op, register
 
 
 class _Options(TypedDict, total=False):
@@ -293,3 +295,13 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     if longest is not None and longest < found:
         raise ValueError(f"attention_packed: max_{name} is {longest}, but a sequence of {name} has {found} tokens")
     return found
+
+
+def _cases(draw: Draw) -> Iterator[Case]:
+    starts = torch.tensor([0, 45, 46, 90], dtype=torch.int32, device=draw.device)
+    packed = partial(attention_packed, cu_seqlens_q=starts, cu_seqlens_k=starts, causal=True, dropout_p=0.1)
+    inputs = {name: draw.normal(90, 4, 40) for name in "qkv"}
+    yield Case("attention_packed", "look-ahead, dropout 0.1", inputs, packed)
+
+
+register(Op("attention_packed", "attention", "triton", (_plain_attention.attention_packed,), _cases))

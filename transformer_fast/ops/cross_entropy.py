@@ -6,14 +6,18 @@ The op of csrc/ops/cross_entropy.cpp computes the mean and the sum of the losses
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import backends, reference
 from ..tracing import unrecorded
 from . import _cross_entropy_rows as _rows  # the import registers its ops
-from . import eager
-from ._plain import implementation
+from . import _plain, eager
+from .registry import Case, Draw, Op, implementation, register
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Number of logits in memory at a time: on a CPU about the size of the caches, on a GPU enough rows to fill the
@@ -211,3 +215,25 @@ def _check_options(
         )
     if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError("linear_cross_entropy: class_weight has no gradient: expected class_weight.detach()")
+
+
+def wide_loss(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    """``linear_cross_entropy`` before it is rounded to a 16-bit dtype."""
+    return linear_cross_entropy(x, *args, **options, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _cases(draw: Draw) -> Iterator[Case]:
+    linear = {"x": draw.normal(70, 40), "weight": draw.normal(50, 40), "bias": draw.normal(50)}
+    loss = partial(wide_loss, target=draw.integers(0, 50, 70), label_smoothing=0.1, ignore_index=3)
+    yield Case("cross_entropy", "linear layer, label smoothing 0.1", linear, loss)
+
+
+register(
+    Op(
+        "linear_cross_entropy",
+        "cross_entropy",
+        "triton",
+        (_plain.linear_cross_entropy, _plain.linear_cross_entropy_rows),
+        _cases,
+    )
+)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 from torch import Tensor
 
 from .. import backends, reference
 from ..tracing import unrecorded
-from . import eager, seeds
-from ._plain import implementation
+from . import _plain, eager, seeds
+from .registry import Case, Draw, Op, implementation, register
 
 
 def dropout(
@@ -79,3 +82,14 @@ def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None) ->
             raise ValueError(f"dropout: x is on {x.device} but {name} on {t.device}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p must lie in [0, 1], got {p}")
+
+
+def _cases(draw: Draw) -> Iterator[Case]:
+    x = {"x": draw.normal(77, 100)}
+    residual, bias = x | {"residual": draw.normal(77, 100)}, x | {"bias": draw.normal(100)}
+    yield Case("dropout", "residual + dropout 0.1", residual, partial(dropout, p=0.1))
+    yield Case("dropout", "ReLU, dropout 0.3", x, partial(dropout, p=0.3, relu=True))
+    yield Case("dropout", "bias, ReLU, dropout 0.3", bias, partial(dropout, p=0.3, relu=True))
+
+
+register(Op("dropout", "dropout", "triton", (_plain.dropout,), _cases))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Never
 
 import torch
@@ -10,9 +12,9 @@ from torch import Tensor
 from .. import backends, reference
 from ..tracing import is_recorded_size, sizes, unrecorded
 from ..triton import configs
-from . import eager, seeds
+from . import _plain, eager, seeds
 from ._names import unknown_names
-from ._plain import implementation
+from .registry import Case, Draw, Op, implementation, register
 
 
 def embed(
@@ -239,3 +241,23 @@ def _check_options(op: str, offset: int, dropout_p: float) -> None:
 
 def _deterministic() -> bool:
     return configs.EMBEDDING_GRADIENT == "sorted" or torch.are_deterministic_algorithms_enabled()
+
+
+def _cases(draw: Draw) -> Iterator[Case]:
+    ids, weight = draw.integers(0, 50, 7, 33), {"weight": draw.normal(50, 100)}
+    table = positional_table(64, 100).to(draw.device)
+    embedding = partial(embed, ids, table=table, scale=10.0)
+    yield Case("embed", "scale + PE", weight, embedding)
+    dropping = partial(embedding, dropout_p=0.1, padding_idx=0)
+    yield Case("embed", "scale + PE + dropout 0.1, padding_idx 0", weight, dropping)
+    yield Case("embed", "an offset for each sequence", weight, partial(embedding, offset=ids[:, 0] // 2))
+
+
+def _added_cases(draw: Draw) -> Iterator[Case]:
+    table = positional_table(64, 100).to(draw.device)
+    adding = partial(add_positional, table=table, offset=5, dropout_p=0.1)
+    yield Case("add_positional", "offset 5, dropout 0.1", {"x": draw.normal(7, 33, 100)}, adding)
+
+
+register(Op("embed", "embedding", "native", (_plain.embed,), _cases))
+register(Op("add_positional", "embedding", "native", (_plain.add_positional,), _added_cases))

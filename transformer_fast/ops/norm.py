@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Never, overload
 
 import torch
@@ -9,9 +11,9 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..tracing import unrecorded
-from . import eager, seeds
+from . import _plain, eager, seeds
 from ._names import unknown_names
-from ._plain import implementation
+from .registry import Case, Draw, Op, implementation, register
 
 KINDS = ("layer", "std", "rms")
 _SHAPE = (int, tuple, list)
@@ -180,3 +182,19 @@ def _check(
         raise ValueError(
             f"layer_norm: dropout_p = {dropout_p} needs a residual (dropout acts on x in residual + dropout(x))"
         )
+
+
+def _cases(draw: Draw) -> Iterator[Case]:
+    plain = {"x": draw.normal(61, 3, 100, shift=2.0), "weight": draw.normal(100, shift=1.0), "bias": draw.normal(100)}
+    added = plain | {"residual": draw.normal(61, 3, 100)}
+    for kind, eps, name in (("layer", 1e-5, "LayerNorm"), ("std", 1e-6, "Norm (std)")):
+        norm = partial(layer_norm, eps=eps, kind=kind)
+        yield Case("layer_norm", name, plain, norm)
+        yield Case("layer_norm", f"{name}, residual + dropout 0.1", added, partial(norm, dropout_p=0.1))
+    plain, added = ({name: t for name, t in inputs.items() if name != "bias"} for inputs in (plain, added))
+    norm = partial(layer_norm, bias=None, eps=1e-6, kind="rms")
+    yield Case("layer_norm", "RMSNorm", plain, norm)
+    yield Case("layer_norm", "RMSNorm, residual + dropout 0.1", added, partial(norm, dropout_p=0.1))
+
+
+register(Op("layer_norm", "norm", "triton", (_plain.layer_norm,), _cases))
