@@ -5,7 +5,7 @@
 
 Grouped heads are read in place, attention dropout is drawn inside the kernel, and with ``output_attentions=True`` a
 separate kernel computes the weights. A query with every key blocked (left padding) attends uniformly, as "eager"
-computes.
+computes; in a model that was "sdpa" before ``accelerate`` it gets zeros, as there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def register(name: str = NAME) -> None:
     for key, forward, mask in (
         (name, attention_forward, attention_mask),
         (NAMES["eager"], eager_forward, eager_attention_mask),
-        (NAMES["sdpa"], attention_forward, sdpa_attention_mask),
+        (NAMES["sdpa"], sdpa_forward, sdpa_attention_mask),
     ):
         AttentionInterface.register(key, forward)
         AttentionMaskInterface.register(key, mask)
@@ -73,6 +73,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    empty_rows: str = "uniform",
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with the signature of transformers' attention interface.
@@ -90,6 +91,7 @@ def attention_forward(
         s_aux: (H,), attention sinks.
         cu_seq_lens_q, max_length_q: int32 (B + 1,) and an int, where the sequences of a flattened batch begin, and the
             length of the longest; each sequence attends to itself (:mod:`.flattened`).
+        empty_rows: what a query with every key blocked gets, as in :func:`~transformer_fast.attention`.
 
     Returns:
         (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
@@ -131,6 +133,7 @@ def attention_forward(
         mask = position_bias.mask if mask is None else mask & position_bias.mask
     elif position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
+    options["empty_rows"] = empty_rows
     if sequences is not None:
         mask = mask or AttentionMask()
         if bias is None and not wanted:
@@ -167,6 +170,15 @@ def eager_forward(
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = attention_mask.to(query.dtype)
     return attention_forward(module, query, key, value, attention_mask, **{**kwargs, "is_causal": False})
+
+
+def sdpa_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Attention in place of "sdpa": a query with every key blocked gets zeros, and attends uniformly where there is a
+    ``position_bias``, since transformers then blocks with the least finite number.
+
+    Arguments, result and errors are those of :func:`attention_forward`.
+    """
+    return attention_forward(*args, **kwargs, empty_rows="zero" if kwargs.get("position_bias") is None else "uniform")
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
