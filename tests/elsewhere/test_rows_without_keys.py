@@ -131,7 +131,9 @@ def test_in_graphs_of_onnx(kind: torch.dtype, rows: str, exporter: str, tmp_path
     args = q, k, v, mask
     expected = ROWS[rows](*args)
     for runtime, out in exported(Calling(ROWS[rows]), args, tmp_path / "rows.onnx", exporter).items():
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5, msg=lambda text, name=runtime: f"{name}: {text}")
+        torch.testing.assert_close(
+            out, expected, atol=1e-5, rtol=1e-5, msg=lambda text, name=runtime: f"{name}: {text}"
+        )
 
 
 class Padded(nn.Module):

@@ -110,7 +110,8 @@ def products_by(library: str) -> Iterator[None]:
 def _compiles_to_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return True if a compiled call may use the op. Exported programs, forward-mode gradients, autocast and tensor
     subclasses keep ``F.linear``."""
-    if torch.compiler.is_exporting() or forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu"):
+    exporting = torch.compiler._is_exporting_flag  # is_exporting() is True in torch.compile of PyTorch 2.11, too
+    if exporting or forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu"):
         return False
     if backends.current() not in ("auto", "native") or not _is_ever_faster() or x.dim() < 2 or weight.dim() != 2:
         return False
