@@ -1,7 +1,7 @@
 """Run each probe with its library in an environment of its own, and write the answers and the page.
 
-``python -m benchmarks.elsewhere`` runs all probes (10 to 30 minutes, 2 GB of a temporary folder), with names only those;
-``--page`` writes the page alone. ``--python`` names the interpreter of the environments: 3.11 for all of them.
+``python -m benchmarks.elsewhere`` runs all probes (10 to 30 minutes, 2 GB of a temporary folder), with names only
+those; ``--page`` writes the page alone. ``--python`` names the interpreter of the environments: 3.11 for all of them.
 """
 
 from __future__ import annotations

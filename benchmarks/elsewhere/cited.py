@@ -56,7 +56,7 @@ DROPOUT: list[dict[str, str]] = [
         "source": FA2,
     },
     {
-        "kernel": "FlashAttention-2 built with FLASH_ATTENTION_DISABLE_DROPOUT=TRUE, which a wheel for every PyTorch needs",
+        "kernel": "FlashAttention-2, FLASH_ATTENTION_DISABLE_DROPOUT=TRUE, which one wheel for every PyTorch needs",
         "version": "flash-attn, commit 00756db9 (2026-07-24); pull request 2688 is open",
         "dropout": "refused with an error",
         "source": f"setup.py, {FA2}",

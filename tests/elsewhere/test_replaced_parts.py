@@ -1,4 +1,4 @@
-"""Parts of an encoder layer that were replaced, as peft's adapters are: PyTorch's fast path in eval calls none of them."""
+"""Replaced parts of an encoder layer, such as peft's adapters: PyTorch's fast path in eval calls none of them."""
 
 from __future__ import annotations
 

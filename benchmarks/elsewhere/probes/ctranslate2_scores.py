@@ -21,8 +21,18 @@ from torch.nn.functional import log_softmax  # noqa: E402
 
 logging.disable(logging.WARNING)
 WORDS = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(4, 32))]
-PARTS = dict(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
-             encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=24, init_std=0.5)  # fmt: skip
+PARTS = {
+    "vocab_size": 32,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 24,
+    "init_std": 0.5,
+}
 END, LENGTH = 2, 12
 SOURCES = [[f"w{i}", f"w{35 - i}", "</s>"] for i in range(4, 32)]
 
@@ -30,14 +40,22 @@ SOURCES = [[f"w{i}", f"w{35 - i}", "</s>"] for i in range(4, 32)]
 def models(folder: str) -> tuple[Any, Any]:
     """Return the model of transformers and that of CTranslate2."""
     torch.manual_seed(0)
-    config = hf.BartConfig(**PARTS, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
-                           normalize_before=False, add_final_layer_norm=False, normalize_embedding=True,
-                           static_position_embeddings=False)  # fmt: skip
+    config = hf.BartConfig(
+        **PARTS,
+        pad_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+        normalize_before=False,
+        add_final_layer_norm=False,
+        normalize_embedding=True,
+        static_position_embeddings=False,
+    )
     model = hf.BartForConditionalGeneration(config).eval()
     model.final_logits_bias[0, END] = 2.0  # translations end
     model.save_pretrained(f"{folder}/hf")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    special = dict(bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     hf.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(f"{folder}/hf")
     ctranslate2.converters.TransformersConverter(f"{folder}/hf").convert(f"{folder}/ct2")
     return model, ctranslate2.Translator(f"{folder}/ct2", device="cpu", compute_type="float32", intra_threads=1)
@@ -67,10 +85,10 @@ def divisor(model: Any, source: list[str], result: Any) -> str:
 
 with tempfile.TemporaryDirectory() as folder:
     model, translator = models(folder)
-    options = dict(beam_size=4, max_decoding_length=LENGTH, return_scores=True)
+    options = {"beam_size": 4, "max_decoding_length": LENGTH, "return_scores": True}
     found = {}
     for penalty, least in ((1, 1), (1, 0), (0, 0)):
-        extra = dict(length_penalty=penalty, min_decoding_length=least)
+        extra = {"length_penalty": penalty, "min_decoding_length": least}
         results = translator.translate_batch(SOURCES, **options, **extra)
         ended = [(s, r) for s, r in zip(SOURCES, results) if 0 < len(r.hypotheses[0]) < LENGTH]  # ends by itself
         each = {divisor(model, source, result) for source, result in ended}

@@ -7,9 +7,9 @@ from importlib.metadata import version
 from typing import Any
 
 os.environ.update(KERAS_BACKEND="tensorflow", TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import shared  # noqa: E402
+import keras
+import numpy as np
+import shared
 
 Array = np.ndarray
 
@@ -70,7 +70,8 @@ rows = {
     "`keras.ops.dot_product_attention`": {
         "empty": f"{shared.row_without_keys(function('mask'), axes=(1, 1))}; "
         f"bias of -inf: {shared.minus_infinity(lambda q, k, v, m=None: function('bias')(q, k, v, m[None, None]))}",
-        "mask": f"`mask`: {shared.meanings(function('mask'))}. `bias`: {shared.meanings(function('bias')).split('. ')[1]}",
+        "mask": f"`mask`: {shared.meanings(function('mask'))}. "
+        f"`bias`: {shared.meanings(function('bias')).split('. ')[1]}",
         "causal": shared.causal(function("mask", is_causal=True)),
         "dropout": "no argument",
     },

@@ -48,8 +48,11 @@ def flash_causal(q: Array, k: Array, v: Array) -> Array:
 def loss(logits: Array, targets: Array) -> float:
     """Return the smoothed loss; the output layer is the identity."""
     words = torch.eye(logits.shape[-1])
-    return float(tfast.linear_cross_entropy(torch.from_numpy(logits), words, None, torch.from_numpy(targets),
-                                            label_smoothing=0.1))  # fmt: skip
+    return float(
+        tfast.linear_cross_entropy(
+            torch.from_numpy(logits), words, None, torch.from_numpy(targets), label_smoothing=0.1
+        )
+    )
 
 
 rows = {

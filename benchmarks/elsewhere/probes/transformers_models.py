@@ -21,9 +21,19 @@ from transformers.trainer_pt_utils import LabelSmoother  # noqa: E402
 
 hf.logging.set_verbosity_error()
 logging.disable(logging.WARNING)
-SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-PARTS = dict(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
-             encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=24, init_std=0.5)  # fmt: skip
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+PARTS = {
+    "vocab_size": 32,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 24,
+    "init_std": 0.5,
+}
 NAMES = ("eager", "sdpa")
 
 
@@ -65,7 +75,7 @@ def padding_alone() -> str:
 
 @torch.no_grad()
 def mask(model: Any, make: Any) -> str:
-    """Say what a mask that blocks the last two positions does: as a sentence without them, as without a mask, or else."""
+    """Say what a mask that blocks the last two positions does; "keeps": as a sentence without them."""
     ids = torch.randint(3, 32, (2, 6), generator=torch.Generator().manual_seed(1))
     try:
         out = model(ids, attention_mask=make(ids))[0][:, :4]
@@ -146,7 +156,7 @@ def bart(kind: type, **options: Any) -> Any:
 @torch.no_grad()
 def beam_score(model: Any, source: torch.Tensor) -> tuple[float, list[int]]:
     """Return the score of the best of four beams with length_penalty 1, and its words."""
-    options = dict(num_beams=4, max_new_tokens=8, length_penalty=1.0, early_stopping=True, do_sample=False)
+    options = {"num_beams": 4, "max_new_tokens": 8, "length_penalty": 1.0, "early_stopping": True, "do_sample": False}
     out = model.generate(source, output_scores=True, return_dict_in_generate=True, **options)
     return float(out.sequences_scores[0]), out.sequences[0].tolist()
 
@@ -154,8 +164,13 @@ def beam_score(model: Any, source: torch.Tensor) -> tuple[float, list[int]]:
 @torch.no_grad()
 def divisor() -> str:
     """Say by what the sum of log probabilities is divided."""
-    model = bart(hf.BartForConditionalGeneration, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2,
-                 forced_eos_token_id=None)  # fmt: skip
+    model = bart(
+        hf.BartForConditionalGeneration,
+        pad_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+    )
     source = torch.tensor([[4, 5, 6, 7, 2]])
     score, words = beam_score(model, source)
     ids = torch.tensor([words])

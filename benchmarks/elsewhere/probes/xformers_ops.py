@@ -1,4 +1,4 @@
-"""The attention of xformers: a CPU has no kernel of it, so the masks and what the operators say of themselves are read."""
+"""The attention of xformers, which has no kernel for a CPU: its masks, and what its operators say of themselves."""
 
 from __future__ import annotations
 
