@@ -59,17 +59,16 @@ class TransformerEncoder(nn.TransformerEncoder):
         """
         if padding is None or mask is not None or padding.dtype != torch.bool or padding.shape != src.shape[:2]:
             return None
-        if src.dim() != 3 or not getattr(self, "use_nested_tensor", False) or not all(map(takes_packed, self.layers)):
+        if src.dim() != 3 or type(src) is not Tensor or src.is_meta or torch.compiler.is_compiling() or is_traced():
             return None
-        if self.layers[0].training or not self.layers[0].self_attn.batch_first:
+        first = self.layers[0]
+        if not getattr(self, "use_nested_tensor", False) or first.training or not first.self_attn.batch_first:
             return None
-        if torch.compiler.is_compiling() or is_traced() or type(src) is not Tensor or src.is_meta:
-            return None
-        if not takes_fused_ops(*self.layers.parameters()):
+        if not all(map(takes_packed, self.layers)) or not takes_fused_ops(*self.layers.parameters()):
             return None
         if torch.is_autocast_enabled(src.device.type) or not torch.backends.mha.get_fastpath_enabled():
             return None
-        if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in self.layers[0].parameters())):
+        if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in first.parameters())):
             return None
         if src.is_cuda and torch.cuda.is_current_stream_capturing():
             return None

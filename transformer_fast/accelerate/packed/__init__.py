@@ -1,11 +1,4 @@
-"""Models that skip the padding of a batch: ``accelerate(model, packed=True)``.
-
-=========== ==========================================================================
-classes.py classes for modules that skip padding, and their pickling layer.py a layer removes the padding of its inputs
-and restores it in its output model.py arguments, output layer and loss of a model trial.py comparison of a layer with
-and without padding walk.py search for the modules that can skip padding
-=========== ==========================================================================
-"""
+"""Models that skip the padding of a batch: ``accelerate(model, packed=True)``. ``walk.py`` is the way in."""
 
 from .classes import Packed
 from .walk import pack

@@ -102,12 +102,10 @@ def _obstacle(model: nn.Module, watch: Watch, given: dict[str, Any], names: froz
         return UNKNOWN_LOSS
     if positions is not None:
         return f"the loss of {name} reads all positions, padding included"
-    head = watch.head
-    assert head is not None
     decodes = config.is_encoder_decoder and "decoder_input_ids" in names
-    if head.labels_per_token and not head.on_tokens and decodes:
+    if watch.head.labels_per_token and not watch.head.on_tokens and decodes:
         return f"the head of {name} reads positions of the decoder"
-    if not head.one_position:
+    if not watch.head.one_position:
         return ""
     if getattr(config, "summary_type", "first") not in ("first", "cls_index"):
         return f"the head of {name} is unknown; it may read padding"
@@ -142,9 +140,7 @@ def _changes(
     masks = {name: given.get(name) for name in ("attention_mask", own)}
     keeps = {name: t.flatten(0, -2).bool() for name, t in masks.items() if isinstance(t, Tensor) and 2 <= t.dim() <= 3}
     is_causal = getattr(getattr(model.config, "decoder", None), "is_decoder", True)
-    head = watch.head
-    assert head is not None
-    if decodes and masks[own] is None and head.on_tokens and per_token and is_causal:
+    if decodes and masks[own] is None and watch.head.on_tokens and per_token and is_causal:
         keeps[own] = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that is not ignored
     shifts = None if labels is None else _shifts_labels(model)
     counts = per_token and own in keeps and labels.shape == keeps[own].shape
@@ -169,7 +165,7 @@ def _changes(
         call.hold_back(READS_PADDING)
         return {}
     if labels is not None and not counts:
-        if head.labels_per_token:
+        if watch.head.labels_per_token:
             call.hold_back(READS_PADDING)
         return changes
     if not _runs_on_tokens(model, watch) or given.get("logits_to_keep") or unclear:
@@ -212,8 +208,7 @@ def _decoder_ids(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Ten
 
 def _runs_on_tokens(model: nn.Module, watch: Watch) -> bool:
     """Return True if the output layer of a model runs on tokens. With ``fused_loss`` it skips its logits instead."""
-    on_tokens = watch.head is not None and watch.head.on_tokens and watch.calls_head is not False
-    head = output_layer(model) if on_tokens else None
+    head = output_layer(model) if watch.head.on_tokens and watch.calls_head is not False else None
     return head is not None and is_packed(head, HEAD) and not (model.training and isinstance(head, OutputLayer))
 
 

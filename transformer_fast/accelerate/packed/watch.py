@@ -75,12 +75,12 @@ class Watch:
     """State of a model at its last call.
 
     Attributes:
-        head: what the model's head does; None if the obstacle is not empty.
+        head: what the model's head does, if there is no obstacle.
         calls_head: True if the model calls its output layer as a module; None if not known yet.
     """
 
     def __init__(self) -> None:
-        self.head: Head | None = None
+        self.head: Head = ROW
         self.calls_head: bool | None = None
         self._obstacle = ""
         self._model: nn.Module | None = None
@@ -135,7 +135,7 @@ class Watch:
         self._modules = [(m, type(m), tuple(m.__dict__["_modules"].values()), m.__dict__.get("forward")) for m in seen]
         kinds = {type(m) for m in seen} | {bare(type(m)) for m in seen}
         self._forwards = [(kind, kind.forward) for kind in kinds]
-        self.calls_head = self.head = None
+        self.calls_head = None
         self._obstacle = _code_of(model)
         if not self._obstacle:
             self._obstacle = next(filter(None, (_changed(layer) for layer in layers)), "")
@@ -144,12 +144,12 @@ class Watch:
             self._obstacle = next(filter(None, (_unknown(*pair) for pair in outside)), "")
         if not self._obstacle:
             base = library_class(type(model))
-            self.head = None if base is None else head_of(base)
+            head = None if base is None else head_of(base)
             heads = (bare(type(child)) for child in model.children() if child not in around)
-            pools = self.head is STATES and any(map(_pools, around))
-            if pools or (self.head is ANSWER and not _PER_POSITION.issuperset(heads)):
-                self.head = ROW
-            if self.head is None:
+            pools = head is STATES and any(map(_pools, around))
+            reads_row = pools or (head is ANSWER and not _PER_POSITION.issuperset(heads))
+            self.head = ROW if head is None or reads_row else head
+            if head is None:
                 self._obstacle = f"the head of {type(model).__name__} is unknown; it may read padding"
 
 
