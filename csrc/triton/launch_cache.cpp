@@ -202,6 +202,7 @@ void LaunchCache::start(const CachedCall& cached, const LaunchCall& call, const 
     arguments.assign(first, first + launch.arguments.size());
     arguments[kStream] = place.stream.ptr();
     numbers.clear();
+    numbers.reserve(launch.places.size());
     for (const auto& [argument, from] : launch.places)
       arguments[argument] = numbers.emplace_back(call.values_[from]).ptr();
     PyObject* const result = PyObject_Vectorcall(launch.run.ptr(), arguments.data(), arguments.size(), nullptr);
