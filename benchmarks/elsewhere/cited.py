@@ -11,7 +11,7 @@ KERNELS = "kernels-community, `flash-attn2/{}` at 2d6ecf3c (2026-07-20)"
 ATTENTION: list[dict[str, str]] = [
     {
         "library": "flash-attn, `flash_attn_func`",
-        "version": "2.8.4 (2026-08-15)",
+        "version": "2.8.4, commit 0251105a (2026-08-15)",
         "empty": "zeros",
         "mask": "none; lengths by `cu_seqlens`, an ALiBi slope, a window",
         "causal": "bottom right (since 2.1)",
@@ -51,7 +51,7 @@ MODELS: list[dict[str, str]] = [
 DROPOUT: list[dict[str, str]] = [
     {
         "kernel": "FlashAttention-2, as released",
-        "version": "flash-attn 2.8.4",
+        "version": "flash-attn 2.8.4, commit 0251105a (2026-08-15)",
         "dropout": "applied",
         "source": FA2,
     },
