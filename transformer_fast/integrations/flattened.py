@@ -88,26 +88,50 @@ class Bounds:
         return AttentionMask.documents(torch.searchsorted(self.starts[1:].contiguous(), places, right=True)[None])
 
 
-def by_positions(rows: int, queries: int) -> AttentionMask | None:
-    """Documents of a call without a padding mask, from ``position_ids`` of the model that requests a mask.
+def apart(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a mask function of transformers that keep the sequences of a flattened batch apart.
 
-    A sequence begins where the positions return to the first position of their row. None if they never do, or for other
-    steps between positions. transformers asks the same for the masks of its decoders; on a GPU it waits, too.
+    transformers does so for decoders without a cache. Here a sequence begins wherever the ``position_ids`` that the
+    model was given return to the first position of their row, for any model without a padding mask. Other steps between
+    positions mean nothing. On a GPU the question waits for the device, as transformers' own does.
     """
+    from transformers import masking_utils
+
+    rows, queries = kwargs.get("batch_size"), kwargs.get("q_length")
+    if kwargs.get("attention_mask") is not None or kwargs.get("kv_length") != queries:
+        return kwargs
     positions = _given_to_running_model("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != queries:
-        return None
+        return kwargs
     if positions.shape[0] != rows and positions.shape[0] != 1:
-        return None
-    return get_or_compute(positions, "flattened", (), lambda: _documents(positions))
+        return kwargs
+    numbers = get_or_compute(positions, ("flattened",), (), lambda: _numbers(positions))
+    if numbers is None or split(kwargs["mask_function"])[1] is not None:
+        return kwargs
+    positions, numbers = (t.expand(rows, -1) for t in (positions, numbers))
+    pattern = masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(numbers), _by_position(kwargs["mask_function"], positions)
+    )
+    return kwargs | {"mask_function": pattern, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
-def _documents(positions: Tensor) -> AttentionMask | None:
-    begins = positions[:, 1:] - positions[:, :-1] != 1
+def _numbers(positions: Tensor) -> Tensor | None:
+    """Sequence number per token, int64 (B, L); None for rows of one sequence."""
+    begins = positions.diff(dim=1) != 1
     returns = positions[:, 1:] == positions[:, :1]
     if not bool(begins.any()) or bool((begins & ~returns).any()):
         return None
-    return AttentionMask.documents(nn.functional.pad(begins.cumsum(-1), (1, 0)))
+    return nn.functional.pad(begins.cumsum(1), (1, 0))
+
+
+def _by_position(mask_function: Any, positions: Tensor) -> Any:
+    """Mask function of the positions of a query and a key instead of their places in the row."""
+
+    def by_position(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(batch, head, positions[batch, query], positions[batch, key])
+
+    by_position.within = mask_function  # type: ignore[attr-defined]
+    return by_position
 
 
 def _given_to_running_model(name: str) -> Any:
@@ -135,7 +159,7 @@ def split(pattern: Any) -> tuple[list[Any], Tensor | None]:
     the distance is the same for positions and for places in the row.
     """
     if not inspect.isfunction(pattern) or pattern.__module__ != "transformers.masking_utils":
-        return [pattern], None
+        return [getattr(pattern, "within", pattern)], None
     inner = inspect.getclosurevars(pattern).nonlocals
     match pattern.__qualname__.partition(".")[0]:
         case "packed_sequence_mask_function":

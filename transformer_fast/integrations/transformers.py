@@ -244,16 +244,13 @@ def _mask_as_by(theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[st
 
     if torch.compiler.is_compiling() or is_traced() or args:
         return theirs(*args, **kwargs)
+    kwargs = flattened.apart(kwargs)
     shape = tuple(kwargs.get(name) for name in ("batch_size", "q_length", "kv_length"))
     mask = _normal_form(**kwargs)
     may_be_left_out = kwargs.get("allow_is_bidirectional_skip") or theirs is sdpa_mask
     if mask is not None and mask.key_keep_mask is not None and (shape[1] == shape[2] or mask.causal_offset is None):
         may_be_left_out = False  # a query sees each key, so the padding must be in the mask
     if mask is not None:
-        if kwargs.get("attention_mask") is None and mask.document_ids is None and shape[1] == shape[2]:
-            sequences = flattened.by_positions(shape[0], shape[1])
-            if sequences is not None:
-                mask, may_be_left_out = mask & sequences, False
         if may_be_left_out and _is_left_out(theirs, kwargs):
             return None
     elif theirs is sdpa_mask:
