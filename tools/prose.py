@@ -19,12 +19,14 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HELD = ("benchmarks", "csrc", "docs", "lab", "tools", "transformer_fast", "*.md", "conftest.py", "setup.py")
+FOLDERS = ("benchmarks", "csrc", "docs", "findings", "lab", "tests", "tools", "transformer_fast")
+HELD = (*FOLDERS, "*.md", "conftest.py", "setup.py")
 ENDINGS = (".py", ".md", ".cpp", ".h", ".cu", ".cuh")
 QUESTION = re.compile(r"(?:What|Whether|How|Which|Where|Why|Tell|Tells|Who|Whose|When)\b")
 PRONOUN = re.compile(
     r"(?:^|[.!?:]\s|\n\s*\n|\n\s*(?:[-*]|\d+\.)\s|\|\s)\s*((?:It|Its|They|Their|Them|Theirs)\b"
-    r"|(?:This|That|These|Those)\s(?:is|are|was|were|has|have|had|does|do|did|can|may|must|will|would)\b)"
+    r"|(?:This|That|These|Those)\s(?:is|are|was|were|has|have|had|does|do|did|can|may|must|will|would)\b"
+    r"|Of\b(?! course)|(?:That|Those)\sof\b)"
 )
 Part = tuple[int, str]
 """A line number, and the prose that begins there."""

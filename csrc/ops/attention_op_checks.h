@@ -6,7 +6,7 @@
 
 namespace transformer_fast::attention_op {
 
-// Sizes of a call. Of a packed batch, Lq and Lk are those of the longest sequences.
+// Sizes of a call. Lq and Lk of a packed batch are those of the longest sequences.
 struct Sizes {
   c10::SymInt B, H, Lq, Lk;
 };

@@ -58,7 +58,7 @@ inline View<const int32_t> ids_view(const OptionalTensor& ids, int64_t start = 0
   return {ids->const_data_ptr<int32_t>(), {ids->size(0) == 1 ? 0 : ids->stride(0), 0, 1, 0}};
 }
 
-// Of q (B, H, Lq, D), k and v (B, Hkv, Lk, D).
+// Sets the pointers and strides of q (B, H, Lq, D), k and v (B, Hkv, Lk, D).
 template <typename T, typename A>
 void set_tensors(AttentionKernelParams<T, A>& p, const Tensor& q, const Tensor& k, const Tensor& v) {
   p.B = q.size(0), p.H = q.size(1), p.Hkv = k.size(1), p.Lq = q.size(2), p.Lk = k.size(2), p.D = q.size(3);

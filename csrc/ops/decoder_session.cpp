@@ -61,7 +61,7 @@ struct GreedySteps {
 };
 
 // Steps of beams. Per row: the tokens of all steps but the last (rows, steps), the row's number before the steps, and
-// its log-probability. Of the last step, as choose_continuations returns them, (units, candidates): the cumulative
+// its log-probability. Per unit and candidate of the last step, as choose_continuations returns them: the cumulative
 // log-probability, the row that is continued, and the token; and the normalizers (rows,), in any order.
 struct BeamSteps {
   Tensor history, origin, reached;

@@ -56,7 +56,7 @@ struct Projections {
     bool has_bias;
   };
 
-  // Of the inputs: x, the weights, and the biases.
+  // Gradients of the inputs: x, the weights, and the biases.
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;  // parts of a gradient count their writes separately

@@ -285,7 +285,7 @@ def test_the_sample_of_mutants_is_a_function_of_the_seed(recorded):
 
 
 def test_the_summary_counts_every_mutant(recorded):
-    """Of those made, each is left out for one reason, or run."""
+    """Each mutant that was made is left out for one reason, or run."""
     launch = mutant_runs.recorded(recorded[-1].launch)
     made = [mutant.kind for mutant in mutants.mutants(recorded[-1].launch)]
     assert len(made) == launch.left_out.total() + len(launch.mutants)

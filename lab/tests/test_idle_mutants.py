@@ -47,7 +47,7 @@ KINDS = {
 
 
 def idle_places(kernel: str, which: str) -> list[bool]:
-    """Of each instruction of a letter whether it changes nothing to leave it out. The kernel is written in letters."""
+    """Per instruction of a letter, True if leaving it out changes nothing. The kernel is written in letters."""
     ptx = HEAD + "".join(TEXTS[letter] for letter in kernel) + "\tret;\n}\n"
     launch = mutants.RecordedLaunch(ptx, (1, 1, 1), 128, 0, ())
     own = [m for m in mutants.mutants(launch) if m.kind == KINDS[which] and m.argument is None]

@@ -336,7 +336,7 @@ def test_a_layer_that_computes_something_else_is_left(name: str, path: str, line
 
 @pytest.mark.parametrize("library", ["onednn", "aten"])
 def test_linear_layers_of_gpt2(library: str) -> None:
-    """GPT-2's linear layers have a weight (in, out). They are swapped if oneDNN is the faster library."""
+    """GPT-2's linear layers, with a weight (in, out), are swapped if oneDNN is the faster library."""
     conv = transformers.pytorch_utils.Conv1D
     with products_by(library):
         layer, fast, report = accelerated.pair(conv(256, 512))

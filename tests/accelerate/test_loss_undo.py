@@ -1,4 +1,4 @@
-"""What is left of accelerate's fused loss after `report.undo()`: no hook on the optimizers, and right logits."""
+"""After `report.undo()`, accelerate's fused loss leaves no hook on the optimizers, and right logits."""
 
 from __future__ import annotations
 

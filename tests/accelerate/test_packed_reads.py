@@ -1,4 +1,4 @@
-"""What a call without padding reads from its masks, for which the host waits on a GPU: once a batch."""
+"""A call without padding reads its masks once a batch: on a GPU the host waits for each read."""
 
 from __future__ import annotations
 

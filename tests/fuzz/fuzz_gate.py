@@ -17,8 +17,8 @@ from .fuzz_inputs import Special
 
 DROPOUT_SEED = 2**41 + 7
 ORDERS = 8
-# What no order excuses: so many times the error that one order of eager allows. Of 2,000 C++ calls (seed 21) one was
-# looked at twice, at 1.03 times.
+# Largest error, in multiples of the gate, that another order of summation may excuse. One of 2,000 C++ calls (seed 21)
+# was looked at twice, at 1.03 times.
 MOST_BEYOND = 1.5
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Every n-th configuration runs its call twice; n is larger in the interpreter, which has one thread.

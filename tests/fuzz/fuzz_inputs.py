@@ -142,7 +142,7 @@ def drawn_ranges(c: Config, generator: torch.Generator) -> tuple[AttentionMask, 
 
 @dataclasses.dataclass
 class Special:
-    """Documents, distance biases and sinks of a call. Those of ``leaves`` have gradients."""
+    """Documents, distance biases and sinks of a call; the names in ``leaves`` have gradients."""
 
     ids: tuple[Tensor, Tensor] | None
     leaves: dict[str, Tensor]

@@ -108,7 +108,7 @@ def test_renormalized_probabilities_are_of_what_may_follow():
         assert first.log_prob == pytest.approx(without.log_prob(source, said), abs=1e-4)
 
 
-# What comes with an answer
+# Scores, weights and words that come with an answer
 
 
 def test_coverage_penalty_is_in_the_score():

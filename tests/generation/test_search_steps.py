@@ -82,8 +82,8 @@ BEAMS: list[dict] = [
     {"patience": 2},
     {"beam": 30},  # more than the vocabulary
     {"beam": 1, "n_best": 1},
-    # Of beams that stay wide twice as many continuations are looked at; they stop being plain steps once a sentence has
-    # all its answers.
+    # Beams that stay wide look at twice as many continuations, and stop being plain steps once a sentence has all its
+    # answers.
     {**WIDE, "early_stop": True},
     {**WIDE, "early_stop": "now"},
     {**WIDE, "early_stop": False, "length_penalty": 0},

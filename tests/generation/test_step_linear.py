@@ -45,7 +45,7 @@ def test_several_side_by_side():
         for together in (concat_linears(*packed, rows=rows), concat_linears(*packed)):
             with torch.inference_mode():
                 torch.testing.assert_close(together(x), expected)
-    # Where one has no bias, all are called one by one.
+    # If one has no bias, all are called one by one.
     mixed = [prepack(linear, 2) for linear in (linears[0], *layers(50, 5, bias=False))]
     assert concat_linears(*mixed, rows=2)(x[:2]).shape == (2, 45)
 

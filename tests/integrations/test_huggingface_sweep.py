@@ -69,7 +69,7 @@ def test_the_sweep_does_not_shrink() -> None:
 
 @pytest.mark.parametrize("name", ["BloomForCausalLM", "MegatronBertForMaskedLM"])
 def test_a_model_that_is_refused_would_be_as_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layers get the mask that they know."""
+    """The layers of a refused model get the mask that they know."""
     case = next(case for case in CASES if case.name == name)
     assert sweep.verdict(case)[0] == sweep.REFUSED
     monkeypatch.setattr(dispatch, "_attention_of_its_own", lambda layers: None)

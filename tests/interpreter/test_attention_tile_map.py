@@ -147,7 +147,7 @@ def test_classes_in_plain_pytorch(dialect):
 
 
 def test_share_of_square_batches():
-    # Of 33 keys, the second tile holds one; on the diagonal of 64, two tiles are partial and one above is empty.
+    # The second tile holds one of 33 keys; on the diagonal of 64, two tiles are partial and one above is empty.
     assert work_share(1, 33, 33, (32, 32)) == WorkShare(4, 2, 2)
     assert work_share(1, 64, 64, (32, 32)) == WorkShare(4, 4, 0)
     assert work_share(1, 33, 33, (32, 32), causal=0) == WorkShare(4, 1, 2)

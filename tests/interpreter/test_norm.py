@@ -125,7 +125,7 @@ def test_no_rows(kind, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_x_of_a_narrower_type_than_the_residual(kind, device):
-    """Autocast gives such an x. It is read as it is, and computes what its float32 copy computes, bit for bit."""
+    """Autocast gives such an x, which is read as it is and computes what its float32 copy computes, bit for bit."""
     x, residual, weight = torch.randn(9, 40, device=device).half(), torch.randn(9, 40, device=device), torch.rand(40)
     bias = None if kind == "rms" else torch.rand(40, device=device)
     results = []

@@ -150,7 +150,7 @@ def test_weights_beside_the_short_way(dropped):
 @pytest.mark.parametrize("queries", [1, LQ])  # few queries take other kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sink_of_minus_infinity_is_no_key(dtype, queries, empty_rows, device):
-    """Of two query heads one has a sink. A query without keys and without a sink gives 0, and has no gradient."""
+    """One of two query heads has a sink. A query without keys and without a sink gives 0, and has no gradient."""
     (q, k, v, bias), keep = leaves(device, dtype)
     q, bias = (t.detach()[:, :, :queries].clone().requires_grad_() for t in (q, bias))
     keep = keep[:, :, :queries].clone()

@@ -39,7 +39,7 @@ def options(queries, keys):
     }
 
 
-# Causal and window offsets. Those of the last one leave queries without keys in sequences that have some.
+# Causal and window offsets. The last pair leaves queries without keys in sequences that have some.
 BOUNDS = [(None, None), (0, None), (1, -2), (None, 0), (5, 4)]
 
 

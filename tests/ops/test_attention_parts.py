@@ -70,7 +70,7 @@ def test_prefix(length):
 
 
 def test_prefixes_that_look_like_a_keep_mask():
-    """Their ends per query are all 0 or 1, and no values that a user gave."""
+    """Ends per query that are all 0 or 1 are no values that a user gave."""
     q, k, v = inputs()
     mask = AttentionMask.prefix(torch.tensor([0, 1]), -1)
     assert torch.equal(tfast.attention(q[:, :, :2], k, v, mask), tfast.attention(q[:, :, :2], k, v, mask.dense(2, L)))

@@ -61,7 +61,7 @@ def test_any_strides_give_the_same_bits(
 
 
 def sums_in_an_order_of_strides(call: Call, leaf: str) -> bool:
-    """Tell whether the strides of a gradient decide in which order this leaf's gradient is summed.
+    """Return True if the strides of a gradient decide in which order this leaf's gradient is summed.
 
     On a GPU, Triton compiles another kernel for strides that 16 divides, whose threads hold other columns of a row; and
     the gradient of a table without offsets is torch's sum, whose threads are laid out by strides.

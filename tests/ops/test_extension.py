@@ -220,8 +220,8 @@ for name in ("mmx", sys.argv[1]):
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("name", extension.module().supported_instruction_sets() if extension.load() else [])
 def test_the_environment_chooses_the_kernels(name: str) -> None:
-    """The variable is read at the first op, where a wrong name is an error. It runs in a new process, because other
-    libraries bring OpenMP runtimes."""
+    """The variable is read at the first op, where a wrong name is an error. The op runs in a new process, because
+    other libraries bring OpenMP runtimes."""
     done = python("-c", CHOICES, name)
     assert done.returncode == 0, done.stderr
     unknown, known, *maps = done.stdout.splitlines()

@@ -96,7 +96,7 @@ def test_a_swapped_module_is_a_leaf(kind: type[nn.Module]) -> None:
 @every_kind
 @pytest.mark.parametrize("tracer", [Inside, Attentions])
 def test_tracers_that_look_inside(kind: type[nn.Module], tracer: type[fx.Tracer]) -> None:
-    """They give the graph of torch.nn's class, or fail with its error."""
+    """Such tracers give the graph of torch.nn's class, or fail with its error."""
 
     def found(module: nn.Module) -> tuple[Any, ...]:
         root, args = Holder(module), (inputs(kind) * 3)[:3]

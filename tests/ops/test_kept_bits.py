@@ -49,7 +49,7 @@ def test_both_lengths_are_rounded_up_to_tiles():
 
 
 def test_a_packed_batch_has_a_block_more_per_sequence():
-    """Its sequences begin anywhere in a block of 128 queries. Columns are those of the longest sequence, of which a
+    """A sequence begins anywhere in a block of 128 queries. Columns are those of the longest sequence, of which a
     batch has no more than its keys."""
     starts, q = meta(4, dtype=torch.int32), meta(3000, 3, 64)
     for longest, columns in ((1500, 24), (10_000, 48)):

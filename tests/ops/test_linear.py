@@ -49,8 +49,8 @@ def inputs(leading: tuple[int, ...], width: int, outputs: int, bias: bool = True
 def bound(terms: int, size: Tensor) -> Tensor:
     """Bound of the rounding error of a sum of `terms` products whose absolute values sum to `size`, in any order.
 
-    It is the statistical bound of Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019,
-    which one sum in 1e8 exceeds.
+    One sum in 1e8 exceeds this statistical bound of Higham and Mary, "A New Approach to Probabilistic Rounding Error
+    Analysis", 2019.
     """
     return 6 * math.sqrt(terms) * 2.0**-24 * size + 1e-37
 

@@ -134,7 +134,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_calls_return_none(device, what):
-    """What is refused is F.linear's, with its results and its errors."""
+    """Refused calls go to F.linear, with its results and its errors."""
     x, weights, biases = layers(device, (16, 24), bias=True)
     changes = {
         "frozen weight": lambda: (x, [weights[0].detach(), weights[1]], biases),

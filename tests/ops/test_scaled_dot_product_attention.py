@@ -174,7 +174,7 @@ def test_a_wrong_call_gets_the_error_of_torch(name: str) -> None:
 
 
 def test_a_mask_and_is_causal() -> None:
-    """torch's documentation forbids both. Its math kernel refuses; its flash kernel for CPUs refuses since 2.14."""
+    """torch's documentation forbids both; the math kernel refuses, and the flash kernel for CPUs since 2.14."""
     mask, refusal = torch.randn(5, 5), "should not be set when is_causal=True"
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match=refusal):
         ours(Q, Q, Q, mask, is_causal=True)

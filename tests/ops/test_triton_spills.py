@@ -73,7 +73,7 @@ def test_the_record_has_every_case_and_version():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_no_loop_over_tiles_touches_what_is_spilled(version):
-    """Of what runs: with a version whose packed batches keep no bits, the record shows why."""
+    """Kernels that run are meant; where packed batches keep no bits with a version, the record shows why."""
     found = {name: rows[version] for name, rows in RECORD.items()}
     packed = {name: found.pop(name) for name in [*found] if name.endswith("packed dropout kept")}
     assert len(packed) == 3 and any(row.hot for row in packed.values()) == (not keeps_packed_bits(version))
@@ -88,7 +88,7 @@ def test_the_table_is_the_record():
 
 
 def test_the_record_is_of_these_kernels():
-    """Of each kernel one launch; tools/triton_front_end.py compares all."""
+    """One launch per kernel; tools/triton_front_end.py compares all."""
     first = {launch.kernel.__name__: name for name, launch in reversed(triton_spills.launches().items())}
     assert len(first) == 3
     for name in first.values():

@@ -1,6 +1,6 @@
 """Number of hypothesis examples: few in the short list, the same in every run; 2,000 with ``--all``, or EXAMPLES.
 
-Those are drawn anew in each run, after those that failed in an earlier one. Import it before `given`.
+The 2,000 are drawn anew in each run, after calls that failed in an earlier one. Import this module before `given`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ MARKS = {"bos": BOS, "eos": EOS}
 class Oracle(nn.Module):
     """A "model" whose next-token logits are a fixed random function of (source sentence, prefix).
 
-    It has the Transformer's interface, so generation cannot tell; being a function of the prefix only, its best
-    sequences can be enumerated. It records how it was run.
+    The oracle has the Transformer's interface, so generation cannot tell; as it is a function of the prefix only, its
+    best sequences can be enumerated. The oracle records how it was run.
     """
 
     def __init__(self, vocab=4, seed=0, spread=1.5, edit=None, dtype=torch.float32):

@@ -95,7 +95,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
-# Why a model is not in the sweep. Each is still tried: one that can be made after all must leave this list.
+# Models that the sweep leaves out, with the reason. Each is still tried: one that can be made must leave this list.
 NOT_MADE = {
     "BltForCausalLM": "its patches are made by a second model",
     "Gemma3nForConditionalGeneration": "needs the package timm",
@@ -258,7 +258,7 @@ def typed(given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def outcome(model: nn.Module, given: dict[str, Tensor], *, gradients: bool = True) -> dict[str, Tensor]:
     """Return the logits, and the gradients of a weighted mean of the logits at tokens, by name.
 
-    They come from ``backward``: a reentrant checkpoint knows no other way.
+    Gradients come from ``backward``: a reentrant checkpoint knows no other way.
     """
     logits = (model(**given, use_cache=False) if "input_ids" in given else model(**given)).logits
     found = {"logits": logits}

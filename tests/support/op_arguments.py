@@ -251,7 +251,7 @@ def _assert_plain(call: Recorded, results: list[Tensor]) -> None:
 
 
 def problem_of(call: Recorded) -> str:
-    """What is wrong with the outcome of a call, or "".
+    """Fault in the outcome of a call, or "".
 
     The outcome is an error that names an argument, or the right result: one that does not depend on memory outside of
     the arguments, has the layout that the meta function promises, and is that of PyTorch's own operators where they

@@ -1,6 +1,6 @@
 """Triton's interpreter, made faster, with products that are rounded in one way.
 
-Of the time that interpreted kernels take, two thirds have no part in what they compute. Here that is done once:
+Two thirds of the time that interpreted kernels take have no part in what they compute. Here that is done once:
 
 - The functions of ``triton.language`` are replaced at each call of a device function, by those of the interpreter, and
   all members of the language looked through each time.
@@ -8,8 +8,8 @@ Of the time that interpreted kernels take, two thirds have no part in what they 
   interpreter's builder is asked to debug.
 - A tensor unwraps, checks and prints its shape when it is made, and a table of all types is made to look up one.
 
-Its ``tl.dot`` is NumPy's product, whose order of summation depends on the shape and the processor: the scores of one
-query differ between two tiles, and with them a weight from the sum of the weights, which no GPU does.
+The interpreter's ``tl.dot`` is NumPy's product, whose order of summation depends on the shape and the processor: the
+scores of one query differ between two tiles, and with them a weight from the sum of the weights, which no GPU does.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def dot(builder: Any, a: Any, b: Any, added: Any, *options: object) -> Any:
 def obstacle(triton: str, numpy: str) -> str:
     """The reason why the interpreter of this version of Triton fails with this version of NumPy; empty where it runs.
 
-    It converts arrays of one element to numbers, which NumPy refuses from 2.4 on; Triton 3.7 does so no more.
+    Triton converts arrays of one element to numbers before 3.7, which NumPy refuses from 2.4 on.
     """
     if Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
         return f"the interpreter of Triton {triton} does not run with NumPy {numpy}: install Triton>=3.7 or numpy<2.4"

@@ -1,8 +1,8 @@
 """The short list: the cases that run without ``--all``.
 
-Every test runs with at least one case. Of a test with parameters the cases are chosen such that every pair of values of
-two parameters is in one of them: 24 cases hold every pair of a product of 7 x 3 x 3 x 3 = 189. One `parametrize` is one
-parameter, so all rows of a table that was written by hand are in the list. Two marks change that:
+Every test runs with at least one case. The cases of a test with parameters are chosen such that every pair of values
+of two parameters is in one of them: 24 cases hold every pair of a product of 7 x 3 x 3 x 3 = 189. One `parametrize` is
+one parameter, so all rows of a table that was written by hand are in the list. Two marks change that:
 
     @pytest.mark.cover("values")   every value of every parameter is in one case
     @pytest.mark.cover(12)         twelve cases, as different as there are

@@ -121,7 +121,7 @@ def fresh_run(config: TrainConfig) -> training._Run:
         return training._Run(config, folder, Silent(), build_model, lambda: 0.0)
 
 
-# What a run leaves behind
+# Files that a run leaves behind
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """PyTorch's sample inputs, and torch's equivalent of each of our functions.
 
-The samples are those of ``torch.testing._internal``, which is in torch's wheel. Its import takes seconds, so it waits
+The samples are those of ``torch.testing._internal``, which is in torch's wheel. The import takes seconds, so it waits
 for the first call.
 """
 

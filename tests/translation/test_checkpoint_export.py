@@ -83,7 +83,7 @@ def test_a_way_there_and_back(runs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_a_trained_run_comes_back(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Its positional table has another layout than Marian's, so the folder holds its values."""
+    """The run's positional table has another layout than Marian's, so the folder holds its values."""
     export_hf(runs["post"], tmp_path / "hf")
     import_marian(tmp_path / "hf", tmp_path / "back")
     trained, back = load_trained(runs["post"]), load_trained(tmp_path / "back")

@@ -113,7 +113,7 @@ def test_train_from_the_command_line(numbers, command, tmp_path):
 
 
 def test_every_setting_of_a_run_is_a_flag(monkeypatch, command, tmp_path):
-    """Of the whole command line, which has flags of its own beside those of a command."""
+    """The whole command line is read, which has flags of its own beside those of a command."""
     config = TrainConfig(source="a", target="b", save=str(tmp_path))
     words = {True: "", False: "no-"}
     flags = [

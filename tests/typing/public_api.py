@@ -1,6 +1,6 @@
 """A user's code for the type checker: `make lint` checks it against the types of the package.
 
-It is never run. Where a mistake is marked as such, mypy must see it: an ignore that ignores nothing is an error.
+The code is never run. Where a mistake is marked as such, mypy must see it: an ignore that ignores nothing is an error.
 """
 
 from typing import assert_type

@@ -229,8 +229,9 @@ def attention_forward(
     """Masked attention by Triton.
 
     Args:
-        q: (B, H, Lq, D), fp32, fp16 or bf16; D from 1 to 256; last stride 1. Of a packed batch (Tq, H, D).
-        k, v: (B, Hkv, Lk, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1. Of a packed batch (Tk, Hkv, D).
+        q: (B, H, Lq, D), fp32, fp16 or bf16; D from 1 to 256; last stride 1; (Tq, H, D) for a packed batch.
+        k, v: (B, Hkv, Lk, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1; (Tk, Hkv, D) for a packed
+            batch.
         params: mask, scale and dropout. :mod:`..philox` draws dropout; query i and key j of sequence b draw the same in
             a packed and in a padded batch.
         training: True if a backward follows; the forward may then keep its dropout bits.
