@@ -1,7 +1,7 @@
 """Find prose that breaks two rules of docs/style.md, and print it.
 
 A docstring does not open with a question word. A sentence of a docstring, a comment or a page does not open with a
-pronoun, because the pronoun's noun would be in another sentence.
+pronoun, because the pronoun's noun would be in another sentence, nor with Of or That of.
 
 ``python tools/prose.py [FILE ...]`` reads all files of the checkout by default; the exit code is 1 if there is a
 finding.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from transformer_fast import AttentionMask
 from transformer_fast.masks.definition import visible
-from transformer_fast.masks.lower import Lowered, allowed, lower, lower_packed
+from transformer_fast.masks.lower import Lowered, allowed, lower
 from transformer_fast.masks.tile_share import tile_classes
 from transformer_fast.ops.attention_checks import kernel_mask
 
@@ -83,24 +83,12 @@ class Drawn:
 
 
 def check(found: Lowered, expected: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """Check intervals, bits, and the queries of each tile of keys."""
+    """Check intervals and bits."""
     assert torch.equal(found.dense().expand(shape), expected.expand(shape))
     assert found.begin.dtype == found.end.dtype == torch.int32 and found.begin.shape == found.end.shape
     assert all(n in (1, limit) for n, limit in zip(found.begin.shape, shape, strict=False))
     assert found.begin.shape[2] == shape[2]
     assert bool(((found.begin >= 0) & (found.begin <= found.end) & (found.end <= shape[3])).all())
-
-
-def check_tiles(found: Lowered, tile: int) -> None:
-    first, end = found.queries(tile)
-    j = torch.arange(found.keys)
-    inside = (j >= found.begin.unsqueeze(-1)) & (j < found.end.unsqueeze(-1))
-    for t, keys in enumerate(inside.split(tile, 3) if found.keys else ()):
-        for place in torch.cartesian_prod(*map(torch.arange, first.shape[:2])).tolist():
-            seeing = keys[tuple(place)].any(-1).nonzero().flatten().tolist()
-            span = int(first[(*place, t)]), int(end[(*place, t)])
-            assert span == ((seeing[0], seeing[-1] + 1) if seeing else (0, 0))
-    assert first.shape[2] == end.shape[2] == -(-found.keys // tile)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -112,8 +100,6 @@ def test_intervals_and_bits_are_the_definition(part: int) -> None:
         expected = mask.visible(drawn.Lq, drawn.Lk, None, shift)
         found = lower(mask, drawn.Lq, drawn.Lk, shift=shift, exact=number % 2 == 0)
         check(found, expected, shape)
-        if number % 10 == 0:
-            check_tiles(found, drawn.choice.randint(1, 4))
         seen = allowed(mask, drawn.Lq, drawn.Lk, None, shift=shift)
         assert torch.equal((torch.tensor(True) if seen is None else seen).expand(shape), expected.expand(shape))
 
@@ -136,43 +122,6 @@ def test_what_is_an_interval() -> None:
         assert (lower(mask, 4, 4, exact=exact).bits is not None) == bits, (mask, exact)
     hull = lower(keeps[1], 4, 4)
     assert hull.begin.tolist() == [[[2] * 4]] and hull.end.tolist() == [[[4] * 4]]  # narrowed without a read
-
-
-def test_a_packed_batch_is_one_row_of_intervals() -> None:
-    for number in range(1_000):
-        drawn = Drawn(number)
-        lengths_q, lengths_k = ([drawn.size(4) for _ in range(drawn.B)] for _ in range(2))
-        beyond = drawn.choice.randint(0, 1)  # a query that no sequence covers
-        Tq, Tk = sum(lengths_q) + beyond, sum(lengths_k)
-        starts = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k)]
-        used = torch.tensor([drawn.choice.randint(0, n) for n in lengths_k], dtype=torch.int32)
-        mask, bottom_right = AttentionMask(), drawn.chance(0.5)
-        if drawn.chance(0.5):
-            mask &= AttentionMask.causal(drawn.offset())
-        if drawn.chance(0.5):
-            mask &= AttentionMask(window_offset=drawn.offset())
-        if drawn.chance(0.3):
-            mask &= AttentionMask.documents(drawn.ids(1, Tq), drawn.ids(1, Tk))
-        keep = drawn.bools(Tk) if drawn.chance(0.3) else torch.ones(Tk, dtype=torch.bool)
-        expected = torch.zeros(1, 1, Tq, Tk, dtype=torch.bool)
-        for b, (n, m) in enumerate(zip(lengths_q, used.tolist(), strict=True)):
-            rows, columns = slice(starts[0][b], starts[0][b] + n), slice(starts[1][b], starts[1][b] + m)
-            own = mask
-            if mask.document_ids is not None:
-                queries, keys = mask.document_ids
-                own = AttentionMask(causal_offset=mask.causal_offset, window_offset=mask.window_offset)
-                own &= AttentionMask.documents(queries[:, rows], keys[:, columns])
-            seen = own.visible(n, m, None, m - n if bottom_right else 0)
-            expected[:, :, rows, columns] = seen & keep[columns]
-        if not keep.all():
-            mask &= AttentionMask.keep(keep)
-        exact = drawn.chance(0.5)
-        found = lower_packed(mask, *starts, Tq, Tk, seqused_k=used, bottom_right=bottom_right, exact=exact)
-        check(found, expected, (1, 1, Tq, Tk))
-        if mask.document_ids is None and mask.key_keep_mask is None:
-            assert found.bits is None
-    with pytest.raises(ValueError, match="a packed batch has no key_lengths"):
-        lower_packed(AttentionMask.lengths(torch.tensor([1])), *starts, Tq, Tk)
 
 
 def test_tile_classes_are_the_definition() -> None:

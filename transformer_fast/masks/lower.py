@@ -1,7 +1,7 @@
 """Lower a mask to what a kernel can read: an interval of keys per query, and bits for what is no interval.
 
-Lengths, causal and window with any offset, intervals, aligned and packed sequences, and every intersection of them, are
-intervals by arithmetic, and so is a union of such masks that all begin at key 0. Whether the tokens of a document, or
+Lengths, causal and window with any offset, intervals, aligned sequences, and every intersection of them, are intervals
+by arithmetic, and so is a union of such masks that all begin at key 0. Whether the tokens of a document, or
 the kept keys of a keep mask, lie in one run is known only from their values. :func:`lower` narrows the interval to the
 first and last of them, on the device, and keeps the part as bits. With ``exact=True`` it reads one number per such
 part, and drops the bits of a part that is an interval.
@@ -21,10 +21,7 @@ from ..tensor_cache import get_or_compute
 from ..tracing import sizes
 from .arguments import parts_beside
 from .mask import AttentionMask
-from .parts import both_documents
 
-_PACKED = "causal_offset", "window_offset", "document_ids", "key_keep_mask", "additive_bias", "distance_biases"
-"""Parts of a packed batch."""
 _KERNELS: dict[str, Any] = dict.fromkeys(
     ("keep_mask", "key_keep_mask", "key_lengths", "causal_offset", "additive_bias", "window_offset", "document_ids")
 ) | {"distance_biases": ()}
@@ -53,37 +50,6 @@ class Lowered:
         j = torch.arange(self.keys, device=self.begin.device)
         inside = (j >= self.begin.unsqueeze(-1)) & (j < self.end.unsqueeze(-1))
         return inside if self.bits is None else inside & self.bits
-
-    def queries(self, tile: int) -> tuple[Tensor, Tensor]:
-        """First and end query whose interval reaches into each tile of keys: int32 (B|1, H|1, tiles), for a backward
-        over keys; both 0 for a tile that no interval reaches.
-
-        The time is linear in the queries, and in the tiles times the logarithm of their number: a query marks two runs
-        of 2^n tiles that cover its interval, and the marks of a run are handed on to its halves.
-        """
-        tiles, queries = -(-self.keys // tile), self.begin.shape[2]
-        levels = max(tiles.bit_length(), 1)
-        low, high = self.begin.long() // tile, (self.end.long() + tile - 1) // tile
-        seeing = self.begin < self.end
-        level = torch.zeros_like(low)
-        for n in range(1, levels):
-            level += high - low >= 2**n
-        i = torch.arange(queries, device=low.device).expand_as(low)
-        shape = *low.shape[:2], levels * tiles + 1  # the last entry is for queries without keys
-        first, end = (torch.full(shape, n, device=low.device) for n in (queries, 0))
-        for start in (low, high - (torch.ones_like(level) << level)):
-            place = torch.where(seeing, level * tiles + start, levels * tiles)
-            first = first.scatter_reduce(2, place, i, "amin")
-            end = end.scatter_reduce(2, place, i + 1, "amax")
-        first, end = (t[..., :-1].unflatten(2, (levels, tiles)) for t in (first, end))
-        for n in range(levels - 1, 0, -1):
-            half = 2 ** (n - 1)
-            for marks, pick in ((first, torch.minimum), (end, torch.maximum)):
-                runs, halves = marks[:, :, n], marks[:, :, n - 1]
-                halves.copy_(pick(halves, runs))
-                halves[..., half:] = pick(halves[..., half:], runs[..., : tiles - half])
-        first, end = first[:, :, 0], end[:, :, 0]
-        return torch.where(end > 0, first, 0).to(torch.int32), end.to(torch.int32)
 
 
 def lower(
@@ -134,60 +100,6 @@ def _form(part: Any) -> Hashable:
     if isinstance(part, tuple):
         return tuple(map(_form, part))
     return "tensor" if isinstance(part, Tensor) else part
-
-
-def lower_packed(
-    mask: AttentionMask,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    queries: int,
-    keys: int,
-    *,
-    seqused_k: Tensor | None = None,
-    bottom_right: bool = False,
-    exact: bool = False,
-) -> Lowered:
-    """Lower a packed batch to one row: all queries against all keys, where a query sees keys of its own sequence.
-
-    Args:
-        mask: the parts that ``attention_packed`` takes; offsets count within each sequence.
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), where sequences begin and end.
-        queries, keys: Tq and Tk. A query that no sequence covers sees no key.
-        seqused_k: int32 (B,), keys in use per sequence.
-        bottom_right: align the last query of a sequence with its last key in use.
-        exact: as for :func:`lower`.
-
-    Raises:
-        ValueError: for other parts of a mask.
-    """
-    if given := parts_beside(mask, *_PACKED):
-        raise ValueError(f"lower_packed: a packed batch has no {', '.join(given)}")
-    device = cu_seqlens_q.device
-    # An empty sequence is appended, for queries that no sequence covers.
-    starts_q, starts_k = (torch.cat([cu, cu[-1:]]).long() for cu in (cu_seqlens_q, cu_seqlens_k))
-    used = starts_k.diff()
-    if seqused_k is not None:
-        used = torch.cat([seqused_k.long(), used[-1:]])
-    own_q, own_k = (
-        torch.searchsorted(cu[1:].long(), torch.arange(n, device=device), right=True)
-        for cu, n in ((cu_seqlens_q, queries), (cu_seqlens_k, keys))
-    )
-    position = torch.arange(queries, device=device) - starts_q[own_q]
-    if bottom_right:
-        position = position + (used - starts_q.diff())[own_q]
-    begins, ends = _bounds(mask, position.view(1, 1, -1))
-    begin, end = _joined(begins, [*ends, used[own_q].view(1, 1, -1)])
-    starts = starts_k[own_q]
-    begin, end = begin + starts, end.clamp(min=0) + starts
-    # Equal ids in two sequences are two documents; the blocked keys of a sequence are one more.
-    ids = own_q[None], own_k[None]
-    if mask.document_ids is not None:
-        ids = both_documents(ids, mask.document_ids)
-    if mask.key_keep_mask is not None:
-        ids = both_documents(ids, (torch.zeros_like(own_q)[None], ~mask.key_keep_mask[0, 0]))
-    alone = mask.document_ids is None and mask.key_keep_mask is None
-    scattered = _scattered(AttentionMask(document_ids=None if alone else ids), position, keys)
-    return _narrowed(scattered, [begin], [end], queries, keys, exact)
 
 
 def allowed(

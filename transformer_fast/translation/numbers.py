@@ -10,7 +10,8 @@ one language are one compound in the other, and nearly all of the million senten
 Conventions. English: American style, no "and", a hyphen inside 21..99. German (Duden): one word, lower case,
 the long forms "einhundert" and "eintausend" (Duden also allows "hundert" and "tausend"); a final 1 is "eins"
 ("einhunderteins"), any other is "ein" ("einundzwanzig", "einhunderteintausend"); "sechzehn", "siebzehn",
-"dreißig", "sechzig" and "siebzig" are irregular.
+"dreißig", "sechzig" and "siebzig" are irregular. num2words 0.5.14 writes the same, but "dreihunderteinstausend" for
+301,000.
 """
 
 from __future__ import annotations
