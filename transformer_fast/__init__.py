@@ -28,7 +28,7 @@ else:
 
 layers.Decoder, layers.Encoder, layers.Transformer = Decoder, Encoder, Transformer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionMask",
