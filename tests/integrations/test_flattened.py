@@ -160,14 +160,45 @@ def test_positions_with_other_steps_mean_nothing() -> None:
     ids = flat()["input_ids"]
     skipping = torch.cat([torch.arange(8), torch.arange(20, 28)])[None]
     kept = torch.ones_like(ids)
-    for call in ({"position_ids": skipping}, {"position_ids": flat()["position_ids"], "attention_mask": kept}):
+    for call in (
+        {"position_ids": skipping},
+        {"position_ids": torch.zeros_like(skipping)},
+        {"position_ids": flat()["position_ids"], "attention_mask": kept},
+    ):
         torch.testing.assert_close(model(input_ids=ids, **call).logits, plain(input_ids=ids, **call).logits)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_cross_attention_is_whole(length: int) -> None:
+    """Positions are those of the decoder, also where the encoder has as many tokens."""
+    plain = models.scattered(models.make(models.named("GPT2LMHeadModel"), "eager", add_cross_attention=True), std=0.3)
+    states = torch.randn(1, length, models.WIDTH, generator=torch.Generator().manual_seed(2))
+    call = flat() | {"encoder_hidden_states": states, "use_cache": False}
+    expected = plain(**call).logits
+    torch.testing.assert_close(ours(plain, "accelerated eager")(**call).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_positions_written_in_place_are_read_anew() -> None:
+    model = ours(build(models.named("BertForMaskedLM")), "accelerated sdpa")
+    call = flat()
+    positions = call["position_ids"].clone()
+    call["position_ids"] = torch.arange(16)[None] + FIRST
+    model(**call)
+    call["position_ids"].numpy()[:] = positions.numpy()
+    out = model(**call).logits
+    assert torch.equal(out, model(**call | {"position_ids": positions}).logits)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_what_cannot_be_is_refused_by_name(weights: bool) -> None:
     bert = build(models.named("BertForMaskedLM"), "transformer_fast")
-    with pytest.raises(ValueError, match=r"BertSelfAttention: cu_seq_lens_q .* end at"):
-        bert(**flat(), **BOUNDS | {"cu_seq_lens_q": STARTS[:-1]})
+    for wrong in ([0, 3, 10], [2, 16], [0, 10, 3, 16], [0, -3, 16], [16], []):
+        starts = torch.tensor(wrong, dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"BertSelfAttention: cu_seq_lens_q .* rise from 0"):
+            bert(**flat(), **BOUNDS | {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}, output_attentions=weights)
+    for kind in (STARTS.tolist(), STARTS.float(), STARTS[None], None):
+        with pytest.raises(TypeError, match="BertSelfAttention: cu_seq_lens_q must be an integer tensor"):
+            bert(**flat(), **BOUNDS | {"cu_seq_lens_q": kind})
     with pytest.raises(ValueError, match=r"BertSelfAttention: cu_seq_lens_q .* 2 rows of 8 tokens"):
         bert(input_ids=flat()["input_ids"].view(2, 8), **BOUNDS)
     with pytest.raises(ValueError, match="must be equal"):

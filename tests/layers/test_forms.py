@@ -33,7 +33,7 @@ def texts_names() -> list[str]:
         f"{family}.{name}"
         for family, (fast, text) in FAMILIES.items()
         for name, value in vars(text).items()
-        if getattr(value, "__module__", "").startswith("transformer_fast.reference") and hasattr(fast, name)
+        if getattr(value, "__module__", "").startswith("transformer_fast.reference") and name in fast.__all__
     ]
 
 

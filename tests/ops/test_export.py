@@ -320,13 +320,13 @@ def test_a_quantised_model_translates() -> None:
         assert a[0].tokens == b[0].tokens and a[0].log_prob == pytest.approx(b[0].log_prob, abs=0.1)
 
 
-CASES = {case.op: case for case in registry.op_cases(torch.device("cpu")) if "dropout" not in case.name}
+RECORDED = {case.op: case for case in registry.op_cases(torch.device("cpu")) if "dropout" not in case.name}
 """A case of each op that has one without dropout: a graph of plain operators is not for training."""
 
 
-@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("op", RECORDED)
 def test_the_record_of_an_op_has_its_plain_form(op: str) -> None:
-    case = CASES[op]
+    case = RECORDED[op]
     inputs = tuple(case.inputs.values())
     model = Call(lambda *given: case.run(**dict(zip(case.inputs, given, strict=True))))
     program = torch.export.export(model, inputs)

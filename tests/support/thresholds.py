@@ -267,6 +267,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
 """Function to run for each number, with one less and with one more."""
 
 OTHERS: dict[str, str] = {
+    "transformer_fast/ops/registry.py:SEED": "the seed of random inputs",
     "csrc/cpu/attention/attention_params.h:kMaxSavedScores": "2**26 scores are too many for a short test",
     "csrc/cpu/attention/attention_params.h:kNoDiagonal": "a number that no length reaches",
     "csrc/cpu/attention/tile.h:kWorthAThread": "the number of threads, which changes no result",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,31 +43,33 @@ class Bounds:
             NotImplementedError: for cross-attention, whose queries and keys belong to different sequences.
             ValueError: for bounds that do not fit the tokens. On a GPU the values are not read.
         """
-        starts = given.get(_STARTS)
-        if starts is None:
+        starts, keys = given.get(_STARTS), given.get("cu_seq_lens_k")
+        if starts is None and keys is None:
             return None
         layer, config = type(module).__name__, getattr(module, "config", None)
-        keys = given.get("cu_seq_lens_k")
         if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
             raise NotImplementedError(
                 f"{layer}: {_STARTS} says where the sequences of one row begin, but a model with cross-attention has a "
                 "row for the encoder and one for the decoder; pad the batch, and leave the padding out by "
                 "accelerate(model, packed=True)"
             )
+        if not isinstance(starts, Tensor) or starts.is_floating_point() or starts.dim() != 1:
+            what = f"{starts.dtype} {tuple(starts.shape)}" if isinstance(starts, Tensor) else type(starts).__name__
+            raise TypeError(f"{layer}: {_STARTS} must be an integer tensor (B + 1,), got {what}")
         tokens = query.shape[2]
         fits = query.shape[0] == key.shape[0] == 1 and key.shape[2] == tokens
         if starts.device.type == "cpu" and not torch.compiler.is_compiling():
-            fits = fits and starts.dim() == 1 and len(starts) > 0 and int(starts[-1]) == tokens
-            fits = fits and (keys is None or keys is starts or torch.equal(keys, starts))
+            fits = fits and _rises(starts, tokens) and (keys is None or keys is starts or torch.equal(keys, starts))
         if not fits:
-            shape = tuple(starts.shape) if starts.dim() != 1 else f"end at {starts[-1:].tolist()}"
             raise ValueError(
-                f"{layer}: {_STARTS} and cu_seq_lens_k must be equal and end at the number of tokens of one row, as "
-                f"DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them; got {shape} for "
-                f"{query.shape[0]} rows of {tokens} tokens and {key.shape[2]} keys"
+                f"{layer}: {_STARTS} and cu_seq_lens_k must be equal and rise from 0 to the number of tokens of a row, "
+                f"as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them; got {starts.numel()} bounds "
+                f"for {query.shape[0]} rows of {tokens} tokens and {key.shape[2]} keys"
             )
         most = given.get("max_length_q")
-        return Bounds(starts.to(torch.int32), None if most is None else int(most))
+        if isinstance(most, Tensor):
+            most = None if torch.compiler.is_compiling() else int(most)
+        return Bounds(starts.to(torch.int32), most)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, **options: Any) -> Tensor | None:
         """Attention (1, T, H, D) of each sequence to itself; None for a mask that a packed batch cannot have.
@@ -88,6 +91,11 @@ class Bounds:
         return AttentionMask.documents(torch.searchsorted(self.starts[1:].contiguous(), places, right=True)[None])
 
 
+def _rises(starts: Tensor, end: int) -> bool:
+    values = starts.tolist()
+    return values[:1] == [0] and values[-1:] == [end] and values == sorted(values)
+
+
 def apart(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a mask function of transformers that keep the sequences of a flattened batch apart.
 
@@ -105,7 +113,10 @@ def apart(kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
     if positions.shape[0] != rows and positions.shape[0] != 1:
         return kwargs
-    numbers = get_or_compute(positions, ("flattened",), (), lambda: _numbers(positions))
+    if positions.device.type == "cpu":  # a write through NumPy is not counted
+        numbers = _numbers(positions)
+    else:
+        numbers = get_or_compute(positions, ("flattened",), (), lambda: _numbers(positions))
     if numbers is None or split(kwargs["mask_function"])[1] is not None:
         return kwargs
     positions, numbers = (t.expand(rows, -1) for t in (positions, numbers))
@@ -116,10 +127,10 @@ def apart(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(positions: Tensor) -> Tensor | None:
-    """Sequence number per token, int64 (B, L); None for rows of one sequence."""
+    """Sequence number per token, int64 (B, L); None for rows of one sequence, and for positions that never rise."""
     begins = positions.diff(dim=1) != 1
     returns = positions[:, 1:] == positions[:, :1]
-    if not bool(begins.any()) or bool((begins & ~returns).any()):
+    if not bool(begins.any()) or bool(begins.all()) or bool((begins & ~returns).any()):
         return None
     return nn.functional.pad(begins.cumsum(1), (1, 0))
 
@@ -135,11 +146,14 @@ def _by_position(mask_function: Any, positions: Tensor) -> Any:
 
 
 def _given_to_running_model(name: str) -> Any:
-    """Keyword argument of the innermost model of transformers that runs; None if it was not given."""
+    """Keyword argument of the innermost model of transformers that runs; None if it was not given, and for a mask of
+    cross-attention, whose keys have no positions."""
     from transformers import PreTrainedModel
 
     frame, model = sys._getframe(1), None
     while frame is not None:
+        if frame.f_locals.get("encoder_hidden_states") is not None and _makes_a_mask(frame):
+            return None
         caller = frame.f_locals.get("self")
         if isinstance(caller, PreTrainedModel):
             if model is not None and caller is not model:
@@ -150,6 +164,10 @@ def _given_to_running_model(name: str) -> Any:
                 return given[name]
         frame = frame.f_back
     return None
+
+
+def _makes_a_mask(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "transformers.masking_utils"
 
 
 def split(pattern: Any) -> tuple[list[Any], Tensor | None]:

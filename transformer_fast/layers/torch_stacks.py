@@ -57,9 +57,11 @@ class TransformerEncoder(nn.TransformerEncoder):
 
         As with the nested tensor, the result is 0 at padded positions, before the last norm.
         """
-        if padding is None or mask is not None or padding.dtype != torch.bool or padding.shape != src.shape[:2]:
+        if padding is None or mask is not None or padding.dtype != torch.bool or src.dim() != 3:
             return None
-        if src.dim() != 3 or type(src) is not Tensor or src.is_meta or torch.compiler.is_compiling() or is_traced():
+        if torch.compiler.is_compiling() or is_traced() or type(src) is not Tensor or src.is_meta:
+            return None
+        if padding.shape != src.shape[:2]:  # not read in a trace, which would hold the sizes
             return None
         first = self.layers[0]
         if not getattr(self, "use_nested_tensor", False) or first.training or not first.self_attn.batch_first:
