@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import OLD_TORCH
 from test_linear import by_onednn, inputs  # noqa: F401  (a fixture)
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -17,12 +16,10 @@ from torch.autograd import forward_ad
 
 import transformer_fast as tfast
 from transformer_fast import ops
+from transformer_fast.ops.linear import _compiles_to_op
 from transformer_fast.testing import assert_as_exact_as_eager
 
 pytestmark = pytest.mark.usefixtures("by_onednn")
-compiles_to_the_op = pytest.mark.skipif(
-    OLD_TORCH, reason="torch.compile of PyTorch 2.11 says that it exports, and exported code keeps F.linear"
-)
 OP, GRAD_WEIGHT = (torch.ops.transformer_fast.linear, torch.ops.transformer_fast.linear_grad_weight)
 Linear = Callable[..., Any]
 
@@ -48,7 +45,6 @@ def count(found: list[str], op: Any) -> int:
     return found.count(str(op.default))
 
 
-@compiles_to_the_op
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("leading", [(512,), (2, 300)])
 def test_three_products_go_to_the_op_and_are_those_of_eager_code(leading: tuple[int, ...], bias: bool) -> None:
@@ -60,6 +56,15 @@ def test_three_products_go_to_the_op_and_are_those_of_eager_code(leading: tuple[
     eager = ops.linear(*given)
     for result, wanted in zip(results, [eager, *torch.autograd.grad(eager, given, grad)], strict=True):
         torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+
+
+def test_a_compiler_that_says_it_exports_gets_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 says so inside torch.compile; an export sets the flag, too."""
+    given = [t.detach() for t in inputs((512,), 256, 384)]
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert _compiles_to_op(*given)
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+    assert not _compiles_to_op(*given)
 
 
 def test_inductor_and_open_sizes() -> None:
@@ -77,7 +82,6 @@ def test_inductor_and_open_sizes() -> None:
     assert counter.frame_count == 1
 
 
-@compiles_to_the_op
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_only_the_gradients_that_are_needed(frozen: int) -> None:
     given = inputs((512,), 256, 384)

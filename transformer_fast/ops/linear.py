@@ -21,10 +21,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     PyTorch multiplies float32 matrices with MKL. MKL does not use AVX-512 on processors that Intel did not make.
     oneDNN, which PyTorch uses for 16-bit matrices, does use AVX-512. On those processors this op calls oneDNN, forward
-    and backward, for all but the smallest matrices. The op is also used in code compiled by ``torch.compile``, except
-    with PyTorch 2.11, where compiled code looks like exported code. On all other processors, and in exported and traced
-    code, the op is ``F.linear`` itself. :func:`products_by` chooses the library;
-    ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN out.
+    and backward, for all but the smallest matrices. The op is also used in code compiled by ``torch.compile``. On all
+    other processors, and in exported and traced code, the op is ``F.linear`` itself. :func:`products_by` chooses the
+    library; ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN out.
 
     On a GPU, under autocast and in training, :func:`projections` computes the layer.
 
