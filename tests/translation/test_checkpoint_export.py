@@ -18,20 +18,50 @@ from small_training import small_config
 from transformers import MarianMTModel
 
 from transformer_fast import cli
-from transformer_fast.generation import GenerationConfig, generate
+from transformer_fast.generation import GenerationConfig, Hypothesis, generate
 from transformer_fast.translation import Trained, load_trained, train
 from transformer_fast.translation.checkpoints import export_ctranslate2, export_hf, import_marian
 from transformer_fast.translation.checkpoints.export import TRAINED_SEARCH
 from transformer_fast.translation.progress import Silent
 
 
-def tokens(trained: Trained, config: GenerationConfig) -> list[list[int]]:
-    """Return the best answer to each line of the text."""
+def hypotheses(trained: Trained, config: GenerationConfig) -> list[list[Hypothesis]]:
+    """Return the answers to each line of the text."""
     sources = trained.tokenizer.encode_source(TEXT)
     width, lengths = max(map(len, sources)), torch.tensor([len(ids) for ids in sources])
     src = torch.tensor([ids + [trained.tokenizer.pad] * (width - len(ids)) for ids in sources])
     marks = {"bos": trained.tokenizer.bos, "eos": trained.tokenizer.eos}
-    return [found[0].tokens for found in generate(trained.model, src, src_lengths=lengths, config=config, **marks)]
+    return generate(trained.model, src, src_lengths=lengths, config=config, **marks)
+
+
+def tokens(trained: Trained, config: GenerationConfig) -> list[list[int]]:
+    """Return the best answer to each line of the text."""
+    return [found[0].tokens for found in hypotheses(trained, config)]
+
+
+def by_ctranslate2(folder: Path, beam: int, **options: Any) -> list[Any]:
+    """Return the answers of an exported folder; the end is not barred from the first step."""
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    sentencepiece = pytest.importorskip("sentencepiece")
+    translator = ctranslate2.Translator(str(folder), compute_type="float32", intra_threads=1)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
+    lengths = {"max_decoding_length": 24, "min_decoding_length": 0}
+    lines = [processor.encode(line, out_type=str) for line in TEXT]
+    return translator.translate_batch(lines, beam_size=beam, length_penalty=1.0, **lengths, **options)
+
+
+def as_ctranslate2(trained: Trained, beam: int) -> GenerationConfig:
+    """Return the search that CTranslate2 does."""
+    return GenerationConfig(
+        beam=beam,
+        length_norm="power",
+        length_penalty=1.0,
+        slots="keep",
+        early_stop=True,
+        max_length=24,
+        suppress=trained.generation.suppress,
+        renormalize=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,28 +125,29 @@ def test_a_trained_run_comes_back(runs: dict[str, Path], tmp_path: Path) -> None
 @pytest.mark.parametrize("beam", [1, 4])
 @pytest.mark.parametrize("name", ["imported", "post", "untied", "pre", "rms", "pre rms"])
 def test_ctranslate2_says_the_same(name: str, beam: int, runs: dict[str, Path], tmp_path: Path) -> None:
-    ctranslate2 = pytest.importorskip("ctranslate2")
-    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("ctranslate2")
     export_ctranslate2(runs[name], tmp_path / "ct2")
-    translator = ctranslate2.Translator(str(tmp_path / "ct2"), compute_type="float32", intra_threads=1)
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "ct2/source.spm"))
-    lengths = {"max_decoding_length": 24, "min_decoding_length": 0}
-    found = translator.translate_batch(
-        [processor.encode(line, out_type=str) for line in TEXT], beam_size=beam, length_penalty=1.0, **lengths
-    )
     trained = load_trained(runs[name])
-    config = GenerationConfig(
-        beam=beam,
-        length_norm="power",
-        length_penalty=1.0,
-        slots="keep",
-        early_stop=True,
-        max_length=24,
-        suppress=trained.generation.suppress,
-        renormalize=True,
-    )
-    ours = [trained.tokenizer.pieces(ids) for ids in tokens(trained, config)]
+    found = by_ctranslate2(tmp_path / "ct2", beam)
+    ours = [trained.tokenizer.pieces(ids) for ids in tokens(trained, as_ctranslate2(trained, beam))]
     assert ours == [one.hypotheses[0] for one in found] and any(ours)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+def test_scores_of_ctranslate2(
+    eps: float, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another epsilon, too, which CTranslate2's own converter leaves out for some models."""
+    pytest.importorskip("ctranslate2")
+    trained = load_trained(runs["imported"])
+    for part in trained.model.modules():
+        if isinstance(part, torch.nn.LayerNorm):
+            part.eps = eps
+    monkeypatch.setattr("transformer_fast.translation.checkpoints.export.load_trained", lambda run, which: trained)
+    export_ctranslate2(runs["imported"], tmp_path / "ct2")
+    ours = [found[0].score for found in hypotheses(trained, as_ctranslate2(trained, 4))]
+    theirs = [one.scores[0] for one in by_ctranslate2(tmp_path / "ct2", 4, return_scores=True)]
+    assert theirs == pytest.approx(ours, abs=1e-4)
 
 
 def test_quantized(runs: dict[str, Path], tmp_path: Path) -> None:
