@@ -1,9 +1,12 @@
-"""docs/elsewhere.md: the page is that of the committed answers, and the row of this package is still true."""
+"""docs/elsewhere.md: the page is that of the committed answers, the row of this package is still true, and rows about
+guesses have tests."""
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,73 @@ from benchmarks.elsewhere import __main__ as command
 from benchmarks.elsewhere import page
 
 ANSWERS: dict[str, list[dict[str, Any]]] = json.loads(page.ANSWERS.read_text())
+TESTS = Path(__file__).parents[1]
+HELD: dict[str, tuple[str, ...]] = {
+    "PyTorch 2.13 on a CPU joins a mask": (
+        "ops/test_scaled_dot_product_attention.py::test_a_mask_and_is_causal",
+        "elsewhere/test_calls.py::test_attention_joins_a_mask_and_causal",
+    ),
+    "`is_causal=True` without a mask": ("accelerate/test_torch_modes.py::test_a_hint_without_a_mask",),
+    "`is_causal` with a negative scale": ("elsewhere/test_calls.py::test_causal_with_a_scale_that_is_not_positive",),
+    "a query without keys on a GPU": (
+        "interpreter/test_scaled_dot_product_attention.py::test_as_torch_computes",
+        "ops/test_attention_kernels.py::test_blocked_and_huge_entries_of_a_bias",
+    ),
+    "`nn.MultiheadAttention` in eval": ("accelerate/test_torch_modes.py::test_a_sentence_that_is_all_padding",),
+    "the fast path of": (
+        "accelerate/test_torch_modes.py::test_the_form_of_gelu",
+        "elsewhere/test_replaced_parts.py::test_adapters_of_peft",
+        "elsewhere/test_replaced_parts.py::test_a_part_that_was_there_before",
+        "elsewhere/test_replaced_parts.py::test_a_part_that_comes_afterwards",
+    ),
+    "an adapter on `out_proj`": (
+        "elsewhere/test_replaced_parts.py::test_an_adapter_of_the_output_projection_is_never_applied",
+    ),
+    "`CrossEntropyLoss` where all targets": (
+        "ops/test_cross_entropy.py::test_all_ignored_and_no_rows",
+        "accelerate/test_loss.py::test_all_ignored",
+    ),
+    "`nn.Embedding(max_norm=...)`": ("elsewhere/test_calls.py::test_a_table_with_a_greatest_norm",),
+    "an autocast region": ("elsewhere/test_autocast.py::test_an_accelerated_model_reads_what_the_plain_one_reads",),
+    "an exported query without keys": (
+        "elsewhere/test_rows_without_keys.py::test_in_graphs_of_onnx",
+        "elsewhere/test_rows_without_keys.py::test_in_openvino",
+    ),
+    "an encoder layer with a padding mask": (
+        "elsewhere/test_rows_without_keys.py::test_an_encoder_layer_in_graphs_of_onnx",
+    ),
+    "two float16 masks": ("elsewhere/test_rows_without_keys.py::test_two_masks_of_float16_whose_sum_is_not_finite",),
+    "`openvino.save_model`": ("elsewhere/test_rows_without_keys.py::test_in_openvino",),
+    "a tied table": ("elsewhere/test_tied_tables.py::test_an_accelerated_model_is_stored_as_the_plain_one",),
+    "`quantize_dynamic` of": ("accelerate/test_quantised.py::test_as_many_layers_are_quantised",),
+    "T5 and Marian": ("elsewhere/test_rows_without_keys.py::test_the_first_position_of_a_decoder",),
+    "BERT with eager attention": (
+        "elsewhere/test_rows_without_keys.py::test_a_mask_of_four_axes_with_an_empty_row",
+        "elsewhere/test_rows_without_keys.py::test_a_bool_mask_of_four_axes_keeps_where_it_is_true",
+    ),
+    "a flattened batch": (
+        "integrations/test_flattened.py::test_a_flattened_batch_equals_each_sentence_alone",
+        "integrations/test_flattened.py::test_what_cannot_be_is_refused_by_name",
+    ),
+    "Trainer multiplies": (
+        "accelerate/test_trainer_accumulation.py::test_accelerated_models_do_the_same_and_the_setting_of_the_page_helps",
+    ),
+    "Trainer decays": ("elsewhere/test_calls.py::test_trainer_decays_the_same_parameters",),
+    "a Marian or BART model": (
+        "translation/test_marian_refusals.py::test_a_wrong_folder_is_named_and_nothing_is_written",
+        "translation/test_checkpoint_export.py::test_transformers_says_the_same",
+    ),
+    "a repetition penalty": (
+        "translation/test_marian_refusals.py::test_a_wrong_folder_is_named_and_nothing_is_written",
+    ),
+    "CTranslate2's scores": ("translation/test_checkpoint_export.py::test_scores_of_ctranslate2",),
+    "its converter": ("translation/test_checkpoint_export.py::test_scores_of_ctranslate2",),
+    "PyTorch 2.11 says": (
+        "ops/test_linear_compiled.py::test_a_compiler_that_says_it_exports_gets_the_op",
+        "ops/test_linear_compiled.py::test_three_products_go_to_the_op_and_are_those_of_eager_code",
+    ),
+}
+"""Tests of what happens here, by the first words of a row about a guess."""
 AGAIN = "python -m benchmarks.elsewhere --page"
 
 
@@ -36,3 +106,16 @@ def test_a_probe_ran_with_the_pinned_packages(name: str) -> None:
 def test_every_probe_is_in_the_list() -> None:
     found = {path.stem for path in command.PROBES.glob("*.py")} - {"shared"}
     assert found == set(command.PACKAGES) == set(ANSWERS)
+
+
+def test_each_row_about_a_guess_has_tests() -> None:
+    table = page.PAGE.read_text().partition("| in the library | here |\n| --- | --- |\n")[2]
+    rows = [line.removeprefix("| ") for line in table.splitlines()]
+    assert [next((words for words in HELD if row.startswith(words)), row) for row in rows] == list(HELD)
+
+
+@pytest.mark.parametrize("test", sorted({test for tests in HELD.values() for test in tests}))
+def test_a_test_of_a_row_is_there(test: str) -> None:
+    file, _, name = test.partition("::")
+    parsed = ast.parse((TESTS / file).read_text())
+    assert name in {node.name for node in parsed.body if isinstance(node, ast.FunctionDef)}

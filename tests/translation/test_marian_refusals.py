@@ -151,6 +151,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another forced end": (edit("generation_config.json", forced_eos_token_id=4), "expected none or that of eos, 0"),
     "another end to search for": (edit("generation_config.json", eos_token_id=4), "eos_token_id 4; config.json has 0"),
     "a beam of draws": (edit("generation_config.json", num_beams=2, do_sample=True), "sampling with a beam"),
+    "a penalty with a beam": (
+        edit("generation_config.json", num_beams=2, repetition_penalty=1.2),
+        "repetition_penalty to 1.2: with a beam",
+    ),
     "a beam of half": (edit("generation_config.json", num_beams=0.5), "beam must be an int >= 1, got 0.5"),
     "beams in words": (edit("generation_config.json", num_beams="four"), "has an invalid setting: "),
     "a bad word that is none": (edit("generation_config.json", bad_words_ids=[3]), "has an invalid setting: "),
