@@ -21,18 +21,6 @@ from torch.nn.functional import log_softmax  # noqa: E402
 
 logging.disable(logging.WARNING)
 WORDS = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(4, 32))]
-PARTS = {
-    "vocab_size": 32,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "max_position_embeddings": 24,
-    "init_std": 0.5,
-}
 END, LENGTH = 2, 12
 SOURCES = [[f"w{i}", f"w{35 - i}", "</s>"] for i in range(4, 32)]
 
@@ -41,7 +29,7 @@ def models(folder: str) -> tuple[Any, Any]:
     """Return the model of transformers and that of CTranslate2."""
     torch.manual_seed(0)
     config = hf.BartConfig(
-        **PARTS,
+        **shared.BART,
         pad_token_id=1,
         eos_token_id=2,
         decoder_start_token_id=2,

@@ -11,6 +11,19 @@ import numpy as np
 B, H, LQ, LK, D = 3, 2, 4, 5, 8
 """All sizes differ, so that no axis of a mask is taken for another; the empty query is query 2."""
 EMPTY = 2
+BART = {
+    "vocab_size": 32,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 24,
+    "init_std": 0.5,
+}
+"""Config of a small BART or Marian of transformers."""
 
 
 def inputs(lq: int = LQ, lk: int = LK) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

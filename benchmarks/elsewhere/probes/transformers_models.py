@@ -22,18 +22,6 @@ from transformers.trainer_pt_utils import LabelSmoother  # noqa: E402
 hf.logging.set_verbosity_error()
 logging.disable(logging.WARNING)
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-PARTS = {
-    "vocab_size": 32,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "max_position_embeddings": 24,
-    "init_std": 0.5,
-}
 NAMES = ("eager", "sdpa")
 
 
@@ -150,7 +138,7 @@ def smoothed(logits: np.ndarray, targets: np.ndarray) -> float:
 def bart(kind: type, **options: Any) -> Any:
     """Return a BART, or a Marian whose names of the options are BART's."""
     torch.manual_seed(0)
-    return kind(kind.config_class(**PARTS, **options)).eval()
+    return kind(kind.config_class(**shared.BART, **options)).eval()
 
 
 @torch.no_grad()
