@@ -163,7 +163,7 @@ def test_an_equal_call_launches_again_what_the_first_did(on_a_gpu, monkeypatch, 
             given, again = call()
         return by_launchers, outcomes(again, given), again
 
-    # What one operator frees, the next may get, by chance: then one name stands for two tensors.
+    # Memory that one operator frees may be given to the next, by chance: then one name stands for two tensors.
     tries = (compared() for _ in range(5))
     again = next((again for expected, found, again in tries if found == expected), None)
     assert again and all(driver_call[6:9] == (None, None, None) for driver_call in again)
