@@ -12,7 +12,7 @@ ANSWERS = Path(__file__).with_name("answers.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "elsewhere.md"
 TEMPLATE = Path(__file__).with_name("page.md")
 USUAL = " (Lq, Lk), (B, 1, 1, Lk), (B, 1, Lq, Lk), (B, H, Lq, Lk); refused (B, Lk), (B, Lq, Lk)"
-"""What a cell says of masks that broadcast to the scores, and of no others; the page says it once."""
+"""Text of a cell for masks that broadcast to the scores, and no others; the page says it once."""
 COLUMNS = {
     "attention": ("empty", "mask", "causal", "dropout"),
     "models": ("smoothing", "positions", "scores"),

@@ -17,10 +17,10 @@
 namespace transformer_fast {
 
 // One launch of a compiled kernel.
-struct __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields are
+struct __attribute__((visibility("hidden"))) CachedLaunch {  // pybind11 types have hidden visibility
   pybind11::object run;                                      // the launcher of the compiled kernel
   pybind11::tuple arguments;                      // all that `run` takes, the stream and the kernel's own among them
-  std::vector<std::pair<size_t, size_t>> places;  // (a, p): argument a is what the call has at place p
+  std::vector<std::pair<size_t, size_t>> places;  // number of an argument, and place of its value in the call
   pybind11::object kernel;                        // the jitted function
   pybind11::object kept;                          // the compiled kernel, and tensors whose addresses are arguments
 };

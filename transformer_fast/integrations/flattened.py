@@ -6,6 +6,7 @@ that start again tell it the mask functions; those of transformers read them for
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ _STARTS = "cu_seq_lens_q"
 _PACKED_PARTS = "causal_offset", "window_offset", "document_ids", "distance_biases"
 
 
+@dataclasses.dataclass(frozen=True)
 class Bounds:
     """Sequences of the queries and keys of one call, from the arguments of transformers' attention interface.
 
@@ -32,8 +34,8 @@ class Bounds:
         most: length of the longest sequence; None if the caller did not say.
     """
 
-    def __init__(self, starts: Tensor, most: int | None) -> None:
-        self.starts, self.most = starts, most
+    starts: Tensor
+    most: int | None
 
     @staticmethod
     def of(module: nn.Module, query: Tensor, key: Tensor, given: Mapping[str, Any]) -> Bounds | None:
@@ -41,6 +43,7 @@ class Bounds:
 
         Raises:
             NotImplementedError: for cross-attention, whose queries and keys belong to different sequences.
+            TypeError: for bounds that are no integer tensor (B + 1,).
             ValueError: for bounds that do not fit the tokens. On a GPU the values are not read.
         """
         starts, keys = given.get(_STARTS), given.get("cu_seq_lens_k")

@@ -61,8 +61,8 @@ class AttentionConfig:
 # loop over tiles, with Triton 3.6 to 3.9 (benchmarks/results/static/spills.md), with dropout, a tile map or lengths,
 # packed or not. Choice among those:
 # "short" has small tiles, because the part of the last tile past a sentence is waste. The other entries have large
-# tiles, which read keys and values less often. Among equally large tiles, the one is taken of which
-# more warps fit at once. On sm_80 a warp has its own 16 rows only if the tile has at least as many rows as head
+# tiles, which read keys and values less often. Among tiles of one size, the one with more warps at
+# once is taken. On sm_80 a warp has its own 16 rows only if the tile has at least as many rows as head
 # dimensions.
 # On sm_90: the fastest tile in a replay of the machine code, with two or more programs per multiprocessor, so that one
 # computes while another waits. "long" and "plain" keep 128 queries per tile if that is nearly as fast, because a replay
