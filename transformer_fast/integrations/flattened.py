@@ -74,24 +74,30 @@ class Bounds:
             most = None if torch.compiler.is_compiling() else int(most)
         return Bounds(starts.to(torch.int32), most)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, **options: Any) -> Tensor | None:
-        """Attention (1, T, H, D) of each sequence to itself; None for a mask that a packed batch cannot have.
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, keys: Bounds, **options: Any
+    ) -> Tensor:
+        """Attention (1, Tq, H, D) of each of these sequences to that of the keys.
 
         Args:
-            query, key, value: (1, H, T, D) and (1, Hkv, T, D).
-            mask: offsets count within each sequence.
-            options: scale, softcap, sinks and dropout_p of :func:`transformer_fast.attention_packed`.
+            query, key, value: (1, H, Tq, D) and (1, Hkv, Tk, D).
+            mask: parts that :func:`transformer_fast.attention_packed` takes; offsets count within each sequence.
+            keys: sequences of the keys.
+            options: scale, softcap, sinks and others of :func:`transformer_fast.attention_packed`.
         """
-        if parts_beside(mask, *_PACKED_PARTS):
-            return None
         tokens = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
-        lengths = {"max_q": self.most, "max_k": self.most}
-        return ops.attention_packed(*tokens, self.starts, self.starts, mask=mask, **lengths, **options).unsqueeze(0)
+        lengths = {"max_q": self.most, "max_k": keys.most}
+        return ops.attention_packed(*tokens, self.starts, keys.starts, mask=mask, **lengths, **options).unsqueeze(0)
 
     def documents(self, tokens: int) -> AttentionMask:
         """The sequences as a part of a mask."""
         places = torch.arange(tokens, device=self.starts.device, dtype=torch.int32)
         return AttentionMask.documents(torch.searchsorted(self.starts[1:].contiguous(), places, right=True)[None])
+
+
+def is_packable(mask: AttentionMask) -> bool:
+    """Return True if a packed batch can have this mask."""
+    return not parts_beside(mask, *_PACKED_PARTS)
 
 
 def _rises(starts: Tensor, end: int) -> bool:

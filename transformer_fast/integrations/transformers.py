@@ -117,12 +117,11 @@ def attention_forward(
     if isinstance(attention_mask, PackedLazyMask) and not wanted:
         packed_mask = _packed_mask(attention_mask, position_bias, module, is_causal)
         if packed_mask is not None:
-            tokens = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
-            queries, keys = attention_mask.packed.queries, attention_mask.packed.keys
-            lengths = {"max_q": queries.max_length, "max_k": keys.max_length}
-            bounds = queries.cu_seqlens, keys.cu_seqlens
-            out = ops.attention_packed(*tokens, *bounds, mask=packed_mask, **lengths, **options)
-            return out.unsqueeze(0), None
+            of_queries, of_keys = (
+                flattened.Bounds(p.cu_seqlens, p.max_length)
+                for p in (attention_mask.packed.queries, attention_mask.packed.keys)
+            )
+            return of_queries.attend(query, key, value, packed_mask, of_keys, **options), None
     sequences = flattened.Bounds.of(module, query, key, kwargs)
     if sizes(query)[0] != sizes(key)[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -136,10 +135,8 @@ def attention_forward(
     options["empty_rows"] = empty_rows
     if sequences is not None:
         mask = mask or AttentionMask()
-        if bias is None and not wanted:
-            out = sequences.attend(query, key, value, mask, **options)
-            if out is not None:
-                return out, None
+        if bias is None and not wanted and flattened.is_packable(mask):
+            return sequences.attend(query, key, value, mask, sequences, **options), None
         mask = mask & sequences.documents(query.shape[2])
     result = ops.attention(query, key, value, mask, bias=bias, return_weights=wanted, **options)
     out, weights = result if wanted else (result, None)
