@@ -19,13 +19,13 @@
 #                 make sanitize-threads, under the one for races
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu
 # make pythons    build, verify and test with every Python from 3.11 on that is here, and with the newest and the oldest
-#                 torch; some gigabytes each. ROWS="python3.12 torch2.11": only rows of these; make oldest, the last one
+#                 torch; some gigabytes each. ROWS="python312 and torch211": only these; make oldest, the last one
 # make wheel      a source distribution, and a wheel built from it, in dist, for the Python and the torch of .venv;
 #                 URL=https://host/owner/name: where README's links lead from a package index
-# make wheel-all  one wheel for torch 2.11 to 2.14 and every Python from 3.11 on that is here; it goes on where it was
+# make wheel-all  one wheel for torch 2.11 to 2.15 and every Python from 3.11 on that is here; it goes on where it was
 #                 stopped
-# make release-check  such a wheel of a clean clone, used in new environments, with a table at the end; ROWS as for pythons,
-#                 WHEEL=file: this wheel instead
+# make release-check  such a wheel of a clean clone, used as a new user would; ROWS as for pythons, WHEEL=file: this
+#                 wheel instead
 # make hub        the Triton attention as a kernel of Hugging Face's hub, in build/hub, for its kernel-builder
 # make docs       the site, in site/: pages, and the reference from the docstrings; URL=https://host/owner/name: it
 #                 names the repository
@@ -47,6 +47,11 @@ COUNT ?= 500
 CPU ?=
 BENCH_CPU := $(if $(CPU),TRANSFORMER_FAST_CPU=$(CPU) ATEN_CPU_CAPABILITY=$(CPU) DNNL_MAX_CPU_ISA=$(CPU) \
   MKL_ENABLE_INSTRUCTIONS=$(CPU) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor-$(CPU))
+
+NOX := $(BIN)/nox --noxfile noxfile.py
+WHEEL_SESSION := $(if $(WHEEL),"wheel($(WHEEL))")
+ROWS ?=
+CHOSEN := $(if $(ROWS),-k "$(ROWS)")
 
 PROGRESS := $(PYTHON) tools/progress.py
 # Python compiles a module when it is imported first; most of them never are.
@@ -87,10 +92,10 @@ demo: $(VENV)/.linked
 	$(BIN)/python -m transformer_fast demo --out demo
 
 test: setup
-	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) $(if $(WHEEL),--wheel $(WHEEL))
+	@WORKERS=$(WORKERS) $(NOX) -s lint triton tests kernels interpreter $(WHEEL_SESSION)
 
 test-all: setup $(VENV)/.docs
-	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) --all $(if $(WHEEL),--wheel $(WHEEL))
+	@WORKERS=$(WORKERS) $(NOX) -s lint triton tests kernels interpreter tools $(WHEEL_SESSION) -- --all
 
 $(VENV)/.docs: requirements-docs.txt | $(VENV)/.installed
 	@$(PROGRESS) "packages of the site" $(PIP) -r requirements-docs.txt
@@ -136,7 +141,8 @@ hub:
 	$(PYTHON) tools/hub_kernel.py
 
 release-check: setup
-	$(BIN)/python tools/release_check.py $(if $(WHEEL),--wheel $(WHEEL)) $(ROWS)
+	$(if $(WHEEL),,rm -rf build/release/dist && $(BIN)/python tools/wheel_all.py --clone)
+	$(NOX) -s pythons $(CHOSEN) -- $(or $(WHEEL),build/release/dist/*.whl)
 
 bench: setup
 	mkdir -p $(RESULTS)
@@ -163,10 +169,10 @@ cuda-check: setup
 	$(BIN)/python tools/cuda_check.py
 
 pythons: setup
-	$(BIN)/python tools/pythons.py $(ROWS)
+	$(NOX) -s pythons $(CHOSEN)
 
 oldest: setup
-	$(BIN)/python tools/pythons.py --oldest
+	$(NOX) -s pythons -k torch211
 
 arm-check: $(VENV)/.installed
 	$(BIN)/python tools/arm_check.py
@@ -178,4 +184,4 @@ sanitize-threads: $(VENV)/.tools
 	$(BIN)/python tools/sanitize.py --threads
 
 clean:
-	rm -rf $(VENV) .venv-cuda .venv-gpu .gpu .venv-pythons build dist site *.egg-info transformer_fast/*.so $(RESULTS) demo
+	rm -rf $(VENV) .venv-cuda .venv-gpu .gpu .nox build dist site *.egg-info transformer_fast/*.so $(RESULTS) demo

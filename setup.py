@@ -5,7 +5,7 @@ Environment:
                                   are found; 0: never; 1: or fail.
     TRANSFORMER_FAST_CPU_SETS     instruction sets that get kernels: "host" (default), the baseline, which every machine
                                   runs, and the best that this machine runs; "baseline"; "all", for a wheel that other
-                                  machines get (`make wheel`); names, "avx2,avx512"; or "none" (tools/pythons.py).
+                                  machines get (`make wheel`); names, "avx2,avx512"; or "none" (noxfile.py).
     TORCH_CUDA_ARCH_LIST          GPU architectures; default "8.0;9.0+PTX". No GPU is looked for.
     TRANSFORMER_FAST_CXX_FLAGS    further flags for the compiler and the linker, behind the ones below; the symbols are
                                   then kept. For tools/sanitize.py and for debuggers.

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from mutant_rows import ROWS
 from mutant_rows.fault import Fault, Unfit
-from pythons import ROOT, copy_sources, setup_names
+from project import ROOT, copy_sources, setup_names
 
 SEEN_AT_LEAST, GONE_AT_MOST = 0.95, 0.1
 INTERPRETED = "tests/interpreter"
@@ -66,7 +66,7 @@ class Tree:
             "PYTHONPATH": str(self.path),
             "OMP_NUM_THREADS": "1",
             "TRANSFORMER_FAST_CUDA": "0",
-            "TRANSFORMER_FAST_CPU_SETS": setup_names(ROOT)["instruction_sets"]("host")[-1],
+            "TRANSFORMER_FAST_CPU_SETS": setup_names()["instruction_sets"]("host")[-1],
             "TRANSFORMER_FAST_CXX_FLAGS": "-O0 -w",  # a third of the compiler's time, and the same numbers
         }
 

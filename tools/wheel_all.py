@@ -1,4 +1,4 @@
-"""``make wheel-all``: one wheel for every torch of TORCHES and every Python from 3.11 on that this machine has.
+"""``make wheel-all``: one wheel for every torch of TORCHES and every Python of tools/project.py that this machine has.
 
 The module is compiled once per pair of torch and Python, the kernels once per instruction set. Only the headers of
 torch are needed: those of the installed torch, or those of a wheel from the registry (half a gigabyte, of which only
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pythons import ROOT, pythons, setup_names
+from project import ROOT, pythons, setup_names
 
-TORCHES = ("2.11", "2.12", "2.13", "2.14")
+TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 FOLDER = ROOT / "build/wheel"
 LIBRARIES = ("libc10", "libtorch_cpu", "libtorch_python")
 WHERE = "import sysconfig; print(sysconfig.get_path('include'), sysconfig.get_config_var('EXT_SUFFIX'), sep='\\n')"
@@ -195,6 +195,17 @@ def make_wheel(prebuilt: Path, folder: Path) -> Path:
         return Path(shutil.copy2(wheel, folder))
 
 
+def in_a_clone(arguments: list[str]) -> None:
+    """Run this tool in a clone of the last commit, whose compiled objects are kept between runs."""
+    clone = ROOT / "build/release"
+    if not clone.exists():
+        run(["git", "clone", "--quiet", str(ROOT), str(clone)])
+    run(["git", "fetch", "--quiet", "origin", "HEAD"], cwd=clone)
+    run(["git", "checkout", "--quiet", "--force", "--detach", "FETCH_HEAD"], cwd=clone)
+    run(["git", "clean", "--quiet", "-xdff", "--exclude=build/wheel"], cwd=clone)
+    run([sys.executable, "tools/wheel_all.py", *arguments], cwd=clone)
+
+
 def output(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -215,9 +226,13 @@ def main() -> None:
     parser.add_argument("--torch", nargs="+", default=TORCHES, help="minor versions of torch (default: %(default)s)")
     parser.add_argument("--python", nargs="+", help="versions of Python, such as 3.12 (default: all installed ones)")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
+    parser.add_argument("--clone", action="store_true", help="of a clone of the last commit, in build/release")
     parser.add_argument("--compile-only", action="store_true", help="make no wheel; print the paths of the libraries")
     options = parser.parse_args()
     os.environ["TRANSFORMER_FAST_CUDA"] = "0"
+    if options.clone:
+        in_a_clone([argument for argument in sys.argv[1:] if argument != "--clone"])
+        return
     FOLDER.mkdir(parents=True, exist_ok=True)
     programs = pythons()
     unknown = set(options.python or ()) - programs.keys()
@@ -228,7 +243,7 @@ def main() -> None:
     all_headers = [
         in_use if in_use.minor == minor else headers_of(minor, next(iter(chosen))) for minor in options.torch
     ]
-    plan = Plan(setup_names(ROOT))
+    plan = Plan(setup_names())
     plan.kernels(in_use)
     modules = {plan.module(headers, program): headers for headers in all_headers for program in chosen.values()}
     file = FOLDER / "build.ninja"

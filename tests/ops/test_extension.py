@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pythons import setup_names
+from project import setup_names
 from subprocesses import ROOT, program, python
 
 import transformer_fast as tfast
@@ -238,7 +238,7 @@ def test_the_environment_chooses_the_kernels(name: str) -> None:
 def test_kernels_of_other_sources_are_refused(tmp_path: Path) -> None:
     path = extension._library(extension.build_info()["instruction_set"])
     other = tmp_path / path.name
-    digest = setup_names(ROOT)["kernels_digest"]()
+    digest = setup_names()["kernels_digest"]()
     assert path.read_bytes().count(digest.encode()) == 1
     other.write_bytes(path.read_bytes().replace(digest.encode(), digest[::-1].encode()))
     with pytest.raises(RuntimeError, match=f"comes from other sources: {digest[::-1]}, where this module expects"):

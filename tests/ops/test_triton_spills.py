@@ -19,7 +19,7 @@ import recording_driver as recording
 import torch
 import triton
 import triton_spills
-from pythons import oldest_versions, requirements
+from project import oldest_versions, pinned
 from test_triton_compile import spill_limit
 from triton_spills import CAPABILITY, Found
 from triton_versions import VERSIONS
@@ -33,8 +33,8 @@ launched, on_a_gpu = recording.launched, recording.on_a_gpu
 
 
 def test_the_versions_are_those_that_are_allowed():
-    pinned = next(line.partition("==")[2].partition(";")[0] for line in requirements() if line.startswith("triton=="))
-    assert VERSIONS[0].startswith(oldest_versions()["triton"]) and pinned.strip() in VERSIONS
+    pin = pinned()["triton"].partition("==")[2].partition(";")[0]
+    assert VERSIONS[0].startswith(oldest_versions()["triton"]) and pin.strip() in VERSIONS
     assert all(is_known(version) for version in VERSIONS)
     major, minor, _ = map(int, VERSIONS[-1].split("."))
     for version in ("3.5.1", f"{major}.{minor + 1}.0"):

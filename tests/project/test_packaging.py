@@ -20,7 +20,6 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-import release_check
 import torch
 
 import transformer_fast
@@ -135,12 +134,22 @@ def test_a_stranger_can_use_the_wheel(sdist: Path, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     wheel = built(sdist, tmp_path / "wheel")
     check_wheel(wheel)
-    packages = Path(torch.__file__).parent.parent
-    python = release_check.new_environment(sys.executable, packages, wheel, tmp_path / "environment")
-    stranger = release_check.Stranger(python, "_C.torch")
-    release_check.check_use(stranger, tmp_path / "program")
+    python = new_environment(wheel, tmp_path / "environment")
+    run(str(python), str(ROOT / "tools/use_wheel.py"), "_C.torch", cwd=tmp_path / "program")
     check_command(python.parent / "transformer-fast", tmp_path / "command")
     check_types(python, tmp_path / "types")
+
+
+def new_environment(wheel: Path, environment: Path) -> Path:
+    """Python of an environment with the wheel; all else comes from this environment by a path alone, through which no
+    `.pth` file is read, such as that of the editable install."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(environment), cwd=ROOT)
+    (own,) = environment.glob("lib/python*/site-packages")
+    (own / "borrowed.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    python = environment / "bin/python"
+    pip = ("-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed")
+    run(sys.executable, *pip, str(wheel), cwd=ROOT)
+    return python
 
 
 def built(sdist: Path, folder: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pythons import setup_names
+from project import setup_names
 from setuptools import Distribution
 from subprocesses import ROOT, python
 
@@ -20,7 +20,7 @@ from transformer_fast import extension
 def test_asking_for_cuda_without_it_is_a_clear_error_and_auto_says_so_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    want_cuda = setup_names(ROOT)["want_cuda"]
+    want_cuda = setup_names()["want_cuda"]
     monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "1")
     with pytest.raises(SystemExit, match=f"cannot be built here: torch {re.escape(torch.__version__)} is a CPU build"):
         want_cuda()
@@ -33,7 +33,7 @@ def test_asking_for_cuda_without_it_is_a_clear_error_and_auto_says_so_in_a_line(
 def test_a_wrong_cuda_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "yes")
     with pytest.raises(SystemExit, match="TRANSFORMER_FAST_CUDA: expected auto, 0 or 1, got 'yes'"):
-        setup_names(ROOT)["want_cuda"]()
+        setup_names()["want_cuda"]()
 
 
 def test_setup_without_torch_says_what_to_install() -> None:
@@ -74,7 +74,7 @@ def test_choice_of_cuda(
     """An obstacle gives one line; if CUDA was requested, it ends the build."""
     from torch.utils import cpp_extension
 
-    names = setup_names(ROOT)
+    names = setup_names()
     for file in files:
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
@@ -103,7 +103,7 @@ def test_ccache_is_used_where_it_is_and_no_compiler_is_asked_for(
         (tmp_path / "ccache").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", asked)
-    setup_names(ROOT)["use_ccache"](tmp_path / "build")
+    setup_names()["use_ccache"](tmp_path / "build")
     link = tmp_path / "build/ccache/c++"
     assert os.environ["CXX"] == (str(link) if used else asked)
     assert not used or link.resolve() == tmp_path / "ccache"
@@ -111,13 +111,13 @@ def test_ccache_is_used_where_it_is_and_no_compiler_is_asked_for(
 
 def test_the_module_is_built_without_the_kernels() -> None:
     """The kernels are in the libraries of the instruction sets."""
-    files = setup_names(ROOT)["module_extension"]().sources
+    files = setup_names()["module_extension"]().sources
     assert "csrc/ops/norm.cpp" in files and len(files) == len(set(files))
     assert not [file for file in files if file.startswith("csrc/cpu/")]
 
 
 def test_sets_to_build() -> None:
-    names = setup_names(ROOT)
+    names = setup_names()
     choose, known = names["instruction_sets"], list(names["known_sets"]())
     assert choose("all") == known and set(choose("host")) <= set(known)
     assert choose("baseline") == known[:1] and choose(",".join(known[:2])) == known[:2]
@@ -141,7 +141,7 @@ def test_sets_to_build() -> None:
     ],
 )  # fmt: skip
 def test_sets_of_a_machine(flags: set[str], expected: list[str]) -> None:
-    names = setup_names(ROOT)
+    names = setup_names()
     names["known_sets"] = lambda: names["X86_SETS"]
     names["cpu_flags"] = lambda: flags
     assert names["instruction_sets"]("host") == expected
@@ -156,7 +156,7 @@ def test_an_install_builds_for_this_machine(
     monkeypatch.delenv("TRANSFORMER_FAST_CPU_SETS", raising=False)
     if asked:
         monkeypatch.setenv("TRANSFORMER_FAST_CPU_SETS", asked)
-    names = setup_names(ROOT)
+    names = setup_names()
     extensions = [names["kernels_extension"](name, []) for name in names["known_sets"]()]
     build = names["Build"](Distribution({"ext_modules": extensions}))
     build.inplace = in_place
@@ -174,7 +174,7 @@ def test_make_wheel_builds_every_set() -> None:
 
 @pytest.mark.parametrize(("age", "stays"), [(10, False), (-10, True)])
 def test_kernels_older_than_their_sources_do_not_stay(age: int, stays: bool, tmp_path: Path) -> None:
-    names = setup_names(ROOT)
+    names = setup_names()
     newest = max(file.stat().st_mtime for file in (ROOT / "csrc").rglob("*"))
     library = tmp_path / "old.so"
     library.touch()
@@ -185,7 +185,7 @@ def test_kernels_older_than_their_sources_do_not_stay(age: int, stays: bool, tmp
 
 def test_libraries_are_built_where_they_are_looked_for() -> None:
     """distutils writes a library by the last part of its name; setuptools copies it by the whole name."""
-    names = setup_names(ROOT)
+    names = setup_names()
     name = names["kernels_name"]("avx2")
     build = names["Build"](Distribution({"ext_modules": [names["kernels_extension"]("avx2", [])]}))
     build.ensure_finalized()

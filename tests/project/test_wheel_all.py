@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import wheel_all
-from pythons import ROOT, setup_names
+from project import ROOT, setup_names
 
 COMPILER = shutil.which(os.environ.get("CXX", "c++").split()[0])
 
@@ -25,7 +25,7 @@ def test_modules_are_for_each_pair_and_kernels_for_all(tmp_path: Path, monkeypat
     monkeypatch.setattr(wheel_all, "FOLDER", tmp_path)
     monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "0")
     monkeypatch.setenv("TRANSFORMER_FAST_CPU_SETS", "all")
-    setup = setup_names(ROOT)
+    setup = setup_names()
     plan = wheel_all.Plan(setup)
     plan.kernels(headers(tmp_path, "2.13.0"))
     modules = [plan.module(headers(tmp_path, version), sys.executable) for version in ("2.12.1", "2.13.0")]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
-import json
 import os
 import zlib
 from collections import Counter, defaultdict
@@ -30,13 +29,11 @@ BENCHMARKS = "bench_*.py"
 """Files that run all their cases, one after the other."""
 STRENGTHS = {"values": 1, "pairs": 2}
 LEFT = pytest.StashKey[int]()
-COLLECTED = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case, not only those of the short list")
     parser.addoption("--cover", choices=STRENGTHS, default="pairs", help="cover no more than these in the short list")
-    parser.addoption("--verdict", metavar="FILE", type=Path, help="write the counts of the run to FILE, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,21 +68,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count the cases that -k and -m leave; a process of xdist sends the count to its controller."""
     gc.freeze()  # nor is it later: a test that compiles, or calls gc.collect(), looks through its own objects alone
     gc.set_threshold(50_000)  # Python's own is 700: compilers make millions of objects
     gc.enable()
-    config = session.config
-    config.stash[COLLECTED] = len(session.items)
-    if hasattr(config, "workeroutput"):
-        config.workeroutput.update(left=config.stash[LEFT], collected=len(session.items))
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = session.config.stash[LEFT]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Keep the counts of a process of xdist: each of them has collected all tests."""
+    """Keep the count of a process of xdist: each of them has collected all tests."""
     if counted := getattr(node, "workeroutput", None):
-        node.config.stash[LEFT], node.config.stash[COLLECTED] = counted["left"], counted["collected"]
+        node.config.stash[LEFT] = counted["left"]
 
 
 def short_list(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
@@ -145,17 +139,11 @@ def combinations(row: dict[str, Hashable], strength: int) -> set[tuple[tuple[str
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    stats = terminalreporter.stats
-    left, collected = config.stash.get(LEFT, 0), config.stash.get(COLLECTED, 0)
-    if left:
+    reasons = Counter(reason_of(report) for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
+    if left := config.stash.get(LEFT, 0):
         terminalreporter.write_line(f"{left} more cases run with --all")
-    if (path := config.getoption("verdict")) is None:
-        return
-    skipped = [report for report in stats.get("skipped", ()) if getattr(report, "when", "collect") != "collect"]
-    counts = {name: len(stats.get(name, ())) for name in ("passed", "failed", "error")}
-    reasons = Counter(reason_of(report) for report in stats.get("skipped", ()))
-    counts |= {"skipped": len(skipped), "collected": collected, "only_all": left, "reasons": reasons}
-    path.write_text(json.dumps(counts))
 
 
 def reason_of(report: Any) -> str:

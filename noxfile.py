@@ -1,0 +1,168 @@
+"""Sessions of tests: ``make test``, ``make test-all``, ``make pythons`` and ``make release-check`` run them by nox.
+
+    nox --list                    every session
+    nox -s kernels                the CPU kernels' tests, for each other instruction set of this machine
+    nox -s pythons -k python312   the rows of one Python; -k "python312 and torch211": one row
+
+A failure does not stop the sessions behind it, and the last lines say which failed. What stands behind ``--`` goes to
+pytest: ``-- --all`` runs every case, not the short list of tests/support/short_list.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from project import PYTHONS, copy_kernels, copy_sources, oldest_versions, pinned, search_path  # noqa: E402
+
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "triton", "tests", "kernels", "interpreter"]
+os.environ["PATH"] = search_path()
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the tests start hundreds of programs, which would all compile anew
+
+PYTEST = (sys.executable, "-m", "pytest")
+PARALLEL = ("-n", os.environ.get("WORKERS", "auto"), "--dist=worksteal", "--durations=30")
+KERNEL_TESTS = (
+    "tests/ops/test_attention*.py",
+    "tests/ops/test_cross_entropy.py",
+    "tests/ops/test_dropout.py",
+    "tests/ops/test_eager.py",
+    "tests/ops/test_embedding.py",
+    "tests/ops/test_every_op.py",
+    "tests/ops/test_norm.py",
+    "tests/ops/test_packing.py",
+    "tests/ops/test_pages.py",
+    "tests/generation/test_fused.py",
+    "tests/generation/test_quantized*.py",
+    "tests/generation/test_step_linear.py",
+)
+SETS = "from transformer_fast import extension; print(*extension.usable_instruction_sets()[1:])"
+WHEEL_TEST = "tests/project/test_packaging.py::test_a_stranger_can_use_the_wheel"
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Format, types, spelling and prose."""
+    session.run("make", "--no-print-directory", "lint")
+
+
+@nox.session(venv_backend="none")
+def triton(session: nox.Session) -> None:
+    """The record of what Triton kernels spill is of these kernels."""
+    session.run(sys.executable, "tools/triton_front_end.py")
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Every test but those in Triton's interpreter."""
+    session.run(*PYTEST, *PARALLEL, "tests", "--ignore=tests/interpreter", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def kernels(session: nox.Session) -> None:
+    """Tests of the CPU kernels, for each other instruction set of this machine."""
+    if "TRANSFORMER_FAST_CPU" in os.environ:
+        session.skip("TRANSFORMER_FAST_CPU names one instruction set for all sessions")
+    files = sorted(str(path.relative_to(ROOT)) for name in KERNEL_TESTS for path in ROOT.glob(name))
+    for name in session.run(sys.executable, "-c", SETS, silent=True).split():
+        session.run(*PYTEST, *PARALLEL, "--cover=values", *files, *session.posargs, env={"TRANSFORMER_FAST_CPU": name})
+
+
+@nox.session(venv_backend="none")
+def interpreter(session: nox.Session) -> None:
+    """Tests of the Triton kernels, in Triton's interpreter."""
+    session.run(*PYTEST, *PARALLEL, "tests/interpreter", *session.posargs, env={"TRITON_INTERPRET": "1"})
+
+
+@nox.session(venv_backend="none")
+def tools(session: nox.Session) -> None:
+    """Tests of the tools."""
+    session.run(*PYTEST, *PARALLEL, "tools/tests", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("sets", ["baseline", "all"], ids=["baseline", "all"])
+def wheel(session: nox.Session, sets: str) -> None:
+    """Build a wheel with kernels for these instruction sets, and use it in an empty environment."""
+    session.run(*PYTEST, WHEEL_TEST, env={"TRANSFORMER_FAST_TEST_WHEEL": sets})
+
+
+NEWEST_TORCH = "2.15.0"
+ROW_TESTS = ("tests/ops", "tests/layers", "tests/accelerate/test_accelerate.py", "tests/accelerate/test_sdpa.py")
+ROW_INTERPRETED = ("tests/interpreter/test_norm.py", "tests/interpreter/test_dropout.py")
+ROW_PACKAGES = ("numpy", "matplotlib", "ninja", "onnx", "onnxscript", "setuptools", "expecttest", "hypothesis",
+                "pytest", "pytest-benchmark", "pytest-xdist", "sacrebleu", "safetensors", "sentencepiece", "tqdm",
+                "transformers")  # fmt: skip
+# Older than requirements.txt pins them: needed by torch 2.11 itself, and by the interpreter of Triton 3.6.
+OLDER = {"setuptools": "setuptools>=77,<82", "numpy": "numpy<2.4"}
+
+
+def rows() -> list[tuple[str, str]]:
+    """Pairs of Python and torch: each Python with the pinned torch, one with the newest, one with the oldest."""
+    pin = pinned()["torch"].partition("==")[2]
+    oldest = f"{oldest_versions()['torch']}.*"
+    return [*((python, pin) for python in PYTHONS), (PYTHONS[0], NEWEST_TORCH), (PYTHONS[1], oldest)]
+
+
+def row_name(python: str, torch: str) -> str:
+    """Name of a row, "python312-torch211"; nox takes names without dots in ``-k``."""
+    return f"python{python}-torch{'.'.join(torch.split('.')[:2])}".replace(".", "")
+
+
+def packages(torch: str) -> list[str]:
+    """The requirements of a row; what it has not of its own is as pinned."""
+    pins, oldest = pinned(), oldest_versions()
+    if torch == f"{oldest['torch']}.*":
+        pins |= {**OLDER, "triton": f"triton=={oldest['triton']}.*"}
+    own = [pins["triton"]] if torch != NEWEST_TORCH else []
+    return [f"torch=={torch}", *own, *(pins[name] for name in ROW_PACKAGES)]
+
+
+@nox.session(venv_backend="venv")
+@nox.parametrize(["python", "torch"], rows(), ids=[row_name(*row) for row in rows()])
+def pythons(session: nox.Session, torch: str) -> None:
+    """Build, verify and test with one Python and one torch; with `-- WHEEL`, use this wheel as a new user would.
+
+    Each row has an environment and a copy of the sources. Both are kept between runs and take some gigabytes, because
+    the registry's builds of torch come with CUDA. Only the Python module is compiled per row; kernels that this
+    checkout has compiled serve every Python and every torch. No GPU is needed.
+    """
+    session.install("--progress-bar=off", *packages(torch))
+    session.env.update(TRANSFORMER_FAST_CUDA="0", OMP_NUM_THREADS="1")
+    if session.posargs:
+        use_wheel(session, Path(session.posargs[0]).resolve(), torch)
+        return
+    tree = Path(session.virtualenv.location, "tree")
+    copy_sources(tree)
+    session.chdir(tree)
+    sets = "none" if copy_kernels(tree) else "host"
+    session.run("python", "setup.py", "-q", "build_ext", "--inplace", env={"TRANSFORMER_FAST_CPU_SETS": sets})
+    session.run("python", "-m", "transformer_fast", "verify")
+    pytest = ("python", "-m", "pytest", "-q", *PARALLEL[:2], "--show-capture=no")
+    session.run(*pytest, *ROW_TESTS)
+    session.run(*pytest, *ROW_INTERPRETED, env={"TRITON_INTERPRET": "1"})
+
+
+def use_wheel(session: nox.Session, wheel: Path, torch: str) -> None:
+    """Use a wheel from an empty folder: the kernels, a training, ``verify`` and the demo. With a torch for which it has
+    no extension, the eager reference must run, and a message must say so."""
+    unknown = Path(session.create_tmp(), "unknown")
+    unknown.mkdir(exist_ok=True)
+    (unknown / "sitecustomize.py").write_text(
+        "import torch\ntorch.__version__ = torch.torch_version.TorchVersion('2.99.0')\n"
+    )
+    session.run("python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
+    with session.chdir(session.create_tmp()):
+        expected = f"_C.torch{'.'.join(torch.split('.')[:2])}."
+        session.run("python", str(ROOT / "tools/use_wheel.py"), expected)
+        session.run("transformer-fast", "verify")
+        session.run("transformer-fast", "demo", "--max-time", "12s", success_codes=[0, 1])  # 1: a training so short
+        session.run("python", str(ROOT / "tools/use_wheel.py"), env={"PYTHONPATH": str(unknown)})
+        session.run("transformer-fast", "verify", env={"PYTHONPATH": str(unknown)}, success_codes=[1])
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "transformer_fast")
