@@ -32,7 +32,7 @@ def shown(cell: str | None) -> str:
 
 
 def read(rows: list[dict[str, str]], columns: tuple[str, ...]) -> list[list[str]]:
-    """Return the same of rows that were read in sources."""
+    """Return the lines of the table for rows whose answer was read in the library's source."""
     return [[r["library"], f"{r['version']}; read: {r['source']}", *(r[column] for column in columns)] for r in rows]
 
 

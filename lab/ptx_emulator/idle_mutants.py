@@ -1,8 +1,9 @@
 """Detection of mutants that cannot be seen because they change nothing, without running them.
 
 A mutant without effect is not a fault, so it does not belong in a sample of faults. Some are found from the kernel's
-jumps, on all paths: another instruction keeps the same order. Others are found from the launch: a guard that held for
-every lane, or a tensor whose last element was not accessed. The detection does not use the checks that mutants test.
+jumps: on every path another instruction already enforces the order that the mutant removed. Others are found from the
+launch: a guard that held for every lane, or a tensor whose last element was not accessed. The detection does not use
+the checks that mutants test.
 """
 
 from __future__ import annotations

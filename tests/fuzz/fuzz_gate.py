@@ -30,11 +30,11 @@ def hold(
 ) -> None:
     """Hold every output and every gradient to the gate, and two runs of ours to the same bits.
 
-    The error of eager is that of one order of its sums, and of few numbers it may be small by luck. So a call that
-    fails, by MOST_BEYOND at most, is held to the largest error, element by element, of eager in ORDERS orders of the
-    sums over D, with a part of the scale on the query and the key, as torch's own attention has it, and a warning names
-    it. The interpreter's products are numpy's, so there eager is the worse, element by element, of one with torch's
-    products and one with numpy's.
+    Eager's error depends on the order in which it sums. A tensor of few numbers can have a small error by chance. So a
+    call that fails, by MOST_BEYOND at most, is held to the largest error, element by element, of eager in ORDERS orders
+    of the sums over D, with a part of the scale on the query and the key, as torch's own attention has it. A warning
+    names it. The interpreter's products are numpy's, so there eager is the worse, element by element, of one with
+    torch's products and one with numpy's.
     """
     learned = bias is not None and c.bias == "learned"
     names = ("grad_q", "grad_k", "grad_v", "grad_bias")[: 3 + learned]

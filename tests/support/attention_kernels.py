@@ -158,7 +158,7 @@ class Kernels:
         if self.backend == "native" and name != "grad_distance_bias":
             if name == "grad_bias" and q.dtype in HALVES:
                 return 8.0 * max(summed(name, q, k, call), longest) ** 0.5 * coarser
-            # fp64 has no wider truth: there the oracle is as far from it as the kernel.
+            # The oracle of fp64 is fp64 too, so its own rounding is as large as the kernel's.
             return 8.0 * (longest**0.5 if q.dtype == torch.float64 else 1.0)
         if part is not None:
             return 4.0 * summed(name, q, k, call) ** 0.5 * coarser

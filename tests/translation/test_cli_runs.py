@@ -71,7 +71,7 @@ def test_translate_takes_what_the_recipe_of_its_run_says(numbers, monkeypatch, c
     for flags, changed in (([], {}), (["--beam", "3", "--length-norm", "gnmt"], {"beam": 3, "length_norm": "gnmt"})):
         assert command(*translated, *flags, data=said)[0] == 0
         assert made[-1] == dataclasses.replace(kept, **changed, keep_weights=True)
-    # The same command without the recipe leaves what the run has; another recipe takes its place.
+    # Without --recipe the run keeps its settings of generation; another recipe replaces them.
     assert command(*training, "--max-steps=3", "--vocab-size=60")[0] == 0
     assert load_trained(save).generation == kept
     recipe.write_text(RECIPE.replace("beam = 2", "beam = 4"))
