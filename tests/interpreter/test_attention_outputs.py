@@ -25,11 +25,6 @@ def _on_triton(monkeypatch, device):
         yield
 
 
-@pytest.mark.slow("six seconds; the C++ kernels have the same graph, of the same ops")
-def test_a_bias_gradient_compiles_without_a_graph_break(device):
-    test_attention_outputs.test_a_bias_gradient_compiles_without_a_graph_break(device)
-
-
 @pytest.mark.parametrize("magnitude", [1.0, 10.0])  # a large logsumexp is not exact enough for weights
 def test_a_sink_is_one_more_key_without_a_value(magnitude, device):
     q, k, v = (torch.randn(1, 2, length, 16, device=device) for length in (40, 70, 70))

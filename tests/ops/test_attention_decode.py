@@ -35,21 +35,6 @@ def test_the_oracle_is_attention_over_each_cache_alone(Lq, causal, window):
     assert all(map(torch.equal, reference(q, *pages, lengths=lengths, page_table=table, **bounds), results))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("causal", "window"), BOUNDS)
-@pytest.mark.parametrize("Lq", [1, 3])
-def test_the_public_op_matches_the_oracle(Lq, causal, window, dtype, device):
-    q, k, v, lengths = (t.to(device) for t in cached(NATIVE, H, HKV, Lq, S, D, LENGTHS, dtype))
-    *pages, table = in_pages((k, v), 8, lengths)
-    given = {"causal": causal, "window": window, "lengths": lengths, "scale": SCALE}
-    eager, exact = (reference(*(t.to(kind) for t in (q, k, v)), **given)[0] for kind in (dtype, torch.float64))
-    options = {"causal": causal is not None, "mask": AttentionMask(causal_offset=causal, window_offset=window)}
-    actual = tfast.attention_decode(q, k, v, lengths, **options)
-    from_pages = tfast.attention_decode(q, *pages, lengths.long(), page_table=table, **options)
-    assert_as_exact_as_eager(actual, eager, exact, what="contiguous", ulps=8)
-    assert_as_exact_as_eager(from_pages, eager, exact, what="paged", ulps=8)
-
-
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(("causal", "window"), BOUNDS)
 def test_the_logsumexp_beside_the_output(causal, window, backend, device):
@@ -71,22 +56,6 @@ def test_a_cache_that_is_a_view_and_a_long_one(device):
         reference(q.to(t), k.to(t), v.to(t), lengths=lengths, scale=SCALE)[0] for t in (q.dtype, torch.double)
     )
     assert_as_exact_as_eager(tfast.attention_decode(q, k, v, lengths), eager, exact)
-
-
-@pytest.mark.parametrize("mask", [None, AttentionMask.window(2)], ids=["all", "window"])
-def test_it_continues_what_attention_computes(mask, device):
-    """Results are the last rows of causal attention over a whole sequence, with one cache for both."""
-    q, k, v = (torch.randn(2, heads, 9, D, device=device) for heads in (H, HKV, HKV))
-    whole = tfast.attention(q, k, v, mask, causal=True)
-    last = tfast.attention_decode(q[:, :, 6:], k, v, torch.full((2,), 9, device=device), mask=mask)
-    assert torch.allclose(last, whole[:, :, 6:], atol=1e-5)
-
-
-def test_nothing_to_read(device):
-    q = torch.randn(2, H, 1, D, device=device)
-    empty, none = torch.randn(2, HKV, 0, D, device=device), torch.zeros(2, dtype=torch.int32, device=device)
-    assert torch.all(tfast.attention_decode(q, empty, empty, none) == 0)
-    assert tfast.attention_decode(q[:0], empty[:0], empty[:0], none[:0]).shape == (0, H, 1, D)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_kernels import SEED, assert_no_second_derivative, starts
+from attention_kernels import SEED, starts
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
@@ -12,57 +12,6 @@ from transformer_fast.testing import fixed_dropout_seed
 
 OPS, CHECK = torch.ops.transformer_fast, torch.library.opcheck
 OPTIONS = (2, -3, 0.3, 0.1, SEED, False)
-MASKS = {
-    "no mask": (None, None, None),
-    "masks": (torch.rand(2, 1, 5, 7) > 0.3, None, torch.tensor([7, 2], dtype=torch.int32)),
-}
-BIASES = {"no bias": None, "a bias": torch.randn(1, 3, 1, 7), "a bias of all": torch.randn(1, 3, 5, 7)}
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("received", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("mask", MASKS)
-def test_opcheck(mask, bias, transposed, received):
-    q, k, v = (torch.randn(2, n, 3, 8).transpose(1, 2) for n in (5, 7, 7))
-    q, k, v = (q, k, v) if transposed else (t.contiguous() for t in (q, k, v))
-    parts = *MASKS[mask], BIASES[bias]
-    CHECK(OPS.attention.default, (*(t.clone().requires_grad_() for t in (q, k, v)), *parts, *OPTIONS))
-    out, logsumexp = OPS.attention(q, k, v, *parts, *OPTIONS)
-    results = torch.randn_like(out), q, k, v, out, logsumexp, torch.randn_like(logsumexp) if received else None
-    CHECK(OPS.attention_backward.default, (*results, *parts, *OPTIONS))
-    CHECK(OPS.attention_weights.default, (q, k, logsumexp, *parts, *OPTIONS))
-    if parts[3] is not None:
-        CHECK(OPS.attention_grad_bias.default, (*results, *parts, *OPTIONS))
-
-
-PACKED = {
-    "plain": (None, False, None, None),
-    "bias": (torch.tensor([2, 1, 0]).int(), True, torch.randn(2, 6), torch.tensor([0, 6, 6, 6])),
-}
-"""Arguments seqused_k, bottom_right, bias and bias_starts."""
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("received", [False, True])
-@pytest.mark.parametrize("parts", PACKED)
-def test_opcheck_of_packed(parts, received):
-    q, k, v = (torch.randn(n, 2, 8) for n in (5, 4, 4))
-    options = starts([2, 0, 3]), starts([3, 1, 0]), 3, 3, *PACKED[parts], *OPTIONS
-    CHECK(OPS.attention_packed.default, (*(t.clone().requires_grad_() for t in (q, k, v)), *options))
-    out, logsumexp = OPS.attention_packed(q, k, v, *options)
-    results = torch.randn_like(out), q, k, v, out, logsumexp, torch.randn_like(logsumexp) if received else None
-    CHECK(OPS.attention_packed_backward.default, (*results, *options))
-    if parts == "bias":
-        CHECK(OPS.attention_packed_grad_bias.default, (*results, *options))
-
-
-def test_opcheck_of_decode():
-    q, k, lengths = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 6, 8), torch.tensor([6, 3], dtype=torch.int32)
-    table, pages = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32), k.transpose(1, 2)
-    for cache, own_table, window in ((k, None, -3), (pages, table, None)):
-        CHECK(OPS.attention_decode.default, (q, cache, cache, lengths, own_table, 0, window, 0.3))
 
 
 def test_nothing_received_has_no_gradient_of_a_bias():
@@ -99,13 +48,6 @@ def test_gradcheck_of_packed_in_double():
         assert torch.autograd.gradcheck(call, (q, k, v))
 
 
-def test_a_second_derivative_is_refused_by_the_kernels_and_given_by_the_reference():
-    q, k, v = (torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    assert_no_second_derivative(tfast.attention, q, k, v)
-    tokens, ends = torch.randn(5, 2, 4, dtype=torch.float64, requires_grad=True), starts([2, 3])
-    assert_no_second_derivative(lambda q: tfast.attention_packed(q, q, q, ends, ends), tokens)
-
-
 def calls(device):
     """Return q, k, v and a function of them, per public function."""
     q, k, v = (torch.randn(2, 3, 6, 8, device=device) for _ in range(3))
@@ -131,13 +73,3 @@ def test_autocast_runs_in_its_dtype(name, device):
     if name != "decode":
         out.sum().backward()
         assert q.grad.dtype == torch.float32
-
-
-def test_packed_compiles_without_a_graph_break(device):
-    """Forward and backward. test_compile.py has padded attention, test_compile_offsets.py decoding."""
-    given, call = calls(device)["packed"]
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*given), call(*given), atol=1e-6, rtol=0)
-    leaves = [t.requires_grad_() for t in given]
-    grads = (torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (compiled, call))
-    torch.testing.assert_close(*grads, atol=1e-6, rtol=0)

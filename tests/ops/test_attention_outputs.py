@@ -117,20 +117,6 @@ def test_a_bias_may_be_part_of_the_mask(device):
     assert not mask.dense(LQ, LK)[..., 2].any()
 
 
-def test_a_bias_gradient_compiles_without_a_graph_break(device):
-    tensors, keep = leaves(device)
-
-    def step(q, k, v, bias):
-        out, weights, logsumexp = tfast.attention(
-            q, k, v, keep, bias=bias, causal=3, return_weights=True, return_logsumexp=True
-        )
-        return out.square().sum() + weights.square().sum() + torch.where(logsumexp.isfinite(), logsumexp, 0).sum()
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for a, b in zip(*(torch.autograd.grad(f(*tensors), tensors) for f in (compiled, step)), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-
-
 @pytest.mark.parametrize("dropped", [True, "dropped"])
 def test_weights_beside_the_short_way(dropped):
     """The extension's two calls for output and weights agree with the general path."""

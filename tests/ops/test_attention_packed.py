@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_kernels import outcome, starts
+from attention_kernels import starts
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
@@ -75,39 +75,6 @@ def packed_batch(self_attention, dtype, device):
     tensors, queries, keys = batch(self_attention, dtype, device)
     packings = (queries, keys, keys, queries)
     return [take(t, packing) for t, packing in zip(tensors, packings)], options(queries, keys)
-
-
-def test_the_mask_of_dropout_is_the_padded_one_and_lengths_are_looked_up(device):
-    (q, k, v, _), queries, keys = batch(True, torch.float32, device)
-    lengths = AttentionMask.lengths(keys.cu_seqlens.diff())
-    with fixed_dropout_seed(9):
-        padded = tfast.attention(
-            *(t.transpose(1, 2) for t in (q, k, v)), lengths, causal=True, dropout_p=0.5, empty_rows="zero"
-        )
-        tokens = [take(t, packing) for t, packing in zip((q, k, v), (queries, keys, keys))]
-        packed = tfast.attention_packed(*tokens, queries.cu_seqlens, keys.cu_seqlens, causal=True, dropout_p=0.5)
-    assert torch.allclose(packed, take(padded.transpose(1, 2), queries), atol=1e-6)
-
-
-def test_strided_inputs_and_another_value_dim(device):
-    (q, k, _, grad), sequences = packed_batch(False, torch.float32, device)
-    v = torch.randn(k.shape[0], 2 * HKV, 12, device=device)[:, ::2]
-    wide = torch.randn(q.shape[0], D, H, device=device)
-    tensors, grad = (wide.transpose(1, 2), k.repeat(1, 1, 2)[..., D:], v), grad[:, :1, :12].expand(-1, H, -1)
-    actual = outcome(lambda *t: tfast.attention_packed(*t, **sequences), tensors, grad)
-    exact = outcome(lambda *t: reference(*t, **sequences, scale=SCALE)[0], [t.double() for t in tensors], grad)
-    for a, x in zip(actual, exact):
-        assert a.shape == x.shape and torch.allclose(a.double(), x, atol=1e-5)
-
-
-@pytest.mark.parametrize("lengths", [[], [0, 0], [3]])
-def test_few_sequences(lengths, device):
-    cu_seqlens = starts(lengths).to(device)
-    q = torch.randn(sum(lengths), 2, 8, device=device, requires_grad=True)
-    out = tfast.attention_packed(q, q, q, cu_seqlens, cu_seqlens)
-    assert out.shape == q.shape and out.isfinite().all()
-    out.sum().backward()
-    assert q.grad.isfinite().all()
 
 
 def test_no_sequences_have_a_longest_one_where_the_lengths_are_not_read():
@@ -240,35 +207,3 @@ def test_a_bias_as_one_tensor(heads):
     values = v.repeat_interleave(H // HKV, 1).split(LENGTHS_K.tolist())
     outs = [torch.einsum("hij,jhd->ihd", w, own) for w, own in zip(found[0][1], values, strict=True)]
     torch.testing.assert_close(torch.cat(outs), found[0][0])
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_every_option_compiled_exported_and_traced():
-    """Traced code consists of PyTorch's own operators and pads the batch."""
-    q, k, used = torch.randn(5, H, 8), torch.randn(8, HKV, 8), torch.tensor([4, 3], dtype=torch.int32)
-    biases, keep, slopes = [torch.randn(H, 2, 5), torch.randn(H, 3, 3)], torch.arange(8) % 4 > 0, torch.rand(H)
-    given = (q, k, starts([2, 3]), starts([5, 3]), *biases, used, keep, slopes)
-
-    def call(q, k, starts_q, starts_k, first, second, used, keep, slopes):
-        options = {"max_q": 3, "max_k": 5, "causal": True, "bottom_right": True, "seqused_k": used}
-        mask = AttentionMask.keep(keep) & AttentionMask.alibi(slopes)
-        return tfast.attention_packed(q, k, k, starts_q, starts_k, bias=[first, second], mask=mask, **options)
-
-    class Module(torch.nn.Module):
-        def forward(self, *given):
-            return call(*given)
-
-    expected = call(*given)
-    program = torch.export.export(Module(), given)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for made in (compiled, program.module(), program.run_decompositions().module(), torch.jit.trace(call, given)):
-        torch.testing.assert_close(made(*given), expected)
-
-
-def test_triton_says_how_wide_a_head_may_be(device):
-    q, cu = torch.randn(2, 1, 257, device=device), torch.tensor([0, 2], device=device).int()
-    if device.type == "cuda":
-        with pytest.raises(ValueError, match=r"head_dim up to 256.*\(2, 1, 257\)"):
-            tfast.attention_packed(q, q, q, cu, cu)
-    else:
-        assert tfast.attention_packed(q, q, q, cu, cu).shape == q.shape

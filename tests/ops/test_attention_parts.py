@@ -104,14 +104,6 @@ def test_two_documents_both_count():
     held(actual, allowed=same[0] & same[1])
 
 
-def test_nothing_of_another_document_is_read():
-    q, k, v = inputs()
-    ids = torch.arange(L).div(30, rounding_mode="floor").expand(B, L)
-    expected = tfast.attention(q, k, v, AttentionMask.documents(ids))[:, :, :30]
-    k[:, :, 30:], v[:, :, 30:] = float("nan"), float("inf")
-    assert torch.equal(tfast.attention(q, k, v, AttentionMask.documents(ids))[:, :, :30], expected)
-
-
 @pytest.mark.parametrize("shape", [(H,), (B, H)])
 def test_alibi(shape):
     slopes, offset = torch.rand(shape), 5

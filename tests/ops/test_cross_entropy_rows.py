@@ -62,7 +62,8 @@ def test_no_rows_and_rows_that_are_all_ignored(reduction, device):
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])
 def test_a_target_outside_the_vocabulary_is_named_or_not_a_number(wrong, device):
-    assert_no_loss(weighted(device), wrong)
+    for call in (loss_call(device), weighted(device)):
+        assert_no_loss(call, wrong)
 
 
 def test_what_is_ignored_may_be_anything(device):

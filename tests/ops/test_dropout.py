@@ -26,11 +26,11 @@ def dropped(x, p, **options):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0, 1e-9])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_exactly_the_mask_of_the_contract(dtype, shape, p, device):
     x = torch.ones(shape, dtype=dtype, device=device)
     keep = keep_mask(p, x.shape).to(device)
-    expected = torch.where(keep, reference.dropout.rescale(p), 0.0).to(dtype)
+    expected = (keep.double() * reference.dropout.rescale(p)).to(dtype)
     for found in dropped(x, p).trained(grads=[x]):
         assert torch.equal(found, expected)
 
@@ -40,11 +40,6 @@ def test_the_rate_is_rounded_to_the_nearest(device):
     keep = keep_mask(p, x.shape).to(device)
     (found,) = dropped(x, p).outputs()
     assert torch.equal(found != 0, keep) and not keep.all()
-
-
-def test_the_mask_in_double():
-    (y,) = dropped(torch.ones(9, 77, dtype=torch.float64), 0.3).outputs()
-    assert torch.equal(y != 0, keep_mask(0.3, y.shape))
 
 
 def compare(shape, dtype, p, added, relu, device, bias_dtype=None):
@@ -94,11 +89,6 @@ def test_non_finite_values_where_dropped_do_not_show(device):
     (y,) = dropped(x, 0.5).outputs()
     assert torch.equal(y.isnan(), keep_mask(0.5, x.shape).to(device))
     assert y.nan_to_num(0.0).abs().max() == 0
-
-
-def test_the_share_is_right(device):
-    share = (dropout(torch.ones(1000, 1000, device=device), 0.1) == 0).double().mean().item()
-    assert abs(share - round(0.1 * 65536) / 65536) < 5 * (0.1 * 0.9 / 1e6) ** 0.5
 
 
 def test_everything_dropped_compiles(device):

@@ -1,4 +1,7 @@
-"""Strides, empty inputs, threads, seeds, frozen inputs, derivatives and graphs of every op except attention."""
+"""Strides, empty inputs, threads, seeds, frozen inputs, derivatives and graphs of every op.
+
+Attention has tests of its own for strides, empty inputs, threads and graphs; for operators see test_op_arguments.py.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,21 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from op_calls import Call, Operators, assert_equal, attention_calls, by_dispatcher, calls, on_threads, token_calls
+from op_calls import Call, assert_equal, attention_calls, by_dispatcher, calls, on_threads, token_calls
 from torch import Tensor
 
 import transformer_fast as tfast
 from transformer_fast import ops
 
 CALLS = calls()
-DROPS = [name for name in CALLS if name.endswith(", dropout")]
+ALL = CALLS | attention_calls() | token_calls()
+DROPS = [name for name in ALL if name.endswith(", dropout")]
 PRODUCTS = "linear", "linear_cross_entropy"
 """Ops that a library computes, which may round differently for other strides."""
 
 
 def test_every_public_op_is_in_the_table() -> None:
-    found = {call.op for call in (CALLS | attention_calls() | token_calls()).values()}
+    found = {call.op for call in ALL.values()}
     assert found == {*ops.__all__} - {"decompositions", "positional_table"}
 
 
@@ -130,11 +134,12 @@ def test_two_runs_agree_bit_for_bit_on_any_number_of_threads(
 
 @pytest.mark.parametrize("name", DROPS)
 def test_manual_seed_governs_the_dropout_of_every_backend(name: str, device: torch.device) -> None:
-    call = calls(device=device)[name]
+    call = ALL[name]
+    tensors = {key: t.to(device) for key, t in call.tensors.items()}
 
     def drawn(backend: str = "auto") -> Tensor:
         with tfast.backend(backend):
-            out = call.function(**call.tensors)
+            out = call.function(**tensors)
         return out[-1] if isinstance(out, tuple) else out
 
     torch.manual_seed(1)
@@ -167,10 +172,10 @@ def test_autocast_changes_nothing(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("way", ["fast path", "dispatcher"])
 @pytest.mark.parametrize(
-    "name", [n for n, c in (CALLS | attention_calls()).items() if c.op not in ("add_positional", "linear")]
+    "name", [name for name, call in ALL.items() if call.op not in ("add_positional", "linear", "attention_decode")]
 )
 def test_a_backward_is_recorded_and_cannot_be_differentiated_but_by_the_reference(name: str, way: str) -> None:
-    call = (CALLS | attention_calls())[name]
+    call = ALL[name]
 
     def gradients() -> tuple[tuple[Tensor, ...], ...]:
         """Return the gradients, with and without a graph for the second derivative."""
@@ -206,20 +211,6 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(run, tuple(leaves.values()))
     if call.op == "add_positional" and "offset" not in call.tensors:
         assert torch.autograd.gradgradcheck(run, tuple(leaves.values()))
-
-
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("linear", "add_positional")])  # torch's own
-def test_opcheck_of_the_operators_that_a_call_runs(name: str, device: torch.device) -> None:
-    call = calls(device=device)[name]
-    with Operators() as operators:
-        call.trained()
-        if name in ("linear_cross_entropy", "linear_cross_entropy, probabilities"):  # told which gradients are needed
-            call.trained(("weight",)), call.outputs()
-    assert operators.ours
-    for op, args, kwargs in operators.ours:
-        if "backward" in str(op):
-            args = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
-        torch.library.opcheck(op, args, kwargs)
 
 
 @pytest.mark.cover(6)

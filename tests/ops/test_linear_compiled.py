@@ -154,11 +154,3 @@ def test_an_exported_program_has_torch_s_own(strict: bool) -> None:
     program = torch.export.export(layer, (torch.randn(512, 256),), strict=strict)
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert targets == ["aten.linear.default"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype: torch.dtype) -> None:
-    x, weight, bias = (t.detach().to(dtype).requires_grad_() for t in inputs((2, 96), 256, 256))
-    torch.library.opcheck(OP.default, (x, weight, bias))
-    torch.library.opcheck(OP.default, (x.detach(), weight.t(), None))
-    torch.library.opcheck(GRAD_WEIGHT.default, (x.detach()[0], x.detach()[1]))

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from transformer_fast import AttentionMask, attention
-from transformer_fast.masks.arguments import parts_beside
-from transformer_fast.ops.attention_checks import normal_lengths
 
 B, H, LQ, LK = 3, 2, 5, 7
 
@@ -112,20 +110,6 @@ def test_a_bare_tensor_does_not_combine_and_every_reading_is_named(t, named):
         AttentionMask.causal() & None
 
 
-def test_padding_and_dense_stay_apart():
-    """A (1, 1, Lq, Lk) mask combined with padding must not become one (Lq, Lk) mask per sentence."""
-    mask = AttentionMask.keep(torch.ones(1, 1, LQ, LK).bool()) & AttentionMask.keep(torch.ones(B, 1, 1, LK).bool())
-    assert mask.keep_mask.shape == (1, 1, LQ, LK)
-    assert mask.key_keep_mask.shape == (B, 1, 1, LK)
-
-
-def test_to_moves_every_part():
-    mask = AttentionMask.keep(torch.ones(1, 1, LQ, LK).bool()) & AttentionMask.lengths(torch.tensor([1, 2, 3]))
-    moved = (mask & AttentionMask.keep(torch.ones(LK).bool())).to("meta")
-    parts = (moved.keep_mask, moved.key_keep_mask, moved.key_lengths)
-    assert [part.device.type for part in parts] == ["meta"] * 3
-
-
 def test_to_moves_documents_and_what_is_added():
     mask = AttentionMask.documents(torch.zeros(B, LQ).long(), torch.zeros(B, LK).long())
     mask = mask & AttentionMask.alibi(torch.ones(H)) & AttentionMask.bias(torch.zeros(LQ, LK))
@@ -141,17 +125,6 @@ def test_lower_ranks_align_on_the_right_as_broadcasting_does():
     assert torch.equal(full(AttentionMask.keep(row)), row.expand(B, H, LQ, LK))
     square = torch.rand(LQ, LK) > 0.5
     assert torch.equal(full(AttentionMask.keep(square)), square.expand(B, H, LQ, LK))
-
-
-def test_normal_lengths_are_read_in_every_call():
-    lengths = torch.tensor([3, 5])
-    first = normal_lengths(lengths, 2, 4, 6)
-    assert first.dtype == torch.int32 and first.tolist() == [3, 5]
-    lengths.numpy()[0] = 1  # no write that PyTorch counts
-    assert normal_lengths(lengths, 2, 4, 6).tolist() == [1, 5]
-    lengths.numpy()[0] = 7
-    with pytest.raises(ValueError, match="got 5 to 7"):
-        normal_lengths(lengths, 2, 4, 6)
 
 
 @pytest.mark.parametrize("made", [AttentionMask.keep, AttentionMask.blocked])
@@ -183,14 +156,6 @@ def test_lengths_per_query_of_0_and_1_are_refused_only_where_they_may_be_a_keep_
     assert torch.allclose(compiled(q, q, q, AttentionMask.lengths(zeros_and_ones)), several, atol=1e-6)
     meta = AttentionMask.lengths(zeros_and_ones.to("meta"))
     assert attention(*[q.to("meta")] * 3, meta).shape == q.shape
-
-
-def test_the_parts_beside_some():
-    mask = AttentionMask.window(2) & AttentionMask.alibi(torch.rand(H)) & AttentionMask.lengths(torch.tensor([1]))
-    assert parts_beside(AttentionMask()) == []
-    assert parts_beside(mask) == ["key_lengths", "causal_offset", "window_offset", "distance_biases"]
-    assert parts_beside(AttentionMask.prefix(torch.tensor([1]))) == ["unions"]
-    assert parts_beside(mask, "key_lengths", "distance_biases") == ["causal_offset", "window_offset"]
 
 
 def test_a_representation_is_what_one_would_write():

@@ -22,32 +22,11 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("op", "given", "said"),
-    [
-        ("attention", {"is_causal": True}, r"argument: is_causal; write causal=True$"),
-        ("attention", {"attn_mask": None}, r"AttentionMask\.keep\(t\) if True means kept.*blocked\(t\).*bias=t"),
-        ("attention", {"key_padding_mask": None}, r"AttentionMask\.blocked\(t\[:, None, None, :\]\)"),
-        ("attention", {"attn_bias": None}, "bias=t"),
-        ("attention", {"softmax_scale": 1.0, "dropout": 0.1}, r"write scale=.*Also: dropout; write dropout_p="),
-        ("attention", {"enable_gqa": True}, "k and v may have fewer heads"),
-        ("attention", {"alibi_slopes": torch.ones(2)}, r"write mask=AttentionMask\.alibi\(slopes, offset\), offset Lk"),
-        ("attention_packed", {"alibi_slopes": torch.ones(2)}, r"write mask=AttentionMask\.alibi\(slopes\)$"),
-        ("attention_decode", {"return_softmax_lse": True}, "write return_logsumexp=True"),
-        ("attention_packed", {"max_seqlen_q": 3}, "write max_q="),
-        ("attention_packed", {"attn_mask": None}, r"mask=AttentionMask\.keep\(t\) of keys"),
-        ("attention_decode", {"cache_seqlens": LENGTHS}, "write lengths"),
-        ("attention_decode", {"dropout_p": 0.1}, "decoding has no dropout"),
-        ("layer_norm", {"normalized_shape": (4,)}, "always normalises the last dimension"),
-        ("embed", {"max_norm": 1.0}, r"torch\.nn\.functional\.embedding"),
-        ("embed", {"positions": None}, "write table="),
-        ("attention", {"colour": 1}, "argument: colour$"),
-    ],
-)
-def test_a_name_of_another_library_gets_the_one_to_write(op: str, given: dict, said: str) -> None:
-    with pytest.raises(TypeError, match=said) as raised:
-        getattr(tfast, op)(*CALLS[op], **given)
-    assert str(raised.value).startswith(f"{op}() got an unexpected keyword argument")
+def test_every_unknown_name_is_in_the_error() -> None:
+    with pytest.raises(TypeError, match=r"write scale=.*Also: dropout; write dropout_p="):
+        tfast.attention(*CALLS["attention"], softmax_scale=1.0, dropout=0.1)
+    with pytest.raises(TypeError, match=r"argument: colour$"):
+        tfast.attention(*CALLS["attention"], colour=1)
 
 
 def test_the_shape_that_torch_wants_second() -> None:
@@ -66,5 +45,6 @@ def test_what_the_hints_say_is_there(op: str) -> None:
         written = re.findall(r"\b(\w+)=", hint) + re.findall(r"^(\w+)$", hint)
         assert all(word in arguments for word in written), f"{op}, {name}: {hint}"
         assert all(hasattr(tfast.AttentionMask, word) for word in re.findall(r"AttentionMask\.(\w+)", hint))
-        with pytest.raises(TypeError, match=re.escape(f"{name}; write {hint}")):
+        said = f"{op}() got an unexpected keyword argument: {name}; write {hint}"
+        with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
             getattr(tfast, op)(*CALLS[op], **{name: None})

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from tests.support.op_arguments import Recorded, Wrong, operators, outcome, recorded, wrong_calls
+from tests.support.op_arguments import Recorded, Wrong, has_kernel, operators, outcome, recorded, wrong_calls
 from transformer_fast import extension
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason="the operators are in the extension")
-OPERATORS = [
-    name for name in operators() if torch._C._dispatch_has_kernel_for_dispatch_key(f"transformer_fast::{name}", "Meta")
-]
+OPERATORS = [name for name in operators() if has_kernel(name)]
 
 
 class Graph(nn.Module):

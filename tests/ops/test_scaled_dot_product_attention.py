@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import OLD_TORCH
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
-from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
 from transformer_fast import reference
@@ -323,60 +322,3 @@ def test_the_meta_device() -> None:
     q = torch.empty(2, 4, 5, 8, device="meta", dtype=torch.bfloat16)
     out = ours(q, q, q[..., :3])
     assert out.device.type == "meta" and out.shape == (2, 4, 5, 3) and out.dtype == torch.bfloat16
-
-
-class Attention(nn.Module):
-    def __init__(self, dropout_p: float = 0.0, is_causal: bool = True, dimensions: int = 4) -> None:
-        super().__init__()
-        self.options = dropout_p, is_causal
-        self.dimensions = dimensions
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        if self.dimensions == 3:
-            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-        dropout_p, is_causal = self.options
-        return tfast.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
-
-
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("dimensions", [3, 4])
-@pytest.mark.parametrize("kind", ["causal", "bool", "float"])
-def test_compile_in_one_graph(kind: str, dimensions: int) -> None:
-    torch._dynamo.reset()
-    model = Attention(0.0, kind == "causal", dimensions)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (5, 9):
-        x = torch.randn(2, length, 16)
-        mask = {"bool": torch.ones(length, length).tril() > 0, "float": torch.randn(length, length), "causal": None}[
-            kind
-        ]
-        results = []
-        for run in (model, compiled):
-            out = run(x, mask)
-            results.append((out, *torch.autograd.grad(out.square().sum(), model.parameters())))
-        torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(strict: bool) -> None:
-    model, x = Attention(), torch.randn(2, 5, 16)
-    length = torch.export.Dim("length", min=2, max=64)
-    program = torch.export.export(model, (x,), dynamic_shapes=({1: length},), strict=strict)
-    assert "transformer_fast.attention" in str(program.graph)
-    longer = torch.randn(2, 9, 16)
-    torch.testing.assert_close(program.module()(longer), model(longer))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_draws_the_same_mask_again(reentrant: bool) -> None:
-    model, x = Attention(0.3), torch.randn(2, 5, 16, requires_grad=True)
-    results = []
-    for call in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
-        x.grad, model.qkv.weight.grad = None, None
-        torch.manual_seed(3)
-        out = call(x)
-        out.square().sum().backward()
-        results.append((out, x.grad, model.qkv.weight.grad))
-    torch.testing.assert_close(*results, rtol=0, atol=0)

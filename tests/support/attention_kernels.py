@@ -385,14 +385,3 @@ def outcome(call: Callable[..., Tensor], tensors, grad_out: Tensor) -> tuple[Ten
     leaves = [t.detach().requires_grad_() for t in tensors]
     out = call(*leaves)
     return out, *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
-
-
-def assert_no_second_derivative(call: Callable[..., Tensor], *leaves: Tensor) -> None:
-    """The kernels refuse a second derivative, and the reference has one."""
-    (grad,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        grad.sum().backward()
-    with tfast.backend("reference"):
-        (grad,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[0], create_graph=True)
-        grad.sum().backward()
-    assert leaves[0].grad.isfinite().all()

@@ -98,6 +98,7 @@ def _other_calls() -> None:
     """Call the operators that a public op calls for large inputs or with an option, and those of decoding."""
     ops, draw = torch.ops.transformer_fast, Draw(5)
     x, weight, bias = draw.floats(3, 20), draw.floats(33, 20), draw.floats(33)
+    calls()["linear_cross_entropy"].outputs()  # without gradients
     ops.linear_grad_weight(ops.linear(x, weight, bias), x)
     q, k, added = draw.floats(2, 4, 6, 8), draw.floats(2, 2, 7, 8), draw.floats(1, 4, 6, 7)
     tfast.attention(q, k, k, AttentionMask.lengths(torch.tensor([3, 7])), bias=added, return_weights=True)
@@ -217,8 +218,8 @@ def outcome(run: Callable[..., Any], *args: Any) -> tuple[list[Tensor] | None, s
     return [] if out is None else [out] if isinstance(out, Tensor) else list(out), ""
 
 
-def _has_meta(call: Recorded) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"transformer_fast::{call.name}", "Meta")
+def has_kernel(name: str, key: str = "Meta") -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"transformer_fast::{name}", key)
 
 
 def _poison(results: list[Tensor], fill: int) -> None:
@@ -257,7 +258,7 @@ def problem_of(call: Recorded) -> str:
     the arguments, has the layout that the meta function promises, and is that of PyTorch's own operators where they
     compute the call.
     """
-    meta, meta_error = outcome(on_meta(call).run) if _has_meta(call) else (None, "no meta")
+    meta, meta_error = outcome(on_meta(call).run) if has_kernel(call.name) else (None, "no meta")
     results, error = outcome(in_bands(call, 0, band=0).run)  # AddressSanitizer sees what is outside
     _poison(meta or [], 0)
     ones, one_error = outcome(in_bands(call, 0).run)
@@ -273,7 +274,7 @@ def problem_of(call: Recorded) -> str:
         return "" if meta_error or _VALUES.search(error) else f"no error while a graph is made: {error}"
     if not all(map(_same, results, ones)) or not all(map(_same, ones, others)):
         return "results depend on memory outside of the arguments"
-    if _has_meta(call):
+    if has_kernel(call.name):
         if meta is None:
             return f"an error only without values: {meta_error}"
         promised, kept = ([_layout(t) for t in found] for found in (meta, results))
