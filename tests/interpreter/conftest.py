@@ -15,7 +15,7 @@ import quick_interpreter
 import torch
 import triton
 from helpers import poisoned  # noqa: F401
-from interpreted import dtype, kernels, loads, small_tiles, tiles_of_distances  # noqa: F401
+from interpreted import dtype, kernels, loads, on_triton, small_tiles, tiles_of_distances  # noqa: F401
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.install()

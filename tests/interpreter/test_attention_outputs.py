@@ -7,7 +7,7 @@ from test_attention_outputs import *  # noqa: F403
 
 import transformer_fast as tfast
 
-pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.cover("values")]
+pytestmark = [pytest.mark.usefixtures("on_triton", "small_tiles"), pytest.mark.cover("values")]
 
 
 for test in (test_the_logsumexp_and_its_gradient, test_weights_before_and_after_dropout):  # noqa: F405
@@ -16,13 +16,11 @@ del test
 
 
 @pytest.fixture(autouse=True)
-def _on_triton(monkeypatch, device):
-    """Run on Triton; on CPU with two query heads and one key head, because each head is a program."""
+def few_heads(monkeypatch, device):
+    """Use two query heads and one key head on CPU, because each head is a program."""
     if device.type == "cpu":
         monkeypatch.setattr(test_attention_outputs, "H", 2)
         monkeypatch.setattr(test_attention_outputs, "HKV", 1)
-    with tfast.backend("triton"):
-        yield
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 10.0])  # a large logsumexp is not exact enough for weights

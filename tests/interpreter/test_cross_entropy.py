@@ -6,21 +6,18 @@ import torch
 from test_cross_entropy import *  # noqa: F403
 from test_cross_entropy_sure import *  # noqa: F403
 
-import transformer_fast as tfast
 from transformer_fast.triton.cross_entropy import cross_entropy_rows
 
+pytestmark = pytest.mark.usefixtures("on_triton")
 test_double_precision_is_double_throughout = None  # the Triton kernels take no float64
-test_opcheck = None  # tests of the native op
 test_millions_of_rows = None  # a program each, which takes the interpreter milliseconds
 
 
 @pytest.fixture(autouse=True)
-def _on_triton(monkeypatch, device):
-    """Run on Triton; on CPU with rows for two chunks only, one with a tail, because each row is a program."""
+def few_rows(monkeypatch, device):
+    """Use rows for two chunks only on CPU, one with a tail, because each row is a program."""
     if device.type == "cpu":
         monkeypatch.setattr(loss_calls, "ROWS", (3, 23))
-    with tfast.backend("triton"):
-        yield
 
 
 def test_a_wrong_target_is_nan_and_reads_nothing_outside(device):

@@ -1,6 +1,7 @@
 """Dropout: every backend of this machine draws exactly the documented mask and passes the gate.
 
 test_every_op.py has what it shares with other ops: strides, threads, seeds, derivatives.
+tests/interpreter/test_dropout.py runs the same on Triton.
 """
 
 import pytest
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformer_fast import reference
 from transformer_fast.ops import dropout
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HALVES = [torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (3, 7), (5, 8), (17, 63), (2, 3, 64), (97, 129), (3, 1024), (2, 2500)]
 
 
@@ -26,7 +27,6 @@ def dropped(x, p, **options):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0, 1e-9])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_exactly_the_mask_of_the_contract(dtype, shape, p, device):
     x = torch.ones(shape, dtype=dtype, device=device)
     keep = keep_mask(p, x.shape).to(device)
@@ -56,14 +56,12 @@ def compare(shape, dtype, p, added, relu, device, bias_dtype=None):
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("added", ["", "residual", "bias", "bias and residual"])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_oracle(dtype, p, added, relu, device):
     compare((6, 11, 52), dtype, p, added.split(" and "), relu, device)
 
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2500), (3, 7), (17, 63), (129, 8), (257, 520), (5000, 3), (2, 65_536)])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_of_the_bias_at_any_size(dtype, shape, relu, device):
     compare(shape, dtype, 0.2, ["bias"], relu, device)
 
@@ -73,8 +71,9 @@ def test_millions_of_rows(device):
 
 
 def test_a_32_bit_bias_with_16_bit_rows(device):
-    found = compare((97, 40), torch.bfloat16, 0.1, ["bias"], True, device, bias_dtype=torch.float32)
-    assert found["grad_bias"].dtype == torch.float32
+    for dtype in HALVES:
+        found = compare((97, 40), dtype, 0.1, ["bias"], True, device, bias_dtype=torch.float32)
+        assert found["grad_bias"].dtype == torch.float32
 
 
 def test_nothing_to_do(device):

@@ -1,6 +1,7 @@
 """``tfast.layer_norm`` against the fp64 oracle, on every backend of this machine.
 
 test_every_op.py has what norms share with other ops: strides, threads, seeds, derivatives.
+tests/interpreter/test_norm.py runs the same on Triton.
 """
 
 import pytest
@@ -13,7 +14,7 @@ from transformer_fast.reference.norm import layer_norm as reference
 
 CENTRED = ["layer", "std"]
 KINDS = [*CENTRED, "rms"]
-SIXTEEN_AND_32 = [torch.float32, torch.float16, torch.bfloat16]
+HALVES = [torch.float16, torch.bfloat16]
 FUSED = {"plain": (False, 0.0), "residual": (True, 0.0), "residual and dropout": (True, 0.3)}
 
 
@@ -49,24 +50,17 @@ def compare(call, oracle):
 
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", SIXTEEN_AND_32)
 @pytest.mark.parametrize(("rows", "d"), [(1, 17), (17, 8), (15, 96), (97, 129), (257, 512), (1025, 20), (3, 5001)])
 def test_matches_the_oracle(rows, d, dtype, kind, fused, device):
     compare(*norm(rows, d, kind, dtype, fused=fused, device=device))
 
 
-@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_matches_the_oracle_in_double(kind, fused):
-    compare(*norm(37, 131, kind, torch.float64, fused=fused))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_32_bit_weights_with_16_bit_rows(dtype, kind, device):
-    call, oracle = norm(97, 257, kind, dtype, fused="residual and dropout", weights=torch.float32, device=device)
-    found = compare(call, oracle)
-    assert [t.dtype for t in found.values()] == [dtype] * 4 + [torch.float32] * (1 if kind == "rms" else 2)
+def test_32_bit_weights_with_16_bit_rows(kind, device):
+    for dtype in HALVES:
+        call, oracle = norm(97, 257, kind, dtype, fused="residual and dropout", weights=torch.float32, device=device)
+        found = compare(call, oracle)
+        assert [t.dtype for t in found.values()] == [dtype] * 4 + [torch.float32] * (1 if kind == "rms" else 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,7 +72,6 @@ def test_without_weight_or_bias(rows, d, absent, kind, device):
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", SIXTEEN_AND_32)
 @pytest.mark.parametrize("rows", [3, 14])
 def test_the_widest_rows(rows, dtype, kind, device):
     compare(*norm(rows, 65_536, kind, dtype, fused="residual and dropout", device=device))
@@ -103,7 +96,6 @@ def test_width_one(device):
 
 
 @pytest.mark.parametrize("kind", CENTRED)
-@pytest.mark.parametrize("dtype", SIXTEEN_AND_32)
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.3e4])
 def test_a_constant_row_gives_the_bias_exactly(value, dtype, kind, device):
     eps = 1e-3 if dtype == torch.float16 else 1e-6  # the gradient is as large as 1 / eps, and float16 ends at 65504
@@ -170,18 +162,27 @@ def t5_norm(x, weight, eps):
 
 
 @pytest.mark.parametrize("written", [llama_norm, t5_norm])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rms_is_at_least_as_exact_as_models_write_it(dtype, written, device):
-    x, weight = torch.randn(129, 512, device=device).to(dtype), torch.rand(512, device=device).add(0.5).to(dtype)
-    exact = F.rms_norm(x.double(), (512,), weight.double(), 1e-6)
-    ours, theirs = tfast.layer_norm(x, weight, None, 1e-6, kind="rms"), written(x, weight, 1e-6)
-    assert (ours - exact).norm() < 0.9 * (theirs - exact).norm()
-    # PyTorch rounds twice, up to one ulp each time.
-    assert (ours - theirs).abs().float().div(theirs.abs()).max() <= 2 * torch.finfo(dtype).eps
+def test_rms_is_at_least_as_exact_as_models_write_it(written, device):
+    for dtype in HALVES:
+        x, weight = torch.randn(129, 512, device=device).to(dtype), torch.rand(512, device=device).add(0.5).to(dtype)
+        exact = F.rms_norm(x.double(), (512,), weight.double(), 1e-6)
+        ours, theirs = tfast.layer_norm(x, weight, None, 1e-6, kind="rms"), written(x, weight, 1e-6)
+        assert (ours - exact).norm() < 0.9 * (theirs - exact).norm()
+        # PyTorch rounds twice, up to one ulp each time.
+        assert (ours - theirs).abs().float().div(theirs.abs()).max() <= 2 * torch.finfo(dtype).eps
 
 
 def test_a_narrower_x_is_added_in_the_dtype_of_the_residual(device):
-    x, residual = torch.randn(5, 16, device=device).bfloat16(), torch.randn(5, 16, device=device)
-    out, summed = tfast.layer_norm(x, None, None, residual=residual)
-    assert out.dtype == summed.dtype == torch.float32
-    assert torch.equal(summed, residual + x)
+    for dtype in HALVES:
+        x, residual = torch.randn(5, 16, device=device).to(dtype), torch.randn(5, 16, device=device)
+        out, summed = tfast.layer_norm(x, None, None, residual=residual)
+        assert out.dtype == summed.dtype == torch.float32
+        assert torch.equal(summed, residual + x)
+
+
+@pytest.mark.parametrize("d", [40, 333])
+def test_the_sum_is_normed_as_it_is_stored(d, device):
+    for dtype in HALVES:
+        x, residual = torch.randn(2, 9, d, device=device).to(dtype)
+        out, summed = tfast.layer_norm(x, None, None, residual=residual)
+        assert torch.equal(out, tfast.layer_norm(summed, None, None))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
 from attention_kernels import TRITON, Kernels
 
+import transformer_fast as tfast
 from transformer_fast.triton import configs
 from transformer_fast.triton.attention import (
     backward_kv,
@@ -31,6 +33,20 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Parametrize with every dtype of the Triton kernels. In the interpreter the launchers read bf16 as fp32, and
     round."""
     return request.param
+
+
+@pytest.fixture(
+    params=[torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])], ids=str
+)
+def dtype_of_rows(request: pytest.FixtureRequest) -> torch.dtype:
+    """Parametrize with every dtype of the norm and dropout kernels that the interpreter can compute in."""
+    return request.param
+
+
+@pytest.fixture
+def on_triton() -> Iterator[None]:
+    with tfast.backend("triton"):
+        yield
 
 
 @pytest.fixture

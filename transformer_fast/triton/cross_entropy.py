@@ -157,6 +157,7 @@ def linear_cross_entropy(
         fp32 that the caller must multiply the gradients by.
     """
     rows, vocabulary = x.shape[0], weight.shape[0]
+    target = target.contiguous()
     if x.device.type == "cpu":
         check_targets(target, ignore_index, vocabulary)
     # The gradients are those of the sum, not yet divided by the count, so that 16-bit numbers do not underflow. Sums
