@@ -14,17 +14,14 @@ from typing import Any
 import handwritten as hw
 import pytest
 import torch
-import torch.nn.functional as F
-from accelerated import copies, from_one_seed, pair
+from accelerated import pair
 from torch import Tensor, nn
-from torch.nn.utils import prune  # noqa: F401 - nn.utils.prune
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import parametrizations
 
 import transformer_fast as tfast
 import transformer_fast.accelerate.lazy_logits
 import transformer_fast.accelerate.patterns.base as base
 from transformer_fast.accelerate import accelerate, lazy_logits
-from transformer_fast.layers import torch_modules
 from transformer_fast.reference import layers as reference
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -91,10 +88,6 @@ class Broken(Named):
 
 def stock(dropout: float = 0.0) -> nn.Module:
     return nn.TransformerEncoderLayer(D, 2, 16, dropout=dropout, batch_first=True)
-
-
-def classic() -> nn.Module:
-    return reference.EncoderLayer(D, 2, 0.0)
 
 
 def annotated() -> nn.Module:
@@ -224,6 +217,8 @@ def replaced_norm() -> nn.Module:
     (lambda: Named(4), "computes something else"),
     (lambda: Broken(4), "not today"),
     (lambda: nn.LayerNorm(4, device="meta"), "meta device"),
+    (lambda: parametrizations.weight_norm(nn.LayerNorm(4)), "parametrizations"),
+    (lambda: parametrizations.orthogonal(nn.MultiheadAttention(4, 2), "in_proj_weight"), "parametrizations"),
     (replaced_norm, "replaced"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_has_no_kernel_is_named_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
@@ -240,17 +235,6 @@ def test_layers_around_another_attention_call_it() -> None:
     torch.testing.assert_close(m(x), plain(x))
 
 
-def test_hooks_of_the_model_and_backward_hooks_fire() -> None:
-    """tests/layers/test_children.py tests forward hooks of parts."""
-    m, fired, x = stock(), [], torch.randn(2, 3, D, requires_grad=True)
-    m.register_forward_hook(lambda module, args, out: fired.append("forward"))
-    tfast.accelerate(m)
-    for name in ("norm1", "dropout1", "self_attn"):
-        m.get_submodule(name).register_full_backward_hook(lambda *_, name=name: fired.append(name))
-    m(x).sum().backward()
-    assert sorted(fired) == ["dropout1", "forward", "norm1", "self_attn"]
-
-
 def test_shared_modules_and_tied_weights() -> None:
     norm = nn.LayerNorm(D)
     m = nn.Sequential(norm, nn.Linear(D, D), norm)
@@ -258,114 +242,3 @@ def test_shared_modules_and_tied_weights() -> None:
     m[1].weight = m.table.weight
     assert [row.path for row in tfast.accelerate(m).swapped] == ["0", "table"]
     assert m[0] is m[2] and m[1].weight is m.table.weight
-
-
-def test_copies_stay_fast_and_state_dicts_fit() -> None:
-    plain, m, _ = pair(stock)
-    x = torch.randn(2, 3, D)
-    for twin in copies(m):
-        assert type(twin) is torch_modules.TransformerEncoderLayer and torch.equal(twin(x), m(x))
-    other = stock()
-    other.load_state_dict(m.state_dict())
-    torch.testing.assert_close(other(x), plain(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_types_can_be_changed_after(dtype: torch.dtype) -> None:
-    m, fast, _ = pair(stock)
-    x, eps = torch.randn(2, 3, D, dtype=dtype), torch.finfo(dtype).eps
-    out = fast.to(dtype)(x)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out, m.to(dtype)(x), atol=20 * eps, rtol=20 * eps)
-
-
-def test_weights_come_beside_the_fused_kernel() -> None:
-    m = nn.MultiheadAttention(D, 2, batch_first=True)
-    tfast.accelerate(m)
-    q, k = torch.randn(2, 3, D), torch.randn(2, 4, D)
-    out, weights = m(q, k, k, average_attn_weights=False)
-    projected = zip((q, k), m.in_proj_weight.chunk(3), m.in_proj_bias.chunk(3))
-    heads = [F.linear(t, w, b).unflatten(-1, (2, 4)).transpose(1, 2) for t, w, b in projected]
-    torch.testing.assert_close(weights, (heads[0] @ heads[1].mT / 2).softmax(-1))
-    torch.testing.assert_close(out, m(q, k, k, need_weights=False)[0])
-
-
-class Adapted(nn.Linear):
-    """Low-rank adapter that is a subclass of Linear."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__(inner.in_features, inner.out_features)
-        self.down, self.up = nn.Linear(inner.in_features, 2), nn.Linear(2, inner.out_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.up(self.down(x))
-
-
-class Wrapped(nn.Module):
-    """Low-rank adapter around an existing layer."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.scale = inner, nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.scale
-
-
-def replaced(name: str, by: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], None]:
-    def change(m: nn.Module) -> None:
-        m.set_submodule(name, by(m.get_submodule(name)))
-
-    return change
-
-
-parametrizations, unknown = nn.utils.parametrizations, "unknown structure"
-linear = "a subclass of nn.Linear may compute something else"
-CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict[str, str]]] = {
-    "weight_norm": (stock, lambda m: parametrizations.weight_norm(m.linear1), {}),
-    "weight_norm by a hook": (stock, lambda m: nn.utils.weight_norm(m.linear2), {}),
-    "weight_norm, classic": (classic, lambda m: parametrizations.weight_norm(m.attn.q_linear), {}),
-    "attention": (
-        stock, lambda m: parametrizations.orthogonal(m.self_attn, "in_proj_weight"), {"self_attn": "parametrizations"},
-    ),
-    "norm": (stock, lambda m: parametrizations.weight_norm(m.norm1), {"norm1": "parametrizations"}),
-    "pruned": (stock, lambda m: nn.utils.prune.l1_unstructured(m.norm2, "weight", 0.5), {}),
-    "adapter": (stock, replaced("linear1", Adapted), {"linear1": linear}),
-    "adapter, classic": (classic, replaced("attn.q_linear", Adapted), {"attn.q_linear": linear}),
-    "wrapper, classic": (
-        classic, replaced("attn.q_linear", Wrapped), {"": unknown, "attn": unknown, "attn.q_linear": unknown},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_people_do_to_their_modules(name: str, after: bool) -> None:
-    """A change before accelerate is found and named; a change after it takes effect."""
-    make, change, left = CHANGES[name]
-    m, fast, _ = pair(make)
-    if not after:
-        fast = copy.deepcopy(m)
-    from_one_seed(lambda: change(m), lambda: change(fast))
-    if not after:
-        found = reasons(fast)
-        assert found.keys() >= left.keys() and all(reason in found[path] for path, reason in left.items()), found
-    args = (torch.randn(2, 3, D), *([None] if make is classic else []))
-    for mode in (True, False):
-        torch.testing.assert_close(fast.train(mode)(*args), m.train(mode)(*args))
-
-
-def test_other_ways_to_call_a_model() -> None:
-    m, fast, _ = pair(nn.TransformerEncoder(stock(), 2, enable_nested_tensor=False))
-    x = torch.randn(2, 3, D, requires_grad=True)
-    other = {name: p.detach() * 1.1 for name, p in m.named_parameters()}
-    torch.testing.assert_close(*(torch.func.functional_call(model, other, (x,)) for model in (fast, m)))
-    with torch.inference_mode():
-        torch.testing.assert_close(fast(x), m(x))
-    for layer in fast.layers:
-        layer.dropout.p = layer.dropout1.p = 0.5
-    results = []
-    for call in (fast, lambda x: checkpoint(fast, x, use_reentrant=False)):
-        (out,) = from_one_seed(lambda call=call: call(x))
-        results.append((out, *torch.autograd.grad(out.square().sum(), [x, *fast.parameters()])))
-    torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -10,7 +10,7 @@ import pytest
 import sdpa_forms
 import torch
 import torch.nn.functional as F
-from accelerated import pair, step, whose
+from accelerated import copies, pair, step, whose
 from sdpa_forms import FORMS, Closure, Global, NoGrad
 from sdpa_models import Base, GptNorm, causal_helper
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from transformer_fast.accelerate.rebinding import Rebinding, StandIn
 from transformer_fast.accelerate.sdpa import NAME
 
 this = sys.modules[__name__]
+
+
+UNPICKLED = "Closure", "HeldFunction", "FromAFactory"
+"""Forms with a function that pickle does not find by its name."""
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -34,6 +38,12 @@ def test_however_it_is_called(form: type[nn.Module]) -> None:
     assert whose(lambda: fast(x)) == {"ours"} and whose(lambda: model(x)) == {"torch"}
     if form is not NoGrad:
         torch.testing.assert_close(step(fast, x), step(model, x))
+    assert fast.state_dict().keys() == model.state_dict().keys()
+    again = tfast.accelerate(fast)
+    assert not again.swapped and [row.path for row in again.already] == [""]
+    for twin in copies(fast) if form.__name__ not in UNPICKLED else []:
+        assert type(twin) is type(fast) and whose(lambda twin=twin: twin(x)) == {"ours"}
+        assert torch.equal(twin(x), fast(x))
     report.undo()
     assert type(fast) is form and whose(lambda: fast(x)) == {"torch"}
 

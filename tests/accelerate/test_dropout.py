@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from accelerated import copies, from_one_seed, pair, seems_on_gpu, seen
 from dropout_forms import FORMS, Both, Calls, Held, OnlyDropout, SuperDropout
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
@@ -81,13 +80,6 @@ def test_what_the_op_does_not_serve_is_torchs(what: str) -> None:
     assert torch.allclose(ours, torchs, rtol=0, atol=0, equal_nan=True)
 
 
-def test_forward_mode_differentiation() -> None:
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(X, torch.ones_like(X))
-        y, tangent = forward_ad.unpack_dual(dropout(x, 0.4))
-        assert torch.equal(tangent != 0, y != 0)
-
-
 WRONG: dict[str, Callable[[Any], Tensor]] = {
     "p above": lambda f: f(X, 1.5),
     "p below, in evaluation": lambda f: f(X, -0.5, False),
@@ -138,19 +130,6 @@ def test_modules() -> None:
     assert [row.path for row in tfast.accelerate(m).already] == ["1"]
     report.undo()
     assert type(m[1]) is nn.Dropout
-
-
-def test_many_are_one_line() -> None:
-    m = nn.Sequential(*[nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.1)) for _ in range(5)], nn.Dropout(inplace=True))
-    report = tfast.accelerate(m)
-    assert [row.path for row in report.swapped if row.was == "nn.Dropout"] == [f"{i}.1" for i in range(5)]
-    _, numbers, *lines = str(report).splitlines()
-    assert numbers == "10 modules swapped, 1 left; nothing to gain in 6 Sequential"
-    assert [line.split() for line in lines[:2]] == [
-        ["5", "nn.LayerNorm", "->", "layers.LayerNorm", "*.0"],
-        ["5", "nn.Dropout", "->", "layers.Dropout", "*.1"],
-    ]
-    assert lines[2:] == ["1 nn.Dropout   left: it works in place, which the kernel does not (5)"]
 
 
 @pytest.mark.parametrize("training", [False, True])

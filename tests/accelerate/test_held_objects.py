@@ -108,13 +108,6 @@ def test_the_copy_looks_like_the_object_and_shares_its_state() -> None:
     assert held.calls == [2, 2]
 
 
-def test_dropout_of_attention_follows_the_seed() -> None:
-    fast = model(Processor()).train()
-    tfast.accelerate(fast)
-    first, second = (torch.manual_seed(3) and fast(X) for _ in range(2))
-    assert torch.equal(first, second) and not torch.equal(first, fast(X))
-
-
 @pytest.mark.parametrize("duplicate", [
     copy.deepcopy,
     *(functools.partial(lambda protocol, m: pickle.loads(pickle.dumps(m, protocol)), n) for n in (0, 2, 5)),

@@ -203,15 +203,6 @@ def test_copies_and_saved_models(name: str, tmp_path: Path) -> None:
         assert accelerated.seen(lambda other=other: other(**given(name))) == ours and "ours" in ours
 
 
-@pytest.mark.parametrize("name", [BART, T5, GPT2])
-def test_undo(name: str) -> None:
-    eager, fast, report = accelerated.pair(pair(name)[0])
-    assert blocks(fast)
-    report.undo()
-    assert [type(m) for m in fast.modules()] == [type(m) for m in eager.modules()]
-    assert torch.equal(fast(**given(name)).logits, eager(**given(name)).logits)
-
-
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("name", [BERT, MARIAN, BART, T5])
 def test_one_graph(name: str) -> None:

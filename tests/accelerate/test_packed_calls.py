@@ -177,6 +177,28 @@ def test_a_call_that_keeps_its_padding_draws_the_dropout_of_a_padded_model() -> 
     assert list(report.padded_calls.reasons) == [GAPS]
 
 
+Outputs = tuple[Tensor, ...]
+WAYS: dict[str, tuple[str, Callable[[nn.Module, dict[str, Any]], Outputs]]] = {
+    "by position": (BERT, lambda m, given: (m(given["input_ids"], given["attention_mask"]).logits,)),
+    "tuples": (BERT, lambda m, given: m(**given, return_dict=False)[1:]),
+    "tuples of a decoder": (BART, lambda m, given: m(**given, return_dict=False)[1:2]),
+    "hidden states": (BERT, lambda m, given: m(**given, output_hidden_states=True).hidden_states[1:]),
+    "inference mode": (BERT, lambda m, given: torch.inference_mode()(lambda: (m(**given).logits,))()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_are_those_of_the_padded_model_at_tokens_and_zero_at_padding(way: str) -> None:
+    name, outputs = WAYS[way]
+    padded, without, report = both(name)
+    call = packed.batch(name, "right")
+    ours, theirs = (outputs(m.eval(), call.given) for m in (without, padded))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a[call.tokens], b[call.tokens], rtol=1e-4, atol=1e-5)
+        assert not a[~call.tokens].any()
+    assert len(ours) and not report.padded_calls.reasons
+
+
 @pytest.mark.parametrize("name", [BERT, GPT2, BART])
 def test_a_batch_without_padding_is_computed_as_before(name: str) -> None:
     padded, without, _ = both(name)
@@ -196,45 +218,6 @@ def test_a_batch_without_tokens() -> None:
     with torch.no_grad():
         torch.testing.assert_close(without(**call.given).logits, padded(**call.given).logits)
     assert list(report.padded_calls.reasons) == [NO_TOKEN]
-
-
-def test_hidden_states_are_zero_at_padding() -> None:
-    padded, without, report = both(BERT)
-    call = packed.batch(BERT, "right")
-    ours, theirs = (m(**call.given, output_hidden_states=True).hidden_states for m in (without, padded))
-    assert len(ours) == len(theirs) == 3
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a[call.tokens], b[call.tokens], rtol=1e-4, atol=1e-5)
-    assert not any(t[~call.tokens].any() for t in ours[1:])
-    assert not report.padded_calls.reasons
-
-
-@pytest.mark.parametrize("name", [BERT, BART])
-def test_tuples(name: str) -> None:
-    padded, without, _ = both(name)
-    call = packed.batch(name, "right")
-    ours, theirs = (m(**call.given, return_dict=False) for m in (without, padded))
-    assert len(ours) == len(theirs)
-    torch.testing.assert_close(ours[0], theirs[0])
-    assert ours[1].shape == theirs[1].shape
-    torch.testing.assert_close(ours[1][call.tokens], theirs[1][call.tokens], rtol=1e-4, atol=1e-5)
-
-
-def test_arguments_by_position() -> None:
-    padded, without, report = both(BERT)
-    call = packed.batch(BERT, "right").given
-    ours, theirs = (m(call["input_ids"], call["attention_mask"]).logits for m in (without, padded))
-    keep = call["attention_mask"].bool()
-    torch.testing.assert_close(ours[keep], theirs[keep], rtol=1e-4, atol=1e-5)
-    assert not ours[~keep].any() and not report.padded_calls.reasons
-
-
-def test_a_model_that_does_not_call_its_output_layer() -> None:
-    padded, without, report = both("MobileBertForMaskedLM", num_feedforward_networks=1)
-    call = packed.batch(BERT, "right")
-    for _ in range(2):
-        packed.close(packed.step(without, call), packed.step(padded, call))
-    assert not report.padded_calls.reasons
 
 
 def test_the_inputs_of_a_decoder_end_where_its_labels_do() -> None:
@@ -302,41 +285,6 @@ def test_padding_is_left_out_of_a_model_that_was_accelerated_before() -> None:
     assert [row.now for row in report.swapped] == ["without padding"]
     call = packed.batch(BERT, "right")
     packed.close(packed.step(padded, call), packed.step(without, call))
-
-
-def test_an_adapter_in_the_place_of_a_layer_is_called() -> None:
-    class Adapter(nn.Module):
-        def __init__(self, linear: nn.Linear) -> None:
-            super().__init__()
-            self.linear = linear
-            self.low, self.high = nn.Linear(linear.in_features, 2), nn.Linear(2, linear.out_features)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) + self.high(self.low(x))
-
-    plain = packed.make(BERT)
-    for layer in plain.bert.encoder.layer:
-        layer.attention.self.query = Adapter(layer.attention.self.query)
-    sides = packed.Sides(plain)
-    sides.hold(packed.batch(BERT, "right"), training=True)
-    assert sides.is_packed()
-
-
-def test_a_layer_that_mixes_tokens_keeps_padding() -> None:
-    class Mixing(nn.Module):
-        def __init__(self, linear: nn.Linear) -> None:
-            super().__init__()
-            self.linear = linear
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x + x.mean(1, keepdim=True))
-
-    plain = packed.make(BERT)
-    plain.bert.encoder.layer[1].output.dense = Mixing(plain.bert.encoder.layer[1].output.dense)
-    sides = packed.Sides(plain)
-    (row,) = (row for row in sides.report.rows if row.path == "bert.encoder.layer")
-    assert row.now is None and row.why == "BertLayer: its output for a token depends on padding"
-    sides.hold(packed.batch(BERT, "right"), training=True)
 
 
 def test_the_output_layer_runs_on_tokens() -> None:

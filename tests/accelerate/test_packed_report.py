@@ -46,13 +46,3 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             without(**packed.batch(BERT, "right").given, output_attentions=True)
     said = [record.getMessage() for record in caplog.records]
     assert said == ["a batch runs with its padding: attention weights are requested (output_attentions)"]
-
-
-def test_an_inference_mode() -> None:
-    padded, without, report = both(BERT)
-    call = packed.batch(BERT, "right").given
-    keep = call["attention_mask"].bool()
-    with torch.inference_mode():
-        ours, theirs = (m.eval()(**call).logits[keep] for m in (without, padded))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert not report.padded_calls.reasons

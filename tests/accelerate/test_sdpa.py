@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import sdpa_models as models
 import torch
-from accelerated import Seen, copies, from_one_seed, pair, seems_on_gpu, step, whose
+from accelerated import Seen, from_one_seed, pair, seems_on_gpu, step, whose
 from sdpa_forms import Attribute, Closure, Held, HeldFunction
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -129,22 +129,6 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert found == {"fast": [{"ours"}] * 20, "plain": [{"torch"}] * 20}
-
-
-@pytest.mark.parametrize("form", [Attribute, Held])
-def test_undo_copies_and_pickles(form: type[nn.Module]) -> None:
-    model, fast, report = pair(form)
-    x = torch.randn(2, 5, 16)
-    assert isinstance(fast, form) and type(fast).__name__ == form.__name__
-    assert fast.state_dict().keys() == model.state_dict().keys()
-    for twin in copies(fast):
-        assert type(twin) is type(fast) and whose(lambda twin=twin: twin(x)) == {"ours"}
-        assert torch.equal(twin(x), fast(x))
-    again = tfast.accelerate(fast)
-    assert not again.swapped and [row.path for row in again.already] == [""]
-    report.undo()
-    assert type(fast) is form and whose(lambda: fast(x)) == {"torch"}
-    assert tfast.accelerate(fast).swapped
 
 
 def test_an_attribute_that_holds_it_can_be_set() -> None:

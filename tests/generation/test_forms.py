@@ -175,34 +175,6 @@ def test_a_decode_that_does_more_is_called_at_every_step() -> None:
     assert said(m, given) == expected
 
 
-@pytest.mark.parametrize("name", ["decoder", "decoder.layers.1", "decoder.layers.0.sublayer.2.norm", "tgt_embed.0.lut"])
-def test_a_hook_is_not_missed(name: str) -> None:
-    m, given, seen = accelerated(), batch(), []
-    expected = said(m, given)
-    m.get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
-    assert isinstance(steps(m), UncachedDecoding)
-    assert said(m, given) == expected and seen
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: setattr(m.decoder.layers[0], "self_attn", hw.AnnotatedAttention(4, D)),
-        lambda m: setattr(m.decoder.layers[1], "forward", m.decoder.layers[1].forward),
-        lambda m: m.tgt_embed.append(nn.Identity()),
-        lambda m: m.decoder.layers.append(hw.AnnotatedDecoderLayer(
-            D, hw.AnnotatedAttention(4, D), hw.AnnotatedAttention(4, D), hw.AnnotatedFeedForward(D, 48), 0.1)),
-    ],
-    ids=["attention", "forward", "embedding", "layer"],
-)  # fmt: skip
-def test_what_was_changed_since_is_called(change: Callable[[nn.Module], None]) -> None:
-    m, given = accelerated(), batch()
-    torch.manual_seed(5)
-    change(m)
-    assert isinstance(steps(m), UncachedDecoding)
-    assert said(m, given) == own_loop(m, given)
-
-
 def test_past_its_table_the_model_speaks_for_itself() -> None:
     m = accelerated()
     assert isinstance(steps(m, longest=50), CachedDecoding)  # as many positions as the table has

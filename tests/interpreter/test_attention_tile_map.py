@@ -7,12 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_kernels import DIALECTS, GPU, TRITON, oracle
+from attention_kernels import GPU, TRITON, oracle
 from helpers import mask_parts
 from test_attention_kernels import documents
 
 from transformer_fast.attention_params import AttentionParams
-from transformer_fast.masks.definition import visible
 from transformer_fast.masks.tile_share import EMPTY, FULL, PARTIAL, WorkShare, tile_classes, work_share
 from transformer_fast.tensor_cache import ENTRIES, get_or_compute
 from transformer_fast.testing import assert_as_exact_as_eager
@@ -128,22 +127,6 @@ def test_lists_hold_the_tiles_that_share_an_id(name):
         counts = torch.stack([(expected == FULL).sum(-1), (expected == PARTIAL).sum(-1)], -1)
         assert torch.equal(found.counts.cpu().long().expand_as(counts), counts)
         assert_lists_are(found, expected)
-
-
-@pytest.mark.parametrize("dialect", [*DIALECTS, "dense window", *WINDOWS])
-def test_classes_in_plain_pytorch(dialect):
-    """The oracle against the definition: no key, every key, or neither."""
-    mask = mask_of(dialect)
-    allowed = visible(LQ, LK, GPU, **mask).expand(B, -1, LQ, LK)
-    classes = tile_classes(B, LQ, LK, (32, 64), **mask)
-    assert classes.shape[2:] == (3, 5)
-    for row in range(3):
-        for column in range(5):
-            tile = allowed[:, :, row * 32 : row * 32 + 32, column * 64 : column * 64 + 64].flatten(2)
-            kind = tile.any(2).int() + (tile.all(2) & (column < 4))
-            assert torch.equal(classes[:, :, row, column].int().expand_as(kind), kind)
-    share = work_share(B, LQ, LK, (32, 64), **mask).share
-    assert share == int((classes != EMPTY).sum()) / classes.numel()
 
 
 def test_share_of_square_batches():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from accelerated import copies
 from dialect_cases import LENS, SRC, TRG, keep
 from torch import Tensor, nn
 
@@ -200,30 +198,6 @@ def test_masks_of_every_form_agree(family: str, norm_first: bool) -> None:
     expected = first(model(*ids, *masks))
     for others in OURS[family]:
         assert torch.allclose(first(model(*ids, *others)), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", MASKS)
-def test_copies_files_dtypes_and_autocast(family: str) -> None:
-    model, ids, masks = whole_model(family)
-    expected = first(model(*ids, *masks))
-    for same in copies(model):
-        assert torch.equal(first(same(*ids, *masks)), expected)
-    for dtype, tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 0.3 if family == "layers" else 0.1),
-                             (torch.float16, 0.05 if family == "layers" else 0.02)):  # fmt: skip
-        inputs = [t.to(dtype) if t is X else t for t in ids]
-        out = first(copy.deepcopy(model).to(dtype)(*inputs, *masks))
-        assert out.dtype == dtype and torch.allclose(out.float(), expected, atol=tolerance)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = first(model(*ids, *masks))
-    assert out.dtype == torch.bfloat16 and torch.allclose(out.float(), expected, atol=0.1)
-
-
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("family", MASKS)
-def test_whole_graphs_compile(family: str) -> None:
-    model, ids, masks = whole_model(family)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.allclose(first(compiled(*ids, *masks)), first(model(*ids, *masks)), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", MASKS)

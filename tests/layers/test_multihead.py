@@ -72,15 +72,6 @@ def test_to_itself_and_the_same_as_from_its_parts(batch_first: bool, served: lis
     assert served == [False, True] * 2
 
 
-def test_rows_without_keys_get_nothing_and_never_nan(served: list[bool]) -> None:
-    m = nn.MultiheadAttention(E, H, batch_first=True).eval()
-    tfast.accelerate(m)
-    x, blocked = torch.randn(2, L, E), torch.tensor([[False] * L, [True] * L])
-    with torch.no_grad():
-        out, weights = m(x, x, x, key_padding_mask=blocked)
-    assert torch.equal(out[1], m.out_proj.bias.expand(L, E)) and torch.all(weights[1] == 0) and served == [True]
-
-
 def test_what_is_not_served(served: list[bool]) -> None:
     m = nn.MultiheadAttention(E, H, dropout=0.5, batch_first=True)
     tfast.accelerate(m)

@@ -22,7 +22,7 @@ import transformer_fast as tfast
 from transformer_fast.masks.packing import PackedMask
 
 LARGE = "d2l model", "swapped d2l decoder"
-PARTS_AND_MODELS = PARTS | {name: rest[:2] for name, rest in MODELS.items() if "packed" not in name}
+PARTS_AND_MODELS = PARTS | {f"model, {name}": rest[:2] for name, rest in MODELS.items() if "packed" not in name}
 
 
 @pytest.mark.cover(1)

@@ -20,14 +20,6 @@ from transformer_fast.translation.progress import Silent
 # The parts of the state, one at a time
 
 
-def test_resumed_in_the_same_process_equals_never_stopped(
-    corpus: dict[str, str], run_copy: Path, never_stopped: Path
-) -> None:
-    torch.randn(1000)  # whatever happened to the generators in between
-    train(checkpointed_config(corpus, run_copy), Silent())
-    assert outcome(run_copy)[0] == outcome(never_stopped)[0]
-
-
 def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(corpus: dict[str, str], run_copy: Path, never_stopped: Path) -> None:
     """The GPU's random state and loss scale are ignored on a CPU; nothing else differs."""
     folder = RunFolder(run_copy)
