@@ -12,11 +12,9 @@ from test_fused import BOS, EOS, FORMS, VOCAB, tiny
 from tiny_transformer import bits_of
 from torch import nn
 
-import transformer_fast as tfast
 from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation import search
 from transformer_fast.generation.decoding import CachedDecoding
-from transformer_fast.layers import Embedder
 
 
 @pytest.fixture
@@ -151,26 +149,6 @@ def test_an_answer_without_a_possible_token_ends(calls: list[int], monkeypatch: 
     found = decoded(model, suppress=suppress)
     assert calls == [1] and found == one_by_one(monkeypatch, lambda: decoded(model, suppress=suppress))
     assert found[0] == ([], 0.0, 0.0, False)
-
-
-class OwnEmbedder(Embedder):
-    """Embedder of another class."""
-
-
-CHANGES: dict[str, Callable[[tfast.Transformer], object]] = {
-    "another embedder": lambda model: setattr(model.decoder.embed, "__class__", OwnEmbedder),
-    "another norm": lambda model: setattr(model.decoder.norm, "eps", 0.1),
-    "a hook": lambda model: model.decoder.pe.register_forward_hook(lambda *_: None),
-    "a forward of its own": lambda model: setattr(model.out, "forward", model.out.forward),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_modules_that_must_be_called(calls: list[int], monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    model = tiny()
-    CHANGES[change](model)
-    found = decoded(model)
-    assert not calls and found == one_by_one(monkeypatch, lambda: decoded(model))
 
 
 def test_ensembles_and_alignments_take_single_steps(calls: list[int]) -> None:

@@ -25,12 +25,6 @@ TRIED = ["BertForMaskedLM", "RobertaForMaskedLM", "ModernBertForMaskedLM", "Llam
          "GPT2LMHeadModel", "Gemma3ForCausalLM"]  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _registered() -> None:
-    transformers.logging.set_verbosity_error()
-    tfast.integrations.transformers.register()
-
-
 def build(case: models.Case, implementation: str = "eager") -> Any:
     """Make a model with weights that leave no score at zero."""
     return models.scattered(models.make(case, implementation), std=0.3)

@@ -21,11 +21,6 @@ NAME = "transformer_fast"
 IDS = torch.tensor([[5, 6, 7, 8]])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _registered() -> None:
-    tfast.integrations.transformers.register()
-
-
 def config_of(name: str) -> Any:
     return models.config_of(models.named(name))
 

@@ -30,12 +30,6 @@ def sample() -> list[Any]:
     return rows
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _registered() -> None:
-    transformers.logging.set_verbosity_error()
-    sweep.integration.register()
-
-
 @pytest.mark.cover(20)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", sample(), ids=lambda case: f"{case.kind}-{case}")

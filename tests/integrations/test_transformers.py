@@ -35,12 +35,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _registered() -> None:
-    tfast.integrations.transformers.register()
-    tfast.integrations.transformers.register()
-
-
 def build(name: str, implementation: str = NAME, **options: Any) -> Any:
     """Make a model with weights that leave no score at zero."""
     made = models.make(models.named(name), implementation, **SETTINGS.get(name, {}) | options)

@@ -142,8 +142,8 @@ def test_a_million_rows(kind: str, device: torch.device) -> None:
 def test_one_frequent_id_and_a_padding_row(dtype: torch.dtype) -> None:
     ids = torch.full((40, 75), 3)
     ids[5] = torch.arange(75) % 9
-    weight, options = torch.randn(9, 72, dtype=dtype), {"scale": 3.0, "dropout_p": 0.2, "padding_idx": 1}
-    hold_embed(ids, weight, None, **options)
+    for padding_idx in (1, -8, -1):
+        hold_embed(ids, torch.randn(9, 72, dtype=dtype), None, scale=3.0, dropout_p=0.2, padding_idx=padding_idx)
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 65, 130])

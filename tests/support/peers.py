@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from transformer_fast.reference.attention import attention
+
 
 def seen(Lq: int, Lk: int, causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Tensor:
     """Return the keys that each query sees, bool (Lq, Lk): the last query is at the last key."""
-    found = torch.zeros(Lq, Lk, dtype=torch.bool)
     left, right = window[0], 0 if causal else window[1]
-    for i, j in itertools.product(range(Lq), range(Lk)):
-        own = i + Lk - Lq
-        found[i, j] = (left < 0 or j >= own - left) and (right < 0 or j <= own + right)
-    return found
+    back = torch.arange(Lq)[:, None] + (Lk - Lq) - torch.arange(Lk)
+    return ((back <= left) | torch.tensor(left < 0)) & ((-back <= right) | torch.tensor(right < 0))
 
 
 def plain_attention(
@@ -38,20 +35,12 @@ def plain_attention(
         allowed: bool (Lq, Lk).
         slopes: (H,) of ALiBi.
     """
-    (Lq, H, D), Lk = q.shape, k.shape[0]
-    k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * (D**-0.5 if scale is None else scale)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if slopes is not None:
-        distance = (torch.arange(Lq)[:, None] + Lk - Lq - torch.arange(Lk)).abs()
-        scores = scores - slopes[:, None, None] * distance
-    scores = scores.masked_fill(~allowed, -math.inf)
-    logsumexp = torch.logsumexp(scores, -1)
-    weights = torch.where(
-        allowed, torch.exp(scores - logsumexp.clamp(min=torch.finfo(scores.dtype).min)[..., None]), 0.0
-    )
-    return torch.einsum("hij,jhd->ihd", weights.to(q.dtype), v), logsumexp, weights
+    heads = (t.transpose(0, 1)[None] for t in (q, k, v))
+    back = torch.arange(len(q))[:, None] + (len(k) - len(q)) - torch.arange(len(k))
+    options = {"bias": None if slopes is None else -slopes[:, None, None] * back.abs(), "softcap": softcap or None}
+    options |= {"scale": q.shape[-1] ** -0.5 if scale is None else scale, "empty_rows": "zero"}
+    out, weights, logsumexp = attention(*heads, keep=allowed[None, None], **options)
+    return out[0].transpose(0, 1), logsumexp[0], weights[0]
 
 
 def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:

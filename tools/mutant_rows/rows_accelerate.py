@@ -16,7 +16,7 @@ ROWS = (
         old="                change.undo()\n",
         new="                change\n",
         tests=(
-            "tests/accelerate/test_huggingface_blocks.py",
+            "tests/accelerate/test_huggingface_undo.py",
             "tests/accelerate/test_accelerate.py",
         ),
     ),
@@ -138,6 +138,6 @@ ROWS = (
         path="transformer_fast/accelerate/packed/trial.py",
         old="same = not bool(actual[~keep].any()) and _close(actual[keep], expected[keep])",
         new="same = True",
-        tests=("tests/accelerate/test_packed_calls.py",),
+        tests=("tests/accelerate/test_packed_users.py",),
     ),
 )
