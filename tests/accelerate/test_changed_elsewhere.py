@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from changed_children import altered
-from handwritten_forms import FORMS, results
+from form_arguments import results
+from handwritten_forms import FORMS
 from torch import Tensor, nn
 
 import transformer_fast as tfast

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from accelerated import copies
 from changed_children import altered
-from handwritten_forms import FORMS, D, fresh, results, x
+from form_arguments import D, fresh, results, x
+from handwritten_forms import FORMS
 from torch import Tensor, nn
 
 import transformer_fast as tfast

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from accelerated import copies, from_one_seed, surroundings
-from handwritten_forms import FORMS, B, L, fresh, results
+from form_arguments import B, L, fresh, results
+from handwritten_forms import FORMS
 from torch import Tensor, nn
 
 import transformer_fast as tfast

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerated import from_one_seed, pair
-from handwritten_forms import FORMS, B, D, L, S, called_once, fresh, ids, keep, x
+from form_arguments import B, D, L, S, called_once, fresh, ids, keep, x
+from handwritten_forms import FORMS
 from torch import Tensor, nn
 
 import transformer_fast as tfast

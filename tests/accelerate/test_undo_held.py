@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from handwritten_forms import FORMS, results
+from form_arguments import results
+from handwritten_forms import FORMS
 from torch import nn
 
 import transformer_fast as tfast

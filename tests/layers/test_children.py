@@ -14,8 +14,8 @@ import pytest
 import torch
 from accelerated import proven_once  # noqa: F401
 from changed_children import CHANGES, Change, Kept, NotApplicable
+from form_arguments import fresh
 from fused_parents import PARENTS, TORCH, fused, plain
-from handwritten_forms import fresh
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from handwritten_forms import FORMS, fresh
+from form_arguments import fresh
+from handwritten_forms import FORMS
 from op_calls import Operators
 from swapped_modules import KINDS, E, L, N, assert_alike, assert_as_torch, every_kind, inputs, make, outcome, swapped
 from torch import Tensor, nn

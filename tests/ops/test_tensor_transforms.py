@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from handwritten_forms import FORMS, fresh
+from form_arguments import fresh
+from handwritten_forms import FORMS
 from swapped_modules import KINDS, assert_as_torch, every_kind, inputs, make, outcome, swapped
 from torch import Tensor, nn
 from torch.autograd import forward_ad

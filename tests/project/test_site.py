@@ -95,9 +95,11 @@ def test_links_of_the_reference_lead_somewhere() -> None:
             assert (page.parent / path).exists(), f"{page.name}: {path}"
 
 
-def test_the_page_of_the_commands_is_what_they_say() -> None:
-    done = subprocess.run([sys.executable, "tools/command_page.py", "--check"], cwd=ROOT)
-    assert done.returncode == 0, "python tools/command_page.py writes it again"
+@pytest.mark.parametrize("tool", ["tools/command_page.py", "tools/pattern_table.py"])
+def test_what_a_tool_writes_is_up_to_date(tool: str) -> None:
+    """The page of the commands says what they say; the table of ``accelerate`` what the patterns say."""
+    done = subprocess.run([sys.executable, tool, "--check"], cwd=ROOT)
+    assert done.returncode == 0, f"python {tool} writes it again"
 
 
 def test_every_environment_variable_is_on_its_page() -> None:

@@ -15,7 +15,7 @@ import huggingface_models as models
 import torch
 from dialect_cases import FAMILIES
 from dialect_parity import Case
-from handwritten_forms import B, D, L, S, ids, keep, x
+from form_arguments import B, D, L, S, ids, keep, x
 from torch import Tensor, nn
 
 import transformer_fast as tfast

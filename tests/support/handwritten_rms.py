@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import handwritten as hw
 import torch
+from form_arguments import ONE, OWN, TWO, D, Forms
+from handwritten_texts import encoder
 from torch import Tensor, nn
 
 
@@ -59,3 +61,14 @@ def with_rms(m: nn.Module, norm: type[nn.Module] = LlamaRMSNorm) -> nn.Module:
         if isinstance(getattr(part, "norm", None), hw.AnnotatedNorm):
             part.norm = norm(part.norm.a_2.shape[0])
     return m
+
+
+FORMS: Forms = {
+    "Llama's norm": (lambda: LlamaRMSNorm(D), ONE),
+    "T5's norm": (lambda: T5LayerNorm(D), ONE),
+    "rms norm with a scale": (lambda: ScaledRMSNorm(D), ONE),
+    "rms sublayer": (lambda: with_rms(hw.Sublayer(D, 0.1)), TWO),
+    "rms sublayer of torch": (lambda: with_rms(hw.Sublayer(D, 0.1), nn.RMSNorm), TWO),
+    "post-norm rms sublayer": (lambda: with_rms(hw.PostSublayer(D, 0.1)), TWO),
+    "rms encoder": (lambda: with_rms(encoder(3), T5LayerNorm), OWN),
+}

@@ -1,36 +1,20 @@
-"""Patterns of hand-written modules that ``accelerate`` knows, in the order of the search."""
+"""Patterns of hand-written modules that ``accelerate`` knows, in the order of the search.
 
-from . import (
-    attention,
-    blocks,
-    d2l,
-    embedding,
-    feed_forward,
-    functional_norm,
-    layer,
-    linear,
-    norm,
-    rms_norm,
-    sublayer,
-    t5,
-    tensorflow,
+Every file of this folder is imported; ``PATTERNS`` of a file are its patterns, and ``KNOWS`` its rows of the table in
+docs/accelerate.md (tools/pattern_table.py). A file that imports another one's patterns stands behind it, so the
+patterns of children come first.
+"""
+
+import importlib
+import pkgutil
+
+from .base import Pattern, declared
+
+_FILES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+
+PATTERNS: tuple[Pattern, ...] = tuple(
+    pattern for pattern in declared() if any(pattern in getattr(file, "PATTERNS", ()) for file in _FILES)
 )
-from .base import Pattern
+KNOWS: tuple[tuple[str, str], ...] = tuple(row for file in _FILES for row in getattr(file, "KNOWS", ()))
 
-PATTERNS: tuple[Pattern, ...] = (
-    *norm.PATTERNS,
-    *rms_norm.PATTERNS,
-    *functional_norm.PATTERNS,
-    *linear.PATTERNS,
-    *feed_forward.PATTERNS,
-    *embedding.PATTERNS,
-    *attention.PATTERNS,
-    *layer.PATTERNS,
-    *sublayer.PATTERNS,
-    *tensorflow.PATTERNS,
-    *d2l.PATTERNS,
-    *blocks.PATTERNS,
-    *t5.PATTERNS,
-)
-
-__all__ = ["PATTERNS", "Pattern"]
+__all__ = ["KNOWS", "PATTERNS", "Pattern"]

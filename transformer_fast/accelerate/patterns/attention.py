@@ -148,3 +148,13 @@ PATTERNS = (
     BERT := Heads("BertHeads", "linear_layers", "output_linear", head_axis=False),
     TensorflowHeads(),
 )
+KNOWS = (
+    (
+        "attention over keep masks: `q_linear`...; four `linears`; `linear_layers`, `output_linear`",
+        "the classic code, The Annotated Transformer, BERT by hand",
+    ),
+    (
+        "attention over blocked masks: `wq`, `wk`, `wv`, `dense`",
+        "TensorFlow's tutorial",
+    ),
+)

@@ -187,6 +187,11 @@ class Pattern:
 _PATTERNS: dict[str, Pattern] = {}
 
 
+def declared() -> tuple[Pattern, ...]:
+    """All patterns, in the order in which the imports of their files made them."""
+    return tuple(_PATTERNS.values())
+
+
 SWAPPED = "swapped"
 """Role of a class made by :func:`accelerated_class`."""
 

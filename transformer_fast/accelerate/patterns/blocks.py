@@ -275,3 +275,9 @@ PATTERNS = (
     ),
     EncoderBlock("VitLayer", "attention", "layernorm_before", "mlp", "layernorm_after", norm_first=True, dropout=True),
 )
+KNOWS = (
+    (
+        "blocks around transformers' attention",
+        "BERT, BART, GPT-2, ViT, DistilBERT and their relatives",
+    ),
+)

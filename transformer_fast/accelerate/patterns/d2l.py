@@ -204,3 +204,9 @@ PATTERNS = (
     D2lDecoder("D2lDecoder", DECODER_BLOCK, dense=ANY),
     D2lCountingDecoder("D2lCountingDecoder", DECODER_BLOCK, dense=ANY),
 )
+KNOWS = (
+    (
+        "attention over `valid_lens`; `W_q`, `W_k`, `W_v`, `W_o`; blocks and stacks",
+        "d2l",
+    ),
+)

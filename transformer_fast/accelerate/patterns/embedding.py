@@ -148,3 +148,9 @@ PATTERNS = (
     BertEmbedding(),
     TokenEmbedding(),
 )
+KNOWS = (
+    (
+        "embedding and positions: `lut` times sqrt(d), `pe`, `P`, `token` + `position` + `segment`",
+        "The Annotated Transformer, d2l, BERT by hand",
+    ),
+)

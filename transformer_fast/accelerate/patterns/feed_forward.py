@@ -42,3 +42,9 @@ PATTERNS = (
     ActivatedFeedForward("ActivatedFeedForward", "w_1", "w_2", dropout=DROPOUT, activation=ANY),
     FeedForward("D2lFeedForward", "dense1", "dense2", relu=INLINED),
 )
+KNOWS = (
+    (
+        "feed-forward network: `linear_1`, `linear_2`; `w_1`, `w_2`; `dense1`, `dense2`",
+        "the classic code, The Annotated Transformer, d2l",
+    ),
+)

@@ -12,9 +12,9 @@ from torch import Tensor
 from ... import ops
 from .base import parameters_of
 from .norm import Norm
+from .rms_norm import EPSILONS
 
 NAMES = (("weight", "bias"), ("gamma", "beta"), ("g", "b"))
-EPSILONS = ("eps", "variance_epsilon", "epsilon")
 WRITTEN = (1e-5, 1e-6, 1e-8, 1e-12)
 """Default eps of modules without an attribute for it."""
 
@@ -60,3 +60,9 @@ class FunctionalNorm(Norm):
 
 
 PATTERNS = tuple(FunctionalNorm(*names, eps) for names in NAMES for eps in (*EPSILONS, *WRITTEN))
+KNOWS = (
+    (
+        "LayerNorm around `F.layer_norm` or by hand, with a shift or without: `weight`, `bias`; `gamma`, `beta`; `g`, `b`",
+        "nanoGPT, x-transformers",
+    ),
+)

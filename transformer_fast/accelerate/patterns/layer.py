@@ -105,3 +105,9 @@ PATTERNS = (
     Stack("Encoder", ENCODER_LAYERS),
     Stack("Decoder", DECODER_LAYERS),
 )
+KNOWS = (
+    (
+        "layers `attn`, `ff`, `norm_1`..., pre-norm and post-norm; stacks",
+        "the classic code",
+    ),
+)

@@ -32,3 +32,9 @@ class TransposedLinear(Pattern):
 
 
 PATTERNS = (TransposedLinear(),)
+KNOWS = (
+    (
+        "linear layer with a weight (in, out), where oneDNN is the faster library",
+        "GPT-2's `Conv1D`",
+    ),
+)

@@ -105,3 +105,13 @@ PATTERNS = (
     PostNormSublayer(),
     AddNorm(),
 )
+KNOWS = (
+    (
+        "norm: `alpha`, `bias` or `a_2`, `b_2`, with the unbiased deviation or as LayerNorm",
+        "the classic code, The Annotated Transformer",
+    ),
+    (
+        "sublayer: `norm`, `dropout`, pre-norm and post-norm; `dropout`, `ln`",
+        "The Annotated Transformer; d2l",
+    ),
+)

@@ -43,3 +43,9 @@ class RmsNorm(Norm):
 
 
 PATTERNS = tuple(RmsNorm(gain, eps) for gain in GAINS for eps in EPSILONS)
+KNOWS = (
+    (
+        "RMSNorm: a `weight`, `scale`, `gain`, `gamma`, `g` or `alpha`, and an `eps`, `variance_epsilon` or `epsilon`",
+        "Llama, T5, and others of the same formula",
+    ),
+)

@@ -130,3 +130,9 @@ PATTERNS = (
     DECODER := AnnotatedStack("AnnotatedDecoder", DECODER_LAYER),
     BertBlock("BertBlock"),
 )
+KNOWS = (
+    (
+        "layers of `sublayer`s, and `input_sublayer`, `output_sublayer`; stacks",
+        "The Annotated Transformer, BERT by hand",
+    ),
+)

@@ -144,3 +144,9 @@ PATTERNS = (
     CROSS_ATTENTION,
     T5Block("T5Block"),
 )
+KNOWS = (
+    (
+        "sublayers and blocks with RMSNorm",
+        "T5 and its relatives",
+    ),
+)

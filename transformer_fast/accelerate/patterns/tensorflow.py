@@ -110,3 +110,9 @@ PATTERNS = (
     TensorflowStack("TensorflowEncoder", "enc_layers", ENCODER_LAYER),
     TensorflowStack("TensorflowDecoder", "dec_layers", DECODER_LAYER),
 )
+KNOWS = (
+    (
+        "layers `mha`, `ffn`, `layernorm1`...; stacks",
+        "TensorFlow's tutorial",
+    ),
+)
