@@ -203,6 +203,11 @@ def test_positions_past_the_table_and_of_other_types_are_the_module_s_own_affair
         m(x(5))
 
 
+class DoubledAttention(hw.AnnotatedAttention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(query, key, value, mask)
+
+
 class DoubledPositions(hw.Positions):
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(x * D**0.5 + self.pe[:, : x.size(1)])
@@ -224,7 +229,7 @@ class Unscaled(hw.Embeddings):
 
 
 OTHER_FORMULAS = [
-    hw.InvertedAttention(2, D), DoubledPositions(D, 0.1), DroppedBeforeRelu(D, 12), DropsElsewhere(D, 0.1),
+    DoubledAttention(2, D), DoubledPositions(D, 0.1), DroppedBeforeRelu(D, 12), DropsElsewhere(D, 0.1),
     Unscaled(D, 11),
 ]  # fmt: skip
 

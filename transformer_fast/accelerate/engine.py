@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from .. import backends
 from ..dialects.common import LastWeights
+from ..integrations import dispatch
 from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
 from ..ops.linear import is_faster
@@ -26,7 +27,7 @@ from .packed import pack
 from .padding_notes import padding_notes
 from .patterns import PATTERNS
 from .patterns.base import Pattern, accelerated_class
-from .probe import probe, signature
+from .probe import probe, read, signature
 from .rebinding import Obstacle
 from .report import ALREADY, LOCK, Report, Row
 from .torch_swaps import SWAPS
@@ -117,6 +118,7 @@ class _Walk:
         self.applied = {id(child) for m in ours for child in m.children()}  # computed without a call
         self.fused: set[int] = set()  # modules that run on the fused ops, swapped by this call or earlier
         self.probed: dict[Any, str | None] = {}
+        self.found: dict[Any, Pattern | None] = {}
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.attention = Attention()
@@ -200,10 +202,14 @@ class _Walk:
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
-        for pattern in PATTERNS:
-            if not _matches(pattern, module):
+        for known in PATTERNS:
+            if not _matches(known, module):
                 continue
-            obstacle = self._obstacle(module, "attention")
+            obstacle, pattern = self._obstacle(module, "attention"), known
+            if not obstacle and known.reads:
+                if (found := self._read(module, known)) is None:
+                    continue
+                pattern = found
             difference = obstacle or self._probe(module, pattern)
             if not difference:
                 for child in pattern.inlined_children(module):
@@ -245,6 +251,15 @@ class _Walk:
         else:
             return False
         return True
+
+    def _read(self, module: nn.Module, pattern: Pattern) -> Pattern | None:
+        """The pattern of a module, for a pattern that reads it from the module."""
+        if id(module) in self.attention.layers or dispatch.calls_the_interface(type(module)):
+            return None
+        key = pattern, signature(module, pattern)
+        if key not in self.found:
+            self.found[key] = read(module, pattern)
+        return self.found[key]
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
         key = pattern, signature(module, pattern)

@@ -98,9 +98,26 @@ class Pattern:
     passed_on: tuple[str, ...] = ()
     """Arguments that a named ``fused_forward`` takes in ``**others`` and passes on unchanged."""
 
+    reads = False
+    """True if the pattern stands for many formulas, of which :meth:`read` finds that of a module."""
+    key: Any
+    """What a pickle stores of the pattern: its name; or (name, reading) for a pattern that was read from a module."""
+
     def __init__(self, name: str = "") -> None:
-        self.name = name or type(self).__name__
+        self.key = self.name = name or type(self).__name__
         _PATTERNS[self.name] = self
+
+    def read(self, trial: nn.Module) -> Pattern | None:
+        """The pattern of one module, for a pattern that stands for many formulas; None if no formula fits.
+
+        Args:
+            trial: copy of a module that matches, in evaluation.
+        """
+        return self
+
+    def of(self, reading: Any) -> Pattern:
+        """The pattern of a reading, as :meth:`read` returns it."""
+        raise NotImplementedError
 
     def matches(self, m: Any) -> bool:
         """Return True for a module with this pattern's names and shapes."""
@@ -211,12 +228,12 @@ class Accelerated(Made):
 def accelerated_class(pattern: Pattern, module: nn.Module) -> type[nn.Module]:
     """Return the fused class for a module with this pattern."""
     inlined = tuple(author_class(type(child)) for child in pattern.inlined_children(module))
-    return _accelerated_class(type(module), pattern.name, inlined)
+    return _accelerated_class(type(module), pattern.key, inlined)
 
 
 @cached_by_class
-def _accelerated_class(original: type[nn.Module], name: str, inlined: tuple[type[nn.Module], ...]) -> type[nn.Module]:
-    pattern = _PATTERNS[name]
+def _accelerated_class(original: type[nn.Module], key: Any, inlined: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+    pattern = _PATTERNS[key] if isinstance(key, str) else _PATTERNS[key[0]].of(key[1])
     parameters = parameters_of(original)
     names = names_of(original) if pattern.named else None
     keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
@@ -246,7 +263,7 @@ def _accelerated_class(original: type[nn.Module], name: str, inlined: tuple[type
     made = make_class(
         (Accelerated, *pattern.bases),
         original,
-        (_accelerated_class, name, inlined),
+        (_accelerated_class, key, inlined),
         forward=forward,
         pattern=pattern,
         inlined=inlined,

@@ -62,7 +62,7 @@ class FunctionalNorm(Norm):
 PATTERNS = tuple(FunctionalNorm(*names, eps) for names in NAMES for eps in (*EPSILONS, *WRITTEN))
 KNOWS = (
     (
-        "LayerNorm around `F.layer_norm` or by hand, with a shift or without: `weight`, `bias`; `gamma`, `beta`; `g`, `b`",
+        "LayerNorm around `F.layer_norm` or by hand: `weight`, `bias`; `gamma`, `beta`; `g`, `b`; or without a shift",
         "nanoGPT, x-transformers",
     ),
 )

@@ -1,0 +1,142 @@
+"""Small models with attention of many forms before and after ``tfast.accelerate``, without dropout: an evaluation and a
+training step. Those of transformers have transformers' default attention; those by hand have the forms of vit-pytorch
+and of Swin (tests/support/handwritten_vision.py), and the packages themselves are measured where they are installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+from handwritten_vision import QkvProj, ToQkv, WindowAttention
+
+D, HEADS, LAYERS, B = 128, 4, 3, 4
+SHAPE = {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 4 * D}
+IMAGE = {"image_size": 112, "patch_size": 16}
+
+
+class Block(nn.Module):
+    """Attention and network, each with residual and, with ``norm``, a norm before it."""
+
+    def __init__(self, attention: nn.Module, dim: int, *, norm: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(dim) if norm else nn.Identity() for _ in range(2))
+        self.attn = attention
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Set every dropout of a model to 0."""
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return model
+
+
+def by_hand(kind: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Blocks with one kind of attention, and their input: 197 tokens, or 64 windows of 49."""
+    made = {
+        "to_qkv": lambda: Block(ToQkv(D, HEADS, D // HEADS), D, norm=False),
+        "qkv": lambda: Block(QkvProj(D, HEADS), D, norm=True),
+        "windows": lambda: Block(WindowAttention(D, (7, 7), HEADS), D, norm=True),
+    }[kind]
+    model = nn.Sequential(*(made() for _ in range(LAYERS)))
+    return model, (torch.randn(64, 49, D) if kind == "windows" else torch.randn(B, 197, D),)
+
+
+def of_transformers(name: str, inputs: str, **fields: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Model of transformers with random weights, and its inputs."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**fields))
+    size = fields.get("image_size", 0)
+    given = {
+        "ids": lambda: (torch.randint(4, 99, (B, 128)),),
+        "image": lambda: (torch.randn(B, 3, size, size),),
+        "sound": lambda: (torch.randn(B, 80, 256), ),
+    }  # fmt: skip
+    return model, given[inputs]()
+
+
+def of_vit_pytorch() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """vit-pytorch's ViT."""
+    vit = pytest.importorskip("vit_pytorch.vit")
+    sizes = {"dim": D, "depth": LAYERS, "heads": HEADS, "dim_head": D // HEADS, "mlp_dim": 4 * D, "num_classes": 9}
+    return vit.ViT(**IMAGE, **sizes), (torch.randn(B, 3, 112, 112),)
+
+
+def of_timm() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """timm's Swin."""
+    swin = pytest.importorskip("timm.models.swin_transformer")
+    sizes = {"embed_dim": 48, "depths": (2, 2), "num_heads": (3, 6), "window_size": 7, "num_classes": 9}
+    return swin.SwinTransformer(img_size=112, patch_size=4, drop_path_rate=0.0, **sizes), (torch.randn(B, 3, 112, 112),)
+
+
+WHISPER = {f"{part}_{name}": size for part in ("encoder", "decoder")
+           for name, size in (("layers", LAYERS), ("attention_heads", HEADS), ("ffn_dim", 4 * D))}  # fmt: skip
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "sam": lambda: of_transformers("SamVisionModel", "image", **SHAPE, **IMAGE, mlp_dim=4 * D, output_channels=32,
+        window_size=7, global_attn_indexes=[1]),
+    "dinov2": lambda: of_transformers("Dinov2Model", "image", **SHAPE, **IMAGE),
+    "clip": lambda: of_transformers("CLIPVisionModel", "image", **SHAPE, **IMAGE),
+    "vit": lambda: of_transformers("ViTModel", "image", **SHAPE, **IMAGE),
+    "esm": lambda: of_transformers("EsmModel", "ids", **SHAPE, vocab_size=99, pad_token_id=1),
+    "whisper": lambda: (
+        of_transformers("WhisperModel", "sound", d_model=D, **WHISPER, max_source_positions=128, vocab_size=99,
+            pad_token_id=0, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2)[0].encoder,
+        (torch.randn(B, 80, 256),)),
+    "to_qkv by hand": lambda: by_hand("to_qkv"),
+    "qkv by hand": lambda: by_hand("qkv"),
+    "windows by hand": lambda: by_hand("windows"),
+    "vit-pytorch": of_vit_pytorch,
+    "timm swin": of_timm,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
+@pytest.mark.parametrize("name", MODELS)
+def test_forms(versus, name, training, device):
+    """Width 128, 4 heads, 3 layers; 4 images or sequences."""
+    torch.manual_seed(0)
+    before, inputs = MODELS[name]()
+    before = without_dropout(before).to(device).train(training)
+    after = copy.deepcopy(before)
+    assert tfast.accelerate(after).swapped
+
+    def run(model):
+        def step(given):
+            if not training:
+                with torch.no_grad():
+                    return first(model(*given))
+            loss = first(model(*given)).square().mean()
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    def check(given):
+        with torch.no_grad():
+            torch.testing.assert_close(first(after(*given)), first(before(*given)), atol=2e-3, rtol=2e-3)
+
+    versus(lambda: tuple(t.to(device) for t in inputs), {"ours": run(after), "before": run(before)}, check=check)
+
+
+def first(result: Any) -> Tensor:
+    """First tensor of a model's result."""
+    return result if isinstance(result, Tensor) else result[0]
