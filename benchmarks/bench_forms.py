@@ -23,7 +23,7 @@ from handwritten_vision import QkvProj, ToQkv, WindowAttention
 
 D, HEADS, LAYERS, B = 128, 4, 3, 4
 SHAPE = {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 4 * D}
-IMAGE = {"image_size": 112, "patch_size": 16}
+IMAGE = {"image_size": 224, "patch_size": 16}
 
 
 class Block(nn.Module):
@@ -66,9 +66,9 @@ def of_transformers(name: str, inputs: str, **fields: Any) -> tuple[nn.Module, t
     model = kind(kind.config_class(**fields))
     size = fields.get("image_size", 0)
     given = {
-        "ids": lambda: (torch.randint(4, 99, (B, 128)),),
+        "ids": lambda: (torch.randint(4, 99, (B, 256)),),
         "image": lambda: (torch.randn(B, 3, size, size),),
-        "sound": lambda: (torch.randn(B, 80, 256), ),
+        "sound": lambda: (torch.randn(B, 80, 512), ),
     }  # fmt: skip
     return model, given[inputs]()
 
@@ -77,14 +77,14 @@ def of_vit_pytorch() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """vit-pytorch's ViT."""
     vit = pytest.importorskip("vit_pytorch.vit")
     sizes = {"dim": D, "depth": LAYERS, "heads": HEADS, "dim_head": D // HEADS, "mlp_dim": 4 * D, "num_classes": 9}
-    return vit.ViT(**IMAGE, **sizes), (torch.randn(B, 3, 112, 112),)
+    return vit.ViT(**IMAGE, **sizes), (torch.randn(B, 3, 224, 224),)
 
 
 def of_timm() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """timm's Swin."""
     swin = pytest.importorskip("timm.models.swin_transformer")
     sizes = {"embed_dim": 48, "depths": (2, 2), "num_heads": (3, 6), "window_size": 7, "num_classes": 9}
-    return swin.SwinTransformer(img_size=112, patch_size=4, drop_path_rate=0.0, **sizes), (torch.randn(B, 3, 112, 112),)
+    return swin.SwinTransformer(img_size=224, patch_size=4, drop_path_rate=0.0, **sizes), (torch.randn(B, 3, 224, 224),)
 
 
 WHISPER = {f"{part}_{name}": size for part in ("encoder", "decoder")
@@ -97,9 +97,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "vit": lambda: of_transformers("ViTModel", "image", **SHAPE, **IMAGE),
     "esm": lambda: of_transformers("EsmModel", "ids", **SHAPE, vocab_size=99, pad_token_id=1),
     "whisper": lambda: (
-        of_transformers("WhisperModel", "sound", d_model=D, **WHISPER, max_source_positions=128, vocab_size=99,
+        of_transformers("WhisperModel", "sound", d_model=D, **WHISPER, max_source_positions=256, vocab_size=99,
             pad_token_id=0, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2)[0].encoder,
-        (torch.randn(B, 80, 256),)),
+        (torch.randn(B, 80, 512),)),
     "to_qkv by hand": lambda: by_hand("to_qkv"),
     "qkv by hand": lambda: by_hand("qkv"),
     "windows by hand": lambda: by_hand("windows"),

@@ -119,7 +119,8 @@ def test_a_seed_decides_and_checkpointing_repeats_it(name: str, reentrant: bool)
     (again,) = accelerated.from_one_seed(run, seed=0)
     close = {"rtol": 1e-5, "atol": 1e-6} if reentrant else {"rtol": 0.0, "atol": 0.0}  # another order of sums
     torch.testing.assert_close(again, first, **close)
-    assert not torch.allclose(first["logits"], other["logits"], atol=1e-3)
+    draws = any(isinstance(m, nn.Dropout) for m in fast.modules())
+    assert torch.allclose(first["logits"], other["logits"], atol=1e-3) is not draws
 
 
 def test_the_probabilities_are_those_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +245,9 @@ class LowRank(nn.Module):
         return self.base_layer(x) + x @ self.delta
 
 
+REPLACED = ("dense", "fc1", "fc2", "lin2", "wi", "wo", "c_fc", "c_proj", "o_proj")
+
+
 @pytest.mark.cover(5)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_linear_layer_may_be_replaced_before_or_after(name: str) -> None:
@@ -255,7 +259,7 @@ def test_a_linear_layer_may_be_replaced_before_or_after(name: str) -> None:
         replaced = 0
         for parent in list(model.modules()):
             for key, child in list(parent.named_children()):
-                if type(child) in linear and key in ("dense", "fc1", "fc2", "lin2", "wi", "wo", "c_fc", "c_proj"):
+                if type(child) in linear and key in REPLACED:
                     setattr(parent, key, LowRank(child))
                     replaced += 1
         assert replaced

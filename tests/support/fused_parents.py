@@ -169,6 +169,8 @@ HUGGING_FACE: dict[str, Parent] = {
     "DistilBertBlock": _block(_alone, "DistilBertForMaskedLM", "distilbert.transformer.layer.0"),
     "GPT2Block": _block(_causal, "GPT2LMHeadModel", "transformer.h.0"),
     "ViTLayer": _block(_alone, "ViTForImageClassification", "vit.layers.0"),
+    "CLIPEncoderLayer": _block(_with_mask, "CLIPForImageClassification", "vision_model.encoder.layers.0"),
+    "Dinov2Layer": _block(_alone, "Dinov2ForImageClassification", "dinov2.encoder.layer.0"),
     "T5Block": _block(_alone, _t5, "encoder.block.1"),
     "T5Block, decoder": _block(lambda: (_wide(), _added_look_ahead(), None, _wide(S)), _t5, "decoder.block.1"),
     "T5Block, gated": _block(_alone, _t5, "encoder.block.1", feed_forward_proj="gated-gelu"),

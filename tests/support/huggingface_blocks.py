@@ -28,6 +28,8 @@ BLOCKS = {  # class before and class after, by the class of the model
         "WhisperEncoderLayer": "fused PreNormBartEncoderLayer", "WhisperDecoderLayer": "fused PreNormBartDecoderLayer",
     },
     "ViTForImageClassification": {"ViTLayer": "fused VitLayer"},
+    "CLIPForImageClassification": {"CLIPEncoderLayer": "fused ClipLayer"},
+    "Dinov2ForImageClassification": {"Dinov2Layer": "fused DinoLayer"},
     T5: {
         "T5Block": "fused T5Block", "T5LayerSelfAttention": "fused T5SelfAttention", "T5DenseActDense": "fused T5Dense",
         "T5LayerCrossAttention": "fused T5CrossAttention", "T5LayerFF": "fused T5FeedForward",

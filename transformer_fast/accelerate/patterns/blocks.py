@@ -234,32 +234,92 @@ class Gpt2Block(Pattern):
         return run(hidden_states, steps, norm_first=True)
 
 
+BRANCH = Part(lambda module: True, returns=1, optional=True)
+"""Module that is called on the output of attention or of the network, such as a scale or stochastic depth."""
+
+
 class EncoderBlock(Pattern):
-    """An attention and a feed-forward network, each with its norm. Either the network ends in a dropout, or the block
-    has one dropout for both."""
+    """An attention and a feed-forward network, each with its norm.
+
+    Args:
+        name: name of the pattern.
+        attention, norm, mlp, last_norm: names of the children.
+        norm_first: the norms are before attention and network, or after the sums.
+        dropout: True if the block has one dropout for both, False if the network ends in a dropout, None for neither.
+        after: names of modules on the output of attention, and on that of the network.
+    """
 
     named = True
+    attention = ATTENTION
 
     def __init__(
-        self, name: str, attention: str, norm: str, mlp: str, last_norm: str, *, norm_first: bool, dropout: bool
+        self,
+        name: str,
+        attention: str,
+        norm: str,
+        mlp: str,
+        last_norm: str,
+        *,
+        norm_first: bool,
+        dropout: bool | None,
+        after: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     ) -> None:
         super().__init__(name)
         self.names, self.norm_first, self.dropout = (attention, norm, mlp, last_norm), norm_first, dropout
-        network = Part(lambda module: True, returns=1) if dropout else Part(swapped_by(FeedForward), fused=True)
-        self.parts = {attention: ATTENTION, norm: NORM, mlp: network, last_norm: NORM}
-        if dropout:
-            self.parts |= {"dropout": DROPOUT}
+        self.after = after
+        network = Part(swapped_by(FeedForward), fused=True) if dropout is False else Part(lambda m: True, returns=1)
+        self.parts = {attention: self.attention, norm: NORM, mlp: network, last_norm: NORM}
+        self.parts |= {**dict.fromkeys((*after[0], *after[1]), BRANCH), **({"dropout": DROPOUT} if dropout else {})}
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         return block_calls(width_of(getattr(m, self.names[1])))
 
     def fused_forward(self, m: Any, hidden_states: Tensor, attention_mask: Tensor | None, **others: Any) -> Tensor:
-        attention, norm, mlp, last_norm = (getattr(m, name) for name in self.names)
-        drop: nn.Module | float = m.dropout if self.dropout else 0.0
-        first: Step = (norm, lambda x: attention(x, attention_mask=attention_mask, **others)[0], drop)
-        last: Step = (last_norm, mlp, drop) if self.dropout else feed_forward_step(last_norm, mlp)
-        return run(hidden_states, (first, last), norm_first=self.norm_first)
+        attention = getattr(m, self.names[0])
+        return self.run(m, hidden_states, lambda x: attention(x, attention_mask=attention_mask, **others)[0])
 
+    def run(self, m: Any, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Compute the block, given its attention as a function."""
+        _, norm, mlp, last_norm = (getattr(m, name) for name in self.names)
+        drop: nn.Module | float = m.dropout if self.dropout else 0.0
+        first: Step = (norm, followed(attend, m, self.after[0]), drop)
+        network: Step = (last_norm, followed(mlp, m, self.after[1]), drop)
+        last = feed_forward_step(last_norm, mlp) if self.dropout is False else network
+        return run(x, (first, last), norm_first=self.norm_first)
+
+
+def followed(function: Callable[[Tensor], Tensor], m: nn.Module, names: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
+    """The function, followed by those children of a module that it has."""
+    modules = [m._modules[name] for name in names if m._modules.get(name) is not None]
+    if not modules:
+        return function
+
+    def all_of_them(x: Tensor) -> Tensor:
+        x = function(x)
+        for module in modules:
+            x = module(x)  # type: ignore[misc]
+        return x
+
+    return all_of_them
+
+
+class ImageBlock(EncoderBlock):
+    """Pre-norm block of one argument, whose attention returns a tensor."""
+
+    named = False
+    arguments = 1
+    attention = Part(lambda module: True, returns=1)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, width_of(getattr(m, self.names[1]))),)]
+
+    def fused_forward(self, m: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.run(m, x, getattr(m, self.names[0]))
+
+
+_AFTER = (("ls1", "drop_path1"), ("ls2", "drop_path2"))
+_DINO = (("layer_scale1", "drop_path"), ("layer_scale2", "drop_path"))
+_PLAIN = (("drop_path",), ("drop_path",))
 
 PATTERNS = (
     *(DenseNorm(name) for name in ("LayerNorm", "layer_norm", "norm")),
@@ -273,11 +333,16 @@ PATTERNS = (
     EncoderBlock(
         "DistilBertBlock", "attention", "sa_layer_norm", "ffn", "output_layer_norm", norm_first=False, dropout=False
     ),
+    EncoderBlock("ClipLayer", "self_attn", "layer_norm1", "mlp", "layer_norm2", norm_first=True, dropout=None),
+    EncoderBlock("DinoLayer", "attention", "norm1", "mlp", "norm2", norm_first=True, dropout=None, after=_DINO),
+    ImageBlock("ImageBlock", "attn", "norm1", "mlp", "norm2", norm_first=True, dropout=None, after=_AFTER),
+    ImageBlock("OlderImageBlock", "attn", "norm1", "mlp", "norm2", norm_first=True, dropout=None, after=_PLAIN),
     EncoderBlock("VitLayer", "attention", "layernorm_before", "mlp", "layernorm_after", norm_first=True, dropout=True),
 )
 KNOWS = (
     (
         "blocks around transformers' attention",
-        "BERT, BART, GPT-2, ViT, DistilBERT and their relatives",
+        "BERT, BART, GPT-2, ViT, CLIP, DINOv2, DistilBERT and their relatives",
     ),
+    ("pre-norm block: `norm1`, `attn`, `norm2`, `mlp`, with `ls1`, `drop_path` or without", "timm, DINO"),
 )
