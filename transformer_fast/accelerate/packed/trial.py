@@ -18,9 +18,9 @@ from ..probe import first_line, no_hooks
 from .classes import packed_class, positional_names
 from .layer import LAYER, MASK, MEMORY, MEMORY_MASK, POSITIONS
 
-_ROWS = ("xxxxxx", "xxx...", "..xxx.", "xx.xx.")
+ROWS = ("xxxxxx", "xxx...", "..xxx.", "xx.xx.")
 """Tokens and padding of the trial batch."""
-_LENGTH = len(_ROWS[0])
+_LENGTH = len(ROWS[0])
 
 
 @dataclasses.dataclass
@@ -46,10 +46,15 @@ def judge(stack: Stack) -> None:
     """Set the obstacle of a stack: compare its layers with and without padding on random input."""
     seen: set[Any] = set()
     for layer in stack.layers:
-        kind = type(layer), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+        kind = shapes_of(layer)
         if kind not in seen and not stack.obstacle:
             stack.obstacle = _layer_obstacle(layer, stack)
         seen.add(kind)
+
+
+def shapes_of(layer: nn.Module) -> Any:
+    """Class and shapes of a layer; one trial stands for all layers that share them."""
+    return type(layer), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
 
 
 def _layer_obstacle(layer: nn.Module, stack: Stack) -> str:
@@ -58,9 +63,9 @@ def _layer_obstacle(layer: nn.Module, stack: Stack) -> str:
     if not names or MASK not in names:
         return f"{name}.forward has no argument {MASK}"
     try:
-        trial, given = _copy(layer).eval(), _arguments(layer, stack, names)
+        trial, given = copy_of(layer).eval(), _arguments(layer, stack, names)
         dtype = mask_dtype(stack.model.config, given[names[0]].dtype)
-        for rows in (_ROWS[:-1], _ROWS):
+        for rows in (ROWS[:-1], ROWS):
             if reason := _difference_on_packed(trial, given, names, rows, dtype):
                 return f"{name}: {reason}"
     except Exception as error:
@@ -77,18 +82,18 @@ def _difference_on_packed(
     if "packed_part" in vars(kind):  # a layer that is tried again
         kind = trial.__class__ = kind.former  # type: ignore[attr-defined]
     cut = {name: value[:count] if isinstance(value, Tensor) else value for name, value in given.items()}
-    keep = _keep(given[names[0]].device, rows)
+    keep = keep_of(given[names[0]].device, rows)
     with torch.no_grad():
-        expected = _first(trial(**_masked(cut, keep, dtype, None)))
+        expected = first(trial(**_masked(cut, keep, dtype, None)))
         trial.__class__ = packed_class(kind, LAYER)
         try:
-            actual = _first(trial(**_masked(cut, keep, dtype, Unpadded(calls))))
+            actual = first(trial(**_masked(cut, keep, dtype, Unpadded(calls))))
         finally:
             trial.__class__ = kind
     if calls.reasons:
         (reason,) = calls.reasons
         return "" if reason == GAPS else reason
-    same = not bool(actual[~keep].any()) and _close(actual[keep], expected[keep])
+    same = not bool(actual[~keep].any()) and close(actual[keep], expected[keep])
     return "" if same else "its output for a token depends on padding"
 
 
@@ -98,7 +103,7 @@ def _arguments(layer: nn.Module, stack: Stack, names: tuple[str, ...]) -> dict[s
     width = stack.model.config.hidden_size
     options: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
     generator = torch.Generator(parameter.device).manual_seed(0)
-    hidden = torch.randn(len(_ROWS), _LENGTH, width, generator=generator, **options)
+    hidden = torch.randn(len(ROWS), _LENGTH, width, generator=generator, **options)
     given: dict[str, Any] = {names[0]: hidden}
     if POSITIONS[0] in names or POSITIONS[1] in names:
         positions = torch.arange(_LENGTH, device=parameter.device)[None]
@@ -108,7 +113,7 @@ def _arguments(layer: nn.Module, stack: Stack, names: tuple[str, ...]) -> dict[s
             more = kinds if "layer_type" in positional_names(type(rotary).forward) else []
             given[POSITIONS[1]] = rotary(hidden, positions, *more)
     if MEMORY in names and any("cross" in n.lower() or "enc" in n.lower() for n, _ in layer.named_modules()):
-        given[MEMORY] = torch.randn(len(_ROWS), _LENGTH, width, generator=generator, **options)
+        given[MEMORY] = torch.randn(len(ROWS), _LENGTH, width, generator=generator, **options)
     return given
 
 
@@ -125,21 +130,21 @@ def _masked(given: dict[str, Any], keep: Tensor, dtype: torch.dtype, call: Unpad
     return made
 
 
-def _keep(device: torch.device, rows: tuple[str, ...] = _ROWS) -> Tensor:
+def keep_of(device: torch.device, rows: tuple[str, ...] = ROWS) -> Tensor:
     return torch.tensor([[letter == "x" for letter in row] for row in rows], device=device)
 
 
-def _first(result: Any) -> Tensor:
+def first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _close(actual: Tensor, expected: Tensor) -> bool:
+def close(actual: Tensor, expected: Tensor) -> bool:
     narrow = actual.dtype in (torch.float16, torch.bfloat16)
     tolerance = (5e-2 if narrow else 1e-4) * expected.abs().max()
     return bool(((actual - expected).abs() <= tolerance).all())
 
 
-def _copy(layer: nn.Module) -> nn.Module:
+def copy_of(layer: nn.Module) -> nn.Module:
     """Copy of a layer without hooks, sharing parameters and buffers."""
     memo: dict[int, Any] = {}
     for module in layer.modules():

@@ -14,10 +14,11 @@ from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
 from ..patterns.base import pattern_of
 from ..report import ALREADY, Attribute, Report, Row
+from .any_layer import ANY_LAYER, WAY, judge_any
 from .classes import JUDGED, packed_class
 from .layer import LAYER
 from .model import HEAD, MODEL, output_layer
-from .trial import Stack, judge
+from .trial import Stack, judge, shapes_of
 from .watch import AROUND, WATCH, Judged, Watch, around_of, is_packed
 
 NOW = "without padding"
@@ -50,6 +51,9 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
             report.rows.append(_own_row(path, module))
             if report.rows[-1].now:
                 _change(report, module, WITHOUT_PADDING, report.padded_calls)
+    for path, layers in _any_layers(model, "", inside):
+        found = True
+        report.rows.append(_tried_row(report, path, layers))
     stacks = list(_stacks(model, "", None))
     for stack in stacks:
         if all(is_packed(layer, LAYER) and layer.__dict__[JUDGED].fits() for layer in stack.layers):
@@ -108,6 +112,48 @@ def _own_row(path: str, module: nn.Module) -> Row:
         return Row(path, was, None, "a layer has a hook, or a part of another kind")
     reason = getattr(pattern_of(module), "padding", "")
     return Row(path, was, None if reason else NOW, reason)
+
+
+def _any_layers(module: nn.Module, path: str, left_out: set[int]) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Outermost lists of layers of one class around attention that was swapped by its structure."""
+    layers = list(module.children())
+    alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(layer) for layer in layers}) == 1
+    if id(module) in left_out:
+        return
+    if alike and not isinstance(layers[0], nn.Linear) and all(any(map(_is_swapped, one.modules())) for one in layers):
+        yield path, layers
+        return
+    for name, child in module.named_children():
+        yield from _any_layers(child, f"{path}.{name}" if path else name, left_out)
+
+
+def _is_swapped(module: nn.Module) -> bool:
+    """Return True for attention that reads the mask of tokens."""
+    return (pattern := pattern_of(module)) is not None and pattern.on_tokens
+
+
+def _tried_row(report: Report, path: str, layers: list[nn.Module]) -> Row:
+    """Let layers of any class skip padding, unless the trial of one of them shows an obstacle."""
+    was = f"{len(layers)} {type(layers[0]).__name__}"
+    if all(is_packed(layer, ANY_LAYER) and layer.__dict__[JUDGED].fits() for layer in layers):
+        return Row(path, was, None, ALREADY)
+    ways: dict[Any, Any] = {}
+    for layer in layers:
+        key = shapes_of(layer)
+        if key not in ways:
+            attention = next(filter(_is_swapped, layer.modules()))
+            linear = next(m for m in attention.modules() if isinstance(m, nn.Linear))
+            ways[key] = judge_any(layer, linear.in_features)
+            if isinstance(ways[key], str):
+                return Row(path, was, None, ways[key])
+    for layer in layers:
+        way = ways[shapes_of(layer)]
+        made = packed_class(type(layer), ANY_LAYER)
+        report._originals.append((layer, type(layer), made, {}))
+        layer.__class__ = made
+        for name, value in ((WITHOUT_PADDING, report.padded_calls), (WAY, way), (JUDGED, Judged(layer))):
+            _change(report, layer, name, value)
+    return Row(path, was, NOW)
 
 
 def _stacks(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[Stack]:

@@ -15,6 +15,7 @@ from ...dialects.common import leave_weights, merge_heads, project_heads
 from ...layers.attention import attend, attention, layer_mask
 from ...layers.hooks import TAKES_NEED_WEIGHTS
 from ...layers.linear import apply_linear
+from ...layers.token_mask import token_mask
 from ...masks import AttentionMask
 from ...masks.checks import four_dimensions
 from ...masks.packing import PackedMask, take, unpack
@@ -34,7 +35,7 @@ class Heads(Pattern):
     """
 
     keywords = ("cache",)
-    attends = True
+    attends = on_tokens = True
 
     def __init__(self, name: str, *linears: str, head_axis: bool = True, weights: tuple[str, ...] = ()) -> None:
         super().__init__(name)
@@ -73,7 +74,7 @@ class Heads(Pattern):
             return None
         *linears, out = self.projections(m)
         q, k, v = project_heads(linears, (query, key, value), m.h)
-        mask = self.normal(mask)
+        mask = self.normal(token_mask(mask, query, key, value))
         if isinstance(mask, PackedMask):
             heads = packed_heads(q, k, v, mask, m.dropout)
             if self.weights:

@@ -21,8 +21,9 @@ from ...dialects.common import LastWeights
 from ...layers import dropout
 from ...layers.embedding import is_lookup
 from ...layers.hooks import CHANGED, in_role, is_plain
-from ...layers.padded_calls import padded_calls
+from ...layers.padded_calls import StaysPaddedError, padded_calls
 from ...layers.scripted_as import scripted_as
+from ...layers.token_mask import is_on_tokens
 from ...layers.torch_modules import Embedding
 from ...tensors import takes_fused_ops
 from ..made import (
@@ -95,6 +96,8 @@ class Pattern:
     """Reason why a layer or stack keeps padding; "" if it may skip padding; None if the module is no layer or stack."""
     attends: bool = False
     """True for attention itself; False for modules around attention."""
+    on_tokens: bool = False
+    """True for attention that reads ``layers.token_mask`` inside a layer without padding."""
     passed_on: tuple[str, ...] = ()
     """Arguments that a named ``fused_forward`` takes in ``**others`` and passes on unchanged."""
 
@@ -252,6 +255,8 @@ def _accelerated_class(original: type[nn.Module], key: Any, inlined: tuple[type[
             result = pattern.fused_forward(self, *ordered, **given)
             if result is not None:
                 return result
+        if pattern.attends and is_on_tokens():
+            raise StaysPaddedError(f"a {original.__name__} runs its own forward")
         if not torch.compiler.is_compiling():
             if changed := pattern.change(self):
                 say(f"accelerate: a {original.__name__} runs its own code: {changed}")
