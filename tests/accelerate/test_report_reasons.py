@@ -146,27 +146,26 @@ LAYERS = {
     ),
     "its own layers": (
         lambda: Stack(Block(Sdpa()), Block(Sdpa()), Block(Sdpa())),
-        ["packed: padding stays in layers (3 Block): the structure of Block is unknown, and its code may read padding"],
+        ["packed: padding stays in layers (3 Block): Block.forward has no argument that is known as a mask"],
     ),
-    "layers of torch without their stack": (
-        lambda: Stack(*(nn.TransformerEncoderLayer(D, 2, 16) for _ in range(2))),
+    "layers that need another argument": (
+        lambda: Stack(*(nn.TransformerDecoderLayer(D, 2, 16) for _ in range(2))),
         [
-            "packed: padding stays in layers (2 TransformerEncoderLayer): no nn.TransformerEncoder or "
-            "nn.TransformerDecoder is around them"
+            "packed: padding stays in layers (2 TransformerDecoderLayer): TransformerDecoderLayer.forward has no "
+            "argument that is known as a mask"
         ],
     ),
     "two lists": (
         lambda: nn.ModuleDict({"encoder": Stack(Block(Sdpa()), Block(Sdpa())), "decoder": Stack(OwnAttention())}),
         [
-            "packed: padding stays in encoder.layers (2 Block): the structure of Block is unknown, and its code may "
-            "read padding",
+            "packed: padding stays in encoder.layers (2 Block): Block.forward has no argument that is known as a mask",
             "packed: padding stays in decoder.layers.0 (1 OwnAttention): the attention of OwnAttention is not fused",
         ],
     ),
     "one module": (
         lambda: nn.MultiheadAttention(D, 2),
-        ["packed: padding stays in the model (1 MultiheadAttention): the structure of MultiheadAttention is unknown, "
-         "and its code may read padding"],
+        ["packed: padding stays in the model (1 MultiheadAttention): no list of layers is around it, and "
+         "MultiheadAttention may read padding"],
     ),
     "nothing": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),

@@ -50,7 +50,7 @@ class _Search:
         own = self._row(module, path)
         if own is not None:
             yield own
-        if own is not None and not _is_redirected(module):  # else code inside it may attend too
+        if own is not None and not is_redirected(module):  # else code inside it may attend too
             return
         found = False
         for name, child in module._modules.items():
@@ -67,7 +67,7 @@ class _Search:
             return Row(path, f"nn.{name}", "")
         if isinstance(module, nn.MultiheadAttention):
             return Row(path, f"nn.{name}" if type(module) is nn.MultiheadAttention else name, None, self._reason(path))
-        if _is_redirected(module):
+        if is_redirected(module):
             return Row(path, name, f"through {REPLACEMENTS['attention'].theirs}")
         if stays := _STAYS.search(why):
             return Row(path, name, None, stays[1])
@@ -96,7 +96,7 @@ class _Search:
         return self._part(path) or (UNKNOWN if why in ("", "unknown structure") else why)
 
 
-def _is_redirected(module: nn.Module) -> bool:
+def is_redirected(module: nn.Module) -> bool:
     """Return True if calls of torch's attention in a module's code, or in objects that it holds, are redirected."""
     own = isinstance(module, Redirected) and "attention" in type(module).recipe[2]
     return own or any("attention" in type(value).made_from[1] for value in redirected_objects(module))

@@ -177,8 +177,9 @@ class _Walk:
 
     def pack(self) -> None:
         """Let stacks of layers skip padding."""
-        if not pack(self.model, self.report, lambda attention: id(attention) in self.attention.layers):
-            self.report.notes += padding_notes(self.model, self.report.attention)
+        reasons = pack(self.model, self.report, lambda attention: id(attention) in self.attention.layers)
+        if reasons is not None:
+            self.report.notes += padding_notes(self.model, self.report.attention, reasons)
 
     def _visit_linear(self, path: str, module: nn.Linear) -> None:
         if id(module) not in self.applied and is_faster(module.weight) and not _is_replaced(module):

@@ -7,12 +7,13 @@ from torch import nn
 from .row import Row
 
 
-def padding_notes(model: nn.Module, attention: list[Row]) -> list[str]:
+def padding_notes(model: nn.Module, attention: list[Row], reasons: dict[str, str]) -> list[str]:
     """One note per list of layers with attention.
 
     Args:
         model: any model without a stack that can skip padding.
         attention: its attention modules.
+        reasons: why lists of layers keep their padding, by path, as far as their trials say so.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     groups: dict[str, list[Row]] = {}
@@ -25,10 +26,8 @@ def padding_notes(model: nn.Module, attention: list[Row]) -> list[str]:
         not_fused = next((row for row in rows if row.now is None), None)
         if not_fused is not None:
             reason = f"the attention of {not_fused.was} is not fused"
-        elif isinstance(layers[0], nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            reason = "no nn.TransformerEncoder or nn.TransformerDecoder is around them"
         else:
-            reason = f"the structure of {kind} is unknown, and its code may read padding"
+            reason = reasons.get(path) or f"no list of layers is around it, and {kind} may read padding"
         notes.append(f"packed: padding stays in {path or 'the model'} ({len(layers)} {kind}): {reason}")
     return notes or ["packed: padding stays: no attention was found in this model"]
 

@@ -115,6 +115,13 @@ class Held:
     version: int = 0
 
 
+def hand_over(x: Tensor, view: Tensor) -> Tensor:
+    """Give a view of x the tokens that x holds."""
+    if (held := getattr(x, _TOKENS, None)) is not None:
+        setattr(view, _TOKENS, held)
+    return view
+
+
 def _tokens_of(x: Tensor, packing: Packing) -> Tensor:
     held: Held | None = getattr(x, _TOKENS, None)
     if held is None or held.version != x._version or held.packing is not packing:

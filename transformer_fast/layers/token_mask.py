@@ -1,37 +1,78 @@
 """Mask of the tokens that a layer of unknown code computes: attention inside it takes this mask for the layer's own.
 
-The layer's code is given tokens (1, T, d) as one sequence without padding, and a mask of its own kind that keeps every
-token. What that code makes of such a mask says nothing, so attention reads the boundaries of the sentences here.
+The layer's code is given tokens (1, T, d), or (T, 1, d), as one sequence without padding, and a mask of its own kind
+that keeps every token. What that code makes of such a mask says nothing, so attention reads the boundaries of the
+sentences here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..masks.packing import PackedMask
 from .padded_calls import StaysPaddedError
 
-_mask: ContextVar[PackedMask | None] = ContextVar("token_mask", default=None)
+_READ = "its code reads attention weights"
+
+
+class OnTokens:
+    """One call of a layer on tokens.
+
+    Attributes:
+        mask: mask of the tokens.
+    """
+
+    def __init__(self, mask: PackedMask) -> None:
+        self.mask = mask
+        self._weights: list[weakref.ref[UnreadWeights]] = []
+
+    def weights(self) -> UnreadWeights:
+        """Stand-in for attention weights, which nobody may read."""
+        made = UnreadWeights()
+        self._weights.append(weakref.ref(made))
+        return made
+
+    def check_weights(self) -> None:
+        """Raise StaysPaddedError if the layer's code has kept attention weights."""
+        if any(ref() is not None for ref in self._weights):
+            raise StaysPaddedError(_READ)
+
+
+class UnreadWeights:
+    """Stand-in for attention weights (B, Lq, Lk) that a layer's code asks for, and mostly drops."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any) -> NoReturn:
+        raise StaysPaddedError(_READ)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StaysPaddedError(_READ)
+
+
+_call: ContextVar[OnTokens | None] = ContextVar("on_tokens", default=None)
 
 
 @contextlib.contextmanager
-def on_tokens(mask: PackedMask) -> Iterator[None]:
+def on_tokens(mask: PackedMask) -> Iterator[OnTokens]:
     """Give attention in this block the mask of the tokens."""
-    token = _mask.set(mask)
+    call = OnTokens(mask)
+    token = _call.set(call)
     try:
-        yield
+        yield call
     finally:
-        _mask.reset(token)
+        _call.reset(token)
 
 
-def is_on_tokens() -> bool:
-    """Return True inside a layer that computes tokens alone."""
-    return _mask.get() is not None
+def call_on_tokens() -> OnTokens | None:
+    """Return the call of the layer that computes tokens alone; None outside such a layer."""
+    return None if torch.compiler.is_compiling() else _call.get()
 
 
 def token_mask(mask: Any, *inputs: Tensor | None) -> Any:
@@ -44,10 +85,11 @@ def token_mask(mask: Any, *inputs: Tensor | None) -> Any:
     Raises:
         StaysPaddedError: if the inputs are not the layer's tokens.
     """
-    tokens = _mask.get()
-    if tokens is None:
+    if (call := call_on_tokens()) is None:
         return mask
-    expected = (1, tokens.queries.total)
+    expected = (1, call.mask.queries.total)
+    if isinstance(mask, Tensor) and mask.numel() != expected[1]:
+        raise StaysPaddedError("its attention has a mask that is not padding alone")
     if any(t is not None and tuple(t.shape[:2]) != expected for t in inputs):
         raise StaysPaddedError("its attention reads something else than the tokens of its layer")
-    return tokens
+    return call.mask

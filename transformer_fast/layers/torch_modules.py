@@ -34,7 +34,9 @@ from .feed_forward import linear_relu_dropout
 from .hooks import LOOKS_UP, TAKES_RESIDUAL, in_role, is_plain
 from .linear import apply_linear, is_linear
 from .norm import post_norm, pre_norm
+from .padded_calls import StaysPaddedError
 from .scripted_as import scripted_as
+from .token_mask import OnTokens, call_on_tokens, token_mask
 from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 
 
@@ -133,7 +135,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         served = takes_fused_ops(query, key_padding_mask, attn_mask) and (same or takes_fused_ops(key, value))
         if not isinstance(self, MultiheadAttention):  # after undo, a caller may hold this method
             return nn.MultiheadAttention.forward(self, *given)
-        if not served or self.bias_k is not None or self.add_zero_attn:
+        served = served and self.bias_k is None and not self.add_zero_attn
+        if (call := call_on_tokens()) is not None:
+            alone = served and attn_mask is None and not is_causal and query.dim() == key.dim() == value.dim() == 3
+            return self._on_tokens(call, query, key, value, need_weights, alone)
+        if not served:
             return self._by_torch(*given)
         if isinstance(attn_mask, PackedMask):
             dropout_p = self.dropout if self.training else 0.0
@@ -182,6 +188,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             out, weights = out.squeeze(0), weights if weights is None else weights.squeeze(0)
         return out, weights
+
+    def _on_tokens(
+        self, call: OnTokens, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, alone: bool
+    ) -> tuple[Tensor, Any]:
+        """Attend inside a layer that computes tokens alone. alone: False if more than padding hides a key."""
+        if not alone:
+            raise StaysPaddedError("its attention has a mask that is not padding alone")
+        axis = 0 if self.batch_first else 1
+        token_mask(None, *(t.movedim(axis, 0) for t in (query, key, value)))
+        q, k, v = (t.squeeze(axis) for t in self._projected(query, key, value, query is key and key is value))
+        heads = packed_attention(q, k, v, call.mask, dropout_p=self.dropout if self.training else 0.0)
+        out = ops.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias).unsqueeze(axis)
+        return out, call.weights() if need_weights else None
 
     def _by_torch(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Any, need_weights: bool, mask: Any, *others: bool

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.hooks import is_plain
-from ...layers.padded_calls import PaddedCalls, StaysPaddedError, padded_calls
-from ...layers.padder import Padder, without_padding
-from ...layers.token_mask import is_on_tokens, on_tokens
+from ...layers.padded_calls import WITHOUT_PADDING, PaddedCalls, StaysPaddedError, padded_calls
+from ...layers.padder import Padder, hand_over, without_padding
+from ...layers.token_mask import call_on_tokens, on_tokens
 from ...masks import AttentionMask
 from ...masks.packing import Packing, packing_of
 from ...models.packed import padding_of
 from ...tensor_cache import get_or_compute
 from ...tracing import is_traced
 from .classes import JUDGED, Arguments, Forward, packed_class, part, positional_names
-from .trial import ROWS, close, copy_of, first, keep_of
+from .trial import close, copy_of, first, keep_of
 
 ANY_LAYER = "any layer"
 """Name of this part."""
@@ -58,11 +58,18 @@ class Way:
 
     Attributes:
         name: argument of its forward.
+        length_first: True if hidden states are (L, B, d).
         meanings: what a mask of a kind means: "keep" (0 hides a key), "blocked" (0 keeps it) or "added" (to a score).
     """
 
     name: str
+    length_first: bool
     meanings: dict[Kind, str]
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Exchange the axes of length and batch if the layer has them in the other order; keep the tokens that x
+        holds."""
+        return hand_over(x, x.transpose(0, 1)) if self.length_first else x
 
     def packing(self, mask: Any, batch: int, length: int) -> Packing:
         """Packing of a batch with this mask.
@@ -119,7 +126,7 @@ def any_layer_forward(base: type[nn.Module]) -> Forward:
         calls, arguments = padded_calls(self), Arguments(names, args, kwargs)
         given = arguments.given
         x, way = given.get(names[0]), self.__dict__.get(WAY)
-        runs = calls is not None and way is not None and arguments.fits and not is_on_tokens()
+        runs = calls is not None and way is not None and arguments.fits and call_on_tokens() is None
         if not runs or torch.compiler.is_compiling() or is_traced() or type(x) is not Tensor or x.dim() != 3:
             return base.forward(self, *args, **kwargs)
         if (mask := given.get(way.name)) is None:
@@ -127,20 +134,35 @@ def any_layer_forward(base: type[nn.Module]) -> Forward:
 
         def prepare() -> tuple[Padder, Callable[[], Any]]:
             _check(self, given, {names[0], way.name})
-            padder = Padder(way.packing(mask, *x.shape[:2]))
+            padded = way.turned(x)
+            padder = Padder(way.packing(mask, *padded.shape[:2]))
             padder.check_sources()
-            (tokens,) = padder.remove(x)
+            (tokens,) = padder.remove(padded)
             kept = way.kept(mask, padder.own.total)
-            own, named = arguments.replaced({names[0]: tokens.unsqueeze(0), way.name: kept})
+            own, named = arguments.replaced({names[0]: tokens.unsqueeze(int(way.length_first)), way.name: kept})
 
             def run() -> Any:
-                with on_tokens(padder.masks[0]):
-                    return _with_mask(base.forward(self, *own, **named), kept, mask)
+                with on_tokens(padder.masks[0]) as call:
+                    try:
+                        result = base.forward(self, *own, **named)
+                    except StaysPaddedError:
+                        raise
+                    except Exception as error:  # an error of the author comes again, with the padding
+                        raise StaysPaddedError(f"its code fails on tokens ({type(error).__name__})") from error
+                tokens, *others = result if isinstance(result, tuple) else (result,)
+                others = [mask if other is kept else other for other in others]
+                if any(isinstance(other, Tensor) and other is not mask for other in others):
+                    raise StaysPaddedError("it returns more than hidden states")
+                call.check_weights()
+                tokens = tokens.squeeze(int(way.length_first))
+                return (tokens, *others) if isinstance(result, tuple) else tokens
 
             return padder, run
 
         result = without_padding(self, calls, x, prepare)
-        return base.forward(self, *args, **kwargs) if result is None else result
+        if result is None:
+            return base.forward(self, *args, **kwargs)
+        return (way.turned(result[0]), *result[1:]) if isinstance(result, tuple) else way.turned(result)
 
     return forward
 
@@ -160,20 +182,6 @@ def _check(layer: nn.Module, given: dict[str, Any], known: set[str]) -> None:
             raise StaysPaddedError(f"its layers are given {name}, whose layout is unknown")
 
 
-def _with_mask(result: Any, kept: Tensor, mask: Tensor) -> Any:
-    """Put the caller's mask for the mask of the tokens, which a layer passes on.
-
-    Raises:
-        StaysPaddedError: if a layer returns anything else beside its hidden states.
-    """
-    if not isinstance(result, tuple):
-        return result
-    others = tuple(mask if other is kept else other for other in result[1:])
-    if any(isinstance(other, Tensor | tuple | list) and other is not mask for other in others):
-        raise StaysPaddedError("it returns more than hidden states, such as weights")
-    return (result[0], *others)
-
-
 def judge_any(layer: nn.Module, width: int) -> Way | str:
     """Way of a layer, found by its trial; or the reason why it keeps its padding.
 
@@ -182,26 +190,37 @@ def judge_any(layer: nn.Module, width: int) -> Way | str:
         width: of its hidden states.
     """
     kind, names = type(layer).__name__, positional_names(type(layer).forward)
-    name = next((name for name in names[1:] if name in MASKS), None)
-    if name is None:
+    if not (known := [name for name in names[1:] if name in MASKS]):
         return f"{kind}.forward has no argument that is known as a mask"
     if any(isinstance(module, _MIXES_BATCH) for module in layer.modules()):
         return f"a module inside {kind} reads several positions in training"
+    why = f"no mask that {kind} takes hides padding alone"
     with torch.random.fork_rng(devices=[]):
-        trial = copy_of(layer).eval()
-        parameter = next(p for p in trial.parameters() if p.is_floating_point())
-        options: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
-        generator = torch.Generator(parameter.device).manual_seed(0)
-        x, noise = torch.randn(2, len(ROWS), len(ROWS[0]), width, generator=generator, **options)
-        meanings, why = {}, f"no mask that {kind} takes hides padding alone"
-        for mask, meaning in _masks(keep_of(x.device)):
-            if _kind(mask) in meanings:
-                continue
-            outcome = _outcome(trial, names[0], name, x, noise, mask, meaning)
-            if outcome == "":
-                meanings[_kind(mask)] = meaning
-            why = outcome or why
-    return Way(name, meanings) if meanings else why
+        trial = _randomised(copy_of(layer)).eval()
+        for name, length_first in itertools.product(known, (False, True)):
+            way = Way(name, length_first, {})
+            for mask, meaning in _masks(keep_of(torch.device("cpu"))):
+                if _kind(mask) in way.meanings:
+                    continue
+                outcome = _outcome(trial, names[0], way, width, mask, meaning)
+                if outcome == "":
+                    way.meanings[_kind(mask)] = meaning
+                why = outcome or why
+            if way.meanings:
+                return way
+    return why
+
+
+def _randomised(trial: nn.Module) -> nn.Module:
+    """Give a copy random parameters: what is zero at first, such as the last layer of a branch, may grow later."""
+    made: dict[int, nn.Parameter] = {}
+    for module in trial.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_floating_point():
+                scale = p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0
+                new = torch.randn(p.shape, device=p.device) * scale
+                module._parameters[name] = made.setdefault(id(p), nn.Parameter(new.to(p.dtype)))
+    return trial
 
 
 def _masks(keep: Tensor) -> Iterator[tuple[Tensor, str]]:
@@ -216,29 +235,31 @@ def _masks(keep: Tensor) -> Iterator[tuple[Tensor, str]]:
                 yield (shape if meaning == "keep" else ~shape).to(dtype), meaning
 
 
-def _outcome(
-    trial: nn.Module, hidden: str, name: str, x: Tensor, noise: Tensor, mask: Tensor, meaning: str
-) -> str | None:
+def _outcome(trial: nn.Module, hidden: str, way: Way, width: int, mask: Tensor, meaning: str) -> str | None:
     """Return "" if a layer takes this mask with this meaning, and runs on tokens; None if the mask means something
     else; or why the layer keeps its padding."""
-    keep, former, calls = keep_of(x.device), type(trial), PaddedCalls()
-    run = lambda module, x, mask: first(module(**{hidden: x, name: mask}))  # noqa: E731
-    way = Way(name, {_kind(mask): meaning})
+    parameter = next(p for p in trial.parameters() if p.is_floating_point())
+    options: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    keep, former, calls = keep_of(parameter.device), type(trial), PaddedCalls()
+    generator = torch.Generator(parameter.device).manual_seed(0)
+    x, noise = torch.randn(2, *keep.shape, width, generator=generator, **options)
+    way, mask = Way(way.name, way.length_first, {_kind(mask): meaning}), mask.to(parameter.device)
+
+    def run(x: Tensor, mask: Tensor) -> Tensor:
+        return way.turned(first(trial(**{hidden: way.turned(x), way.name: mask})))
+
     with torch.no_grad():
         try:
-            expected = run(trial, x, mask)
-            other = run(trial, torch.where(keep[..., None], x, noise), mask)
-            unmasked = run(trial, x, way.kept(mask, 1).expand(mask.shape))
+            expected, other = run(x, mask), run(torch.where(keep[..., None], x, noise), mask)
+            unmasked = run(x, way.kept(mask, 1).expand(mask.shape))
         except Exception:
             return None
         if expected.shape != x.shape or not close(other[keep], expected[keep]) or close(unmasked[keep], expected[keep]):
             return None
         trial.__class__ = packed_class(former, ANY_LAYER)
-        trial.__dict__ |= {WAY: way, "_without_padding": calls}
+        trial.__dict__ |= {WAY: way, WITHOUT_PADDING: calls}
         try:
-            actual = run(trial, x, mask)
-        except Exception as error:
-            return f"its code fails on tokens without padding ({type(error).__name__})"
+            actual = run(x, mask)
         finally:
             trial.__class__ = former
     if calls.reasons:

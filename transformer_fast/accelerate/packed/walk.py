@@ -10,8 +10,10 @@ from torch import nn
 from ...integrations import dispatch
 from ...layers import torch_stacks
 from ...layers.padded_calls import WITHOUT_PADDING, layers_of
+from ...layers.torch_modules import MultiheadAttention
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
+from ..attention_rows import is_redirected
 from ..patterns.base import pattern_of
 from ..report import ALREADY, Attribute, Report, Row
 from .any_layer import ANY_LAYER, WAY, judge_any
@@ -24,14 +26,14 @@ from .watch import AROUND, WATCH, Judged, Watch, around_of, is_packed
 NOW = "without padding"
 
 
-def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool]) -> bool:
+def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool]) -> dict[str, str] | None:
     """Let the stacks of a model skip padding, and add one row per stack to the report.
 
     Args:
         is_ours: function that returns True if a transformers attention runs on our kernels.
 
     Returns:
-        False if the model has no such stack.
+        None; or, of a model in which nothing can skip padding, the reasons of lists of layers by path.
     """
     found = False
     inside: set[int] = set()
@@ -51,9 +53,9 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
             report.rows.append(_own_row(path, module))
             if report.rows[-1].now:
                 _change(report, module, WITHOUT_PADDING, report.padded_calls)
+    tried: list[Row] = []
     for path, layers in _any_layers(model, "", inside):
-        found = True
-        report.rows.append(_tried_row(report, path, layers))
+        tried.append(_tried_row(report, path, layers))
     stacks = list(_stacks(model, "", None))
     for stack in stacks:
         if all(is_packed(layer, LAYER) and layer.__dict__[JUDGED].fits() for layer in stack.layers):
@@ -80,7 +82,10 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
         kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in stack.layers))
         why = stack.obstacle or _obstacle_around(stack, model)
         report.rows.append(Row(stack.path, f"{len(stack.layers)} {kinds}", None if stack.obstacle else NOW, why))
-    return found or bool(stacks)
+    if not (found or stacks or any(row.why in ("", ALREADY) for row in tried)):
+        return {row.path: row.why for row in tried}
+    report.rows += tried
+    return None
 
 
 def _change(report: Report, module: nn.Module, name: str, value: Any) -> None:
@@ -116,11 +121,11 @@ def _own_row(path: str, module: nn.Module) -> Row:
 
 def _any_layers(module: nn.Module, path: str, left_out: set[int]) -> Iterator[tuple[str, list[nn.Module]]]:
     """Outermost lists of layers of one class around attention that was swapped by its structure."""
+    if id(module) in left_out or _is_of_transformers(module):
+        return
     layers = list(module.children())
     alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(layer) for layer in layers}) == 1
-    if id(module) in left_out:
-        return
-    if alike and not isinstance(layers[0], nn.Linear) and all(any(map(_is_swapped, one.modules())) for one in layers):
+    if alike and all(any(map(_is_swapped, layer.modules())) for layer in layers):
         yield path, layers
         return
     for name, child in module.named_children():
@@ -129,7 +134,8 @@ def _any_layers(module: nn.Module, path: str, left_out: set[int]) -> Iterator[tu
 
 def _is_swapped(module: nn.Module) -> bool:
     """Return True for attention that reads the mask of tokens."""
-    return (pattern := pattern_of(module)) is not None and pattern.on_tokens
+    pattern = pattern_of(module)
+    return is_redirected(module) or type(module) is MultiheadAttention or (pattern is not None and pattern.on_tokens)
 
 
 def _tried_row(report: Report, path: str, layers: list[nn.Module]) -> Row:
@@ -142,7 +148,9 @@ def _tried_row(report: Report, path: str, layers: list[nn.Module]) -> Row:
         key = shapes_of(layer)
         if key not in ways:
             attention = next(filter(_is_swapped, layer.modules()))
-            linear = next(m for m in attention.modules() if isinstance(m, nn.Linear))
+            linear = next((m for m in (*attention.modules(), *layer.modules()) if isinstance(m, nn.Linear)), None)
+            if linear is None:
+                return Row(path, was, None, "no linear layer shows the width of its inputs")
             ways[key] = judge_any(layer, linear.in_features)
             if isinstance(ways[key], str):
                 return Row(path, was, None, ways[key])
@@ -158,13 +166,17 @@ def _tried_row(report: Report, path: str, layers: list[nn.Module]) -> Row:
 
 def _stacks(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[Stack]:
     """Outermost lists of layers whose attention uses transformers' interface."""
-    model = module if hasattr(module, "config") and hasattr(module, "get_output_embeddings") else model
+    model = module if _is_of_transformers(module) else model
     for name, child in module.named_children():
         place = f"{path}.{name}" if path else name
         if model is not None and isinstance(child, nn.ModuleList) and any(map(_attends, child.modules())):
             yield Stack(place, list(child), model, module)
         else:
             yield from _stacks(child, place, model)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return hasattr(module, "config") and hasattr(module, "get_output_embeddings")
 
 
 def _attends(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from ...layers.embedding import is_lookup
 from ...layers.hooks import CHANGED, in_role, is_plain
 from ...layers.padded_calls import StaysPaddedError, padded_calls
 from ...layers.scripted_as import scripted_as
-from ...layers.token_mask import is_on_tokens
+from ...layers.token_mask import call_on_tokens
 from ...layers.torch_modules import Embedding
 from ...tensors import takes_fused_ops
 from ..made import (
@@ -255,7 +255,7 @@ def _accelerated_class(original: type[nn.Module], key: Any, inlined: tuple[type[
             result = pattern.fused_forward(self, *ordered, **given)
             if result is not None:
                 return result
-        if pattern.attends and is_on_tokens():
+        if pattern.attends and call_on_tokens() is not None:
             raise StaysPaddedError(f"a {original.__name__} runs its own forward")
         if not torch.compiler.is_compiling():
             if changed := pattern.change(self):
