@@ -1,9 +1,9 @@
 """Layers of any class around attention that runs on the kernels, without padding.
 
-A layer's code is tried, not known. It is given tokens (1, T, d) as one sequence, and a mask of the kind that it knows,
-which keeps all of them; its attention reads the boundaries of the sentences from ``layers.token_mask``. So the layer's
-code may do with its mask what it likes. A layer qualifies if the trial shows what its mask means, that its output at a
-token depends on no padding, and that the output of tokens alone is the same.
+A layer's code is tried, not known. The layer is given tokens (1, T, d) as one sequence, and a mask of the kind that it
+knows, which keeps all of them. Its attention reads the boundaries of the sentences from ``layers.token_mask``, so the
+layer's code may do with its mask what it likes. A layer qualifies if the trial shows what its mask means, that its
+output at a token depends on no padding, and that the output of tokens alone is the same.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Kind = tuple[bool, bool, int, bool]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a layer is told where the padding is.
+    """Argument that tells a layer where the padding is.
 
     Attributes:
         name: argument of its forward.
