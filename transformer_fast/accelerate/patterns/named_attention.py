@@ -18,11 +18,15 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...dialects.common import leave_weights
-from ...layers.attention import attend
-from ...layers.dropout import apply_dropout
+from ...layers.attention import attend, packed_attention
+from ...layers.dropout import apply_dropout, fused_p
 from ...layers.linear import apply_linear, apply_linears
 from ...layers.norm import norm_and_sum, unsummed
+from ...layers.padded_calls import StaysPaddedError
+from ...layers.token_mask import token_mask
 from ...masks import AttentionMask
+from ...masks.packing import PackedMask
+from .attention import padded_weights
 from .attention_names import LAYOUTS, LISTS, Reading, is_default, kind_of, reading_of, scores_of, table_of
 from .attention_search import calls_of, search
 from .base import Pattern
@@ -35,7 +39,7 @@ _BEFORE = D2lHeads, TensorflowLayer  # attention of the texts is tried first: it
 class NamedAttention(Pattern):
     """Multi-head attention with usual names. Without a reading it stands for all such modules."""
 
-    attends = True
+    attends = on_tokens = True
     reads = True
 
     def __init__(self, reading: Reading | None = None) -> None:
@@ -83,6 +87,9 @@ class NamedAttention(Pattern):
             out = self._output(m, flat, self._attend(m, *self._heads(m, flat, None, None), *self._unmasked(m)))
             return out.unflatten(0, leading) if len(leading) == 2 else out.unflatten(1, query.shape[1:3])
         q, k, v = self._heads(m, query, key, value)
+        mask = token_mask(mask, *(t.transpose(1, 2) for t in (q, k, v)))
+        if isinstance(mask, PackedMask):
+            return self._output(m, query, self._attend_on_tokens(m, q, k, v, mask))
         meant = self._meaning(m, mask, q)
         return None if meant is None else self._output(m, query, self._attend(m, q, k, v, *meant))
 
@@ -163,7 +170,27 @@ class NamedAttention(Pattern):
             leave_weights(m, weights, q, k, *(() if bias is None else (bias,)))
         if windows > 1:
             out = out.unflatten(1, (windows, -1)).flatten(0, 1)
-        return (out.permute(2, 0, 1, 3) if reading.layout == "(L, B, d)" else out.transpose(1, 2)).flatten(2)
+        return self._merged(out)
+
+    def _attend_on_tokens(self, m: Any, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> Tensor:
+        """Attend with the tokens of a layer without padding (1, heads, T, d); result as of :meth:`_attend`."""
+        reading, names = self.reading, self._names
+        if reading.table:
+            raise StaysPaddedError("its attention has a bias by distance")
+        if reading.probability:
+            p: float | None = float(getattr(m, reading.probability)) if m.training else 0.0
+        else:
+            p = fused_p(m._modules[names["dropout"]]) if "dropout" in names else 0.0
+        if p is None:
+            raise StaysPaddedError("its dropout of weights is of another class")
+        if reading.stored:
+            leave_weights(m, lambda q, k: padded_weights(q, k, mask, scale=reading.scale), q, k)
+        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
+        return self._merged(packed_attention(q, k, v, mask, scale=reading.scale, dropout_p=p)[None].transpose(1, 2))
+
+    def _merged(self, heads: Tensor) -> Tensor:
+        """Heads (B, heads, L, d) side by side, in the layout of the inputs."""
+        return (heads.permute(2, 0, 1, 3) if self.reading.layout == "(L, B, d)" else heads.transpose(1, 2)).flatten(2)
 
     def _output(self, m: Any, query: Tensor, out: Tensor) -> Any:
         """Result of the module."""
