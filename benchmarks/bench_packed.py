@@ -90,22 +90,29 @@ def runs(models: dict[str, nn.Module], call: Callable[[nn.Module, Any], Tensor],
 
 
 def compared(
-    versus: Any, benchmark: Any, before: nn.Module, make: Callable[[], Any], call: Any, training: bool
+    versus: Any,
+    benchmark: Any,
+    before: nn.Module,
+    make: Callable[[], Any],
+    call: Any,
+    training: bool,
+    peers: dict[str, nn.Module] | None = None,
 ) -> None:
-    """Time a model in the four ways, check that they agree, and record the memory of each."""
+    """Time a model in the four ways, and peers by name; check that they agree, and record the memory of each."""
     padded, ours = copy.deepcopy(before), copy.deepcopy(before)
     tfast.accelerate(padded)
     report = tfast.accelerate(ours, packed=True)
-    models = {"ours": ours, "before": before, "padded": padded, "dense": padded}
+    models = {"ours": ours, "before": before, "padded": padded, "dense": padded, **(peers or {})}
     for model in models.values():
         model.train(training)
 
     def check(given: Any) -> None:
         with torch.no_grad():
-            found = [call(model.eval(), given[0]) for model in (ours, before)]
+            expected = call(before.eval(), given[0])
+            for model in {**models, "dense": ours}.values():
+                torch.testing.assert_close(call(model.eval(), given[0]), expected, atol=2e-3, rtol=2e-3)
         for model in models.values():
             model.train(training)
-        torch.testing.assert_close(*found, atol=2e-3, rtol=2e-3)
         assert not report.padded_calls.reasons
 
     calls = runs(models, call, training)
@@ -163,12 +170,50 @@ def test_no_padding(versus, training, device):
     versus(make, runs(models, loss_of, training))
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
-def test_torch_encoder(versus, benchmark, training, device):
-    """``nn.TransformerEncoder``: 4 layers of width 768, 12 heads, post-norm."""
-    torch.manual_seed(0)
+class Block(nn.Module):
+    """Layer as users write it, around ``nn.MultiheadAttention``; pre-norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, 0.1, batch_first=True)
+        self.norm1, self.norm2, self.drop = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.ff = nn.Sequential(nn.Linear(WIDTH, D_FF), nn.GELU(), nn.Dropout(0.1), nn.Linear(D_FF, WIDTH))
+
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.drop(self.attn(y, y, y, key_padding_mask=src_key_padding_mask)[0])
+        return x + self.drop(self.ff(self.norm2(x)))
+
+
+class Blocks(nn.ModuleList):
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor | None) -> Tensor:
+        for block in self:
+            x = block(x, src_key_padding_mask)
+        return x
+
+
+def torch_encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, D_FF, 0.1, batch_first=True)
-    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+def nested(encoder: nn.Module) -> nn.Module:
+    """The same encoder by torch's default: in evaluation it takes the padding out, too."""
+    copied = copy.deepcopy(encoder)
+    copied.enable_nested_tensor = copied.use_nested_tensor = True
+    return copied
+
+
+STACKS = {"nn.TransformerEncoder": torch_encoder, "blocks": lambda: Blocks(Block() for _ in range(4))}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
+@pytest.mark.parametrize("stack", STACKS)
+def test_stack(versus, benchmark, stack, training, device):
+    """Stacks of 4 layers of width 768, 12 heads: ``nn.TransformerEncoder`` (post-norm), and a list of blocks that
+    a user wrote around ``nn.MultiheadAttention``. "nested" is torch's own way without padding, in evaluation."""
+    torch.manual_seed(0)
+    model = STACKS[stack]().to(device)
 
     def make() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         keep = (torch.arange(L) < lengths()[:, None]).to(device)
@@ -180,4 +225,5 @@ def test_torch_encoder(versus, benchmark, training, device):
         x, keep = given
         return m(x, src_key_padding_mask=None if bool(keep.all()) else ~keep)[keep].square().mean()
 
-    compared(versus, benchmark, model, make, call, training)
+    peers = {"nested": nested(model)} if isinstance(model, nn.TransformerEncoder) and not training else {}
+    compared(versus, benchmark, model, make, call, training, peers)

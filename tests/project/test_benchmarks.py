@@ -177,7 +177,7 @@ SUITE = {
     "bench_generation": "test_generation[cpu-greedy-b1-l16]",
     "bench_linear": "test_linear[cpu-4x64x64-forward]",
     "bench_model": "test_inference[cpu-multi30k-b64-l32]",
-    "bench_packed": "test_torch_encoder[cpu-evaluation]",
+    "bench_packed": "test_stack[cpu-nn.TransformerEncoder-evaluation]",
     "bench_norm": "test_norm[cpu-cpu-1x64-std-forward]",
     "bench_quantized_linear": "test_int8_linear[cpu-1x512x2048]",
     "bench_scaled_dot_product_attention": "test_scaled_dot_product_attention[cpu-1-none-evaluation-fp32]",
