@@ -160,7 +160,7 @@ def leave_out(path: str) -> None:
     elif path == "fused steps":
         decoding.new_session = lambda *_: None
     elif path == "packed weights":
-        weights.StepLinear.operand = lambda *_: None
+        weights.PrepackedLinear.operand = lambda *_: None
 
 
 def marian(size: Size, beam: int, length: int, device: str) -> Side:

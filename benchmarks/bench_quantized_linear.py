@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_fast.generation.weights import QuantizedLinear, StepLinear, WeightLayout
+from transformer_fast.layers.prepacked import PrepackedLinear, QuantizedLinear, WeightLayout
 from transformer_fast.reference.quantized_linear import quantize_rows
 
 SHAPES = [  # (rows, in, out)
@@ -43,7 +43,7 @@ def test_int8_linear(versus, device, shape):
     sides = {
         "ours": QuantizedLinear([linear], rows, WeightLayout("int8")),
         "oneDNN int8": int8_product,
-        "ours fp32": StepLinear([linear], rows),
+        "ours fp32": PrepackedLinear([linear], rows),
         "F.linear": lambda x: F.linear(x, linear.weight, linear.bias),
     }
 

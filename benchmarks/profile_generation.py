@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from bench_generation import BEAM, SIZES, VOCAB, Case, close, make_side, sources, ways
 
-from transformer_fast.generation.weights import QuantizedLinear, WeightLayout
+from transformer_fast.layers.prepacked import QuantizedLinear, WeightLayout
 from transformer_fast.ops import linear
 
 KINDS = {

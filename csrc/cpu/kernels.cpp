@@ -56,7 +56,8 @@ extern "C" __attribute__((visibility("default"))) const Kernels* transformer_fas
       kVectorBytes,
       {typed_kernels<float>(), typed_kernels<double>(), typed_kernels<c10::Half>(), typed_kernels<c10::BFloat16>()},
       &fill_positional_table,
-      {&choose_tokens, &choose_continuations, kStepPanel, &pack_step_weight, &step_linear, int8_kernels()}};
+      {&choose_tokens, &choose_continuations},
+      {kStepPanel, &pack_step_weight, &step_linear, int8_kernels()}};
   return &kernels;
 }
 

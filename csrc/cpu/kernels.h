@@ -11,6 +11,7 @@
 #include "dropout.h"
 #include "embedding/embedding_params.h"
 #include "generation/generation_kernels.h"
+#include "linear/linear_kernels.h"
 #include "norm/norm_params.h"
 
 #include <span>
@@ -42,6 +43,7 @@ struct Kernels {
   std::tuple<TypedKernels<float>, TypedKernels<double>, TypedKernels<c10::Half>, TypedKernels<c10::BFloat16>> typed;
   void (*fill_positional_table)(float* table, int64_t length, int64_t d);
   GenerationKernels generation;
+  LinearKernels linear;
 
   template <typename T>
   const TypedKernels<T>& of() const {

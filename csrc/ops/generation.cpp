@@ -1,6 +1,4 @@
 // Functions of decoding besides the ops, on the CPU: conversion of tensors to kernel arguments.
-#include "generation.h"
-
 #include "../cpu/kernels.h"
 #include "operator.h"
 #include "tensors.h"
@@ -65,41 +63,6 @@ void check_continuations(const Tensor& rank, const Tensor& total, const Tensor& 
   }
 }
 
-template <Name name>
-void check_weights(at::TensorList weights) {
-  constexpr Checks check{name.text};
-  check.require(!weights.empty(), "weights must be one tensor or more");
-  for (const Tensor& weight : weights) {
-    check("weights", weight).type({at::kFloat}).rank(2, "(out, in) each").require(weight.is_cpu(), "on the CPU");
-    check("weights", weight).sizes({weight.sym_size(0), weights[0].sym_size(1)});
-  }
-}
-
-void check_product(const Checks& check, const Tensor& x, const OptionalTensor& bias, int64_t outputs) {
-  check("x", x).type({at::kFloat}).rank_at_least(1, "(..., in)");
-  check("x", x).require(x.size(-1) > 0, "of one column or more");
-  check.require(outputs >= 0, "outputs must be at least 0, got ", outputs);
-  check("bias", bias).type({at::kFloat}).sizes({outputs});
-}
-
-// The number of panels of this many outputs.
-int64_t panels_of(int64_t outputs) { return (outputs + kernels().generation.panel - 1) / kernels().generation.panel; }
-
-void check_step(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool) {
-  constexpr Checks check{"step_linear"};
-  check_product(check, x, bias, outputs);
-  check("packed", packed).type({at::kFloat}).sizes({panels_of(outputs), x.size(-1), kernels().generation.panel});
-  check("packed", packed).require(packed.is_contiguous(), "contiguous");
-}
-
-void check_quantized(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool) {
-  constexpr Checks check{"quantized_linear"};
-  check_product(check, x, bias, outputs);
-  const int64_t words = kPanelHeader + kernels().generation.int8.groups(x.size(-1));
-  check("packed", packed).type({at::kChar}).sizes({panels_of(outputs), words, kernels().generation.panel, 4});
-  check("packed", packed).require(packed.is_contiguous(), "contiguous");
-}
-
 // Copies the first `length` positions of row sources[i] to row targets[i] in every layer of a contiguous cache (layers,
 // rows, 2, heads, capacity, d). No row is both a source and a target, so the order does not matter.
 void copy_cache_rows(Tensor cache, at::IntArrayRef sources, at::IntArrayRef targets, int64_t length) {
@@ -150,69 +113,7 @@ std::tuple<Tensor, Tensor, Tensor> choose_continuations(const Tensor& rank, cons
   return {best, parent, chosen};
 }
 
-// Weights (out, in) of linear layers with the same input, stacked along the outputs.
-struct StackedWeights {
-  std::vector<Tensor> contiguous;
-  std::vector<const float*> rows;
-  int64_t depth;
-
-  explicit StackedWeights(at::TensorList weights) : depth(weights[0].size(1)) {
-    for (const Tensor& weight : weights) {
-      contiguous.push_back(weight.contiguous());
-      for (int64_t n = 0; n < weight.size(0); ++n)
-        rows.push_back(contiguous.back().const_data_ptr<float>() + n * depth);
-    }
-  }
-
-  int64_t outputs() const { return static_cast<int64_t>(rows.size()); }
-  int64_t panels() const { return panels_of(outputs()); }
-};
-
-Tensor pack_step_weight(at::TensorList weights) {
-  const StackedWeights given(weights);
-  const Tensor packed = at::cpu::empty({given.panels(), given.depth, kernels().generation.panel}, weights[0].options());
-  kernels().generation.pack_step_weight(given.rows.data(), given.outputs(), given.depth,
-                                        packed.mutable_data_ptr<float>());
-  return packed;
-}
-
-Tensor pack_quantized_weight(at::TensorList weights) {
-  const QuantizedKernels& int8 = kernels().generation.int8;
-  const StackedWeights given(weights);
-  const int64_t words = kPanelHeader + int8.groups(given.depth), group = sizeof(int32_t);
-  const auto options = weights[0].options().dtype(at::kChar);
-  const Tensor packed = at::cpu::empty({given.panels(), words, kernels().generation.panel, group}, options);
-  int8.pack(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr());
-  return packed;
-}
-
 }  // namespace
-
-Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
-  const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
-  const int64_t depth = packed.size(1);
-  auto sizes = x.sizes().vec();
-  sizes.back() = outputs;
-  const Tensor out = at::cpu::empty(sizes, x.options());
-  if (out.numel() == 0) return out;
-  kernels().generation.step_linear({input.const_data_ptr<float>(), packed.const_data_ptr<float>(),
-                                    bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                                    input.numel() / depth, depth, outputs, relu});
-  return out;
-}
-
-Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
-  const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
-  const int64_t depth = x.size(-1);
-  auto sizes = x.sizes().vec();
-  sizes.back() = outputs;
-  const Tensor out = at::cpu::empty(sizes, x.options());
-  if (out.numel() == 0) return out;
-  kernels().generation.int8.linear({input.const_data_ptr<float>(), packed.const_data_ptr(),
-                                    bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                                    input.numel() / depth, depth, outputs, relu});
-  return out;
-}
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def("copy_cache_rows(Tensor(a!) cache, int[] sources, int[] targets, int length) -> ()");
@@ -223,23 +124,12 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "choose_continuations(Tensor rank, Tensor total, Tensor token, Tensor unit, Tensor slot, int units, int width, "
       "int "
       "candidates) -> (Tensor best, Tensor parent, Tensor chosen)");
-  m.def("pack_step_weight(Tensor[] weights) -> Tensor");
-  m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
-  m.def("pack_quantized_weight(Tensor[] weights) -> Tensor");
-  m.def("quantized_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("copy_cache_rows", Checked<check_copy, copy_cache_rows>::call);
   m.impl("choose_tokens", Checked<check_tokens, choose_tokens>::call);
   m.impl("choose_continuations", Checked<check_continuations, choose_continuations>::call);
-  m.impl("step_linear", Checked<check_step, step_linear>::call);
-  m.impl("quantized_linear", Checked<check_quantized, quantized_linear>::call);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {  // a list without tensors has no device
-  m.impl("pack_step_weight", Checked<check_weights<"pack_step_weight">, pack_step_weight>::call);
-  m.impl("pack_quantized_weight", Checked<check_weights<"pack_quantized_weight">, pack_quantized_weight>::call);
 }
 
 }  // namespace transformer_fast

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast import extension
-from transformer_fast.generation import weights
 from transformer_fast.generation.session import Session
-from transformer_fast.layers import DecoderLayer
+from transformer_fast.layers import DecoderLayer, prepacked
 from transformer_fast.layers.norm import make_norm
 from transformer_fast.testing import assert_as_exact_as_eager
 
@@ -41,7 +40,7 @@ def tiny(dtype: torch.dtype = torch.float32, **form: object) -> tfast.Transforme
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, rows: int) -> None:
     """Rows fork, end and change slots, for given tokens. One source has no token."""
-    monkeypatch.setattr(weights, "NATIVE_ROWS", dict.fromkeys(extension.INSTRUCTION_SETS, 24 if rows > 24 else 512))
+    monkeypatch.setattr(prepacked, "NATIVE_ROWS", dict.fromkeys(extension.INSTRUCTION_SETS, 24 if rows > 24 else 512))
     generator = torch.Generator().manual_seed(rows)
     src, lengths = torch.randint(2, VOCAB, (5, 6), generator=generator), torch.tensor([6, 1, 0, 4, 6])
     models = tiny(torch.float64, **form), tiny(**form), tiny(**form)

@@ -16,7 +16,7 @@ from torch import nn
 from transformer_fast import accelerate, extension
 from transformer_fast.generation import quantization
 from transformer_fast.generation.forms import form_of
-from transformer_fast.generation.weights import QuantizedLinear, StepLinear, WeightLayout
+from transformer_fast.layers.prepacked import PrepackedLinear, QuantizedLinear, WeightLayout
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
 from transformer_fast.testing import assert_as_exact_as_eager
 
@@ -36,7 +36,7 @@ def test_the_same_in_any_batch_and_with_any_threads(options: dict) -> None:
 
 def test_every_linear_layer_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the encoder and of the logits are quantised too, in the fused step and by modules."""
-    for module in ("layers.linear", "generation.weights"):
+    for module in ("layers.linear", "layers.prepacked"):
         monkeypatch.setattr(f"transformer_fast.{module}.linear", None)
     packed: list[QuantizedLinear] = []
     operand = QuantizedLinear.operand
@@ -99,9 +99,9 @@ def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kept_weights_of_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are laid out once, with equal results; a model of another dtype stays as it is."""
     rearranged = []
-    copied = StepLinear._in_layout
+    copied = PrepackedLinear._in_layout
     monkeypatch.setattr(
-        StepLinear,
+        PrepackedLinear,
         "_in_layout",
         lambda self, layout, copy_of: copied(self, layout, lambda: rearranged.append(layout) or copy_of()),
     )

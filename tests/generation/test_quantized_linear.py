@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from op_calls import on_threads
 from torch import Tensor, nn
 
-from transformer_fast.generation import weights
-from transformer_fast.generation.weights import QuantizedLinear, StepFeedForward, WeightLayout, concat_linears, prepack
-from transformer_fast.layers import FeedForward
+from transformer_fast.generation.weights import StepFeedForward, concat_linears, prepack
+from transformer_fast.layers import FeedForward, prepacked
+from transformer_fast.layers.feed_forward import ACTIVATIONS
+from transformer_fast.layers.prepacked import QuantizedLinear, WeightLayout
 from transformer_fast.reference.quantized_linear import int8_linear, quantize_rows
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
@@ -56,7 +57,7 @@ def test_the_reference_is_as_near_as_its_scales_allow() -> None:
 @pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)], ids=str)
 def test_nothing_is_saturated(signs: tuple[int, int]) -> None:
     """Use the largest possible products, as many as 32 bits must hold, in one output of two."""
-    inputs = weights.INT8_INPUTS
+    inputs = prepacked.INT8_INPUTS
     weight = torch.full((2, inputs), float(signs[1]))
     weight[1, 1::2] *= -1
     x = torch.full((1, inputs), float(signs[0]))
@@ -119,11 +120,13 @@ def test_feed_forward() -> None:
         module, x = FeedForward(24, 50, 0.3, activation).eval(), torch.randn(3, 1, 24)
         step = prepack(module, 3, WeightLayout("int8"))
         assert isinstance(step, StepFeedForward) and isinstance(step.linear_2, QuantizedLinear)
-        inner = weights.ACTIVATIONS[activation](int8_linear(x, module.linear_1.weight, module.linear_1.bias))
+        inner = ACTIVATIONS[activation](int8_linear(x, module.linear_1.weight, module.linear_1.bias))
         assert torch.equal(step(x), int8_linear(inner, module.linear_2.weight, module.linear_2.bias))
 
 
 def test_sums_that_32_bits_do_not_hold_are_left_in_fp32() -> None:
     with torch.device("meta"):
-        assert isinstance(prepack(nn.Linear(weights.INT8_INPUTS, 1), 1, WeightLayout("int8")), QuantizedLinear)
-        assert not isinstance(prepack(nn.Linear(weights.INT8_INPUTS + 1, 1), 1, WeightLayout("int8")), QuantizedLinear)
+        assert isinstance(prepack(nn.Linear(prepacked.INT8_INPUTS, 1), 1, WeightLayout("int8")), QuantizedLinear)
+        assert not isinstance(
+            prepack(nn.Linear(prepacked.INT8_INPUTS + 1, 1), 1, WeightLayout("int8")), QuantizedLinear
+        )

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from transformer_fast import extension
-from transformer_fast.generation import weights
-from transformer_fast.generation.weights import StepFeedForward, StepLinear, WeightLayout, concat_linears, prepack
-from transformer_fast.layers import FeedForward
+from transformer_fast.generation.weights import StepFeedForward, concat_linears, prepack
+from transformer_fast.layers import FeedForward, prepacked
+from transformer_fast.layers.prepacked import PrepackedLinear, WeightLayout
 from transformer_fast.testing import assert_as_exact_as_eager
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
@@ -28,7 +28,7 @@ def test_as_exact_as_pytorch(shape, rows):
     [linear] = linears
     bias = None if linear.bias is None else linear.bias.double()
     for relu in (False, True):
-        step = StepLinear(linears, rows, relu=relu)
+        step = PrepackedLinear(linears, rows, relu=relu)
         with torch.inference_mode():
             actual, again = step(x), step(x)
         eager, exact = linear(x), F.linear(x.double(), linear.weight.double(), bias)
@@ -54,13 +54,13 @@ def test_nan_passes_the_relu_and_stays_in_its_row():
     [linear] = layers(20, 9)
     x = torch.randn(3, 20)
     x[1, 4] = torch.nan
-    out = StepLinear([linear], 3, relu=True)(x)
+    out = PrepackedLinear([linear], 3, relu=True)(x)
     assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
 
 
 def test_more_rows_than_were_announced():
     [linear] = layers(20, 9)
-    step = StepLinear([linear], 2)
+    step = PrepackedLinear([linear], 2)
     for rows in (2, 600, 30, 1, 0):
         x = torch.randn(rows, 20)
         torch.testing.assert_close(step(x), linear(x))
@@ -71,14 +71,14 @@ def test_another_dtype_is_pytorchs(dtype):
     [linear] = layers(20, 9)
     linear.to(dtype)
     x = torch.randn(3, 20, dtype=dtype)
-    assert torch.equal(StepLinear([linear], 3)(x), linear(x))
-    assert torch.equal(StepLinear([linear], 3, relu=True)(x), linear(x).relu())
+    assert torch.equal(PrepackedLinear([linear], 3)(x), linear(x))
+    assert torch.equal(PrepackedLinear([linear], 3, relu=True)(x), linear(x).relu())
 
 
 def test_autocast_is_pytorchs():
     [linear] = layers(20, 9)
     with torch.autocast("cpu", torch.bfloat16):
-        out = StepLinear([linear], 3)(torch.randn(3, 20))
+        out = PrepackedLinear([linear], 3)(torch.randn(3, 20))
     assert out.dtype == torch.bfloat16
 
 
@@ -96,8 +96,8 @@ def test_without_the_extension(monkeypatch):
     [linear] = layers(20, 9)
     x = torch.randn(3, 20)
     monkeypatch.setattr(extension, "load", lambda: False)
-    monkeypatch.setattr(weights, "_has_onednn", lambda: False)
-    assert torch.equal(StepLinear([linear], 3)(x), linear(x))
+    monkeypatch.setattr(prepacked, "_has_onednn", lambda: False)
+    assert torch.equal(PrepackedLinear([linear], 3)(x), linear(x))
 
 
 def test_weights_are_kept_until_one_is_written_to():
@@ -113,31 +113,31 @@ def test_weights_are_kept_until_one_is_written_to():
         "a state": lambda: linears[1].load_state_dict(layers(20, 33)[0].state_dict()),
         "other data": lambda: setattr(linears[0].weight, "data", torch.randn(9, 20)),
     }
-    for rows in (3, weights.FEW_ROWS + 1):
+    for rows in (3, prepacked.FEW_ROWS + 1):
         for what, write in writes.items():
             expected().sum().backward()
-            before = StepLinear(linears, rows, WeightLayout(keep=True)).operand(rows)
+            before = PrepackedLinear(linears, rows, WeightLayout(keep=True)).operand(rows)
             write()
-            step = StepLinear(linears, rows, WeightLayout(keep=True))
+            step = PrepackedLinear(linears, rows, WeightLayout(keep=True))
             assert (step.operand(rows) is before) == (what == "none"), what
             torch.testing.assert_close(step(x), expected(), msg=what)
 
 
 def test_one_copy_is_kept_for_any_number_of_rows():
     linears = layers(20, 9)
-    many = range(weights.FEW_ROWS + 1, weights.COPIED_ROWS, 100)
-    assert len({id(StepLinear(linears, rows, WeightLayout(keep=True)).operand(rows)) for rows in many}) == 1
+    many = range(prepacked.FEW_ROWS + 1, prepacked.COPIED_ROWS, 100)
+    assert len({id(PrepackedLinear(linears, rows, WeightLayout(keep=True)).operand(rows)) for rows in many}) == 1
 
 
 @pytest.mark.parametrize("few", [True, False])
 def test_which_product_a_layer_takes(few, monkeypatch):
     """If only few rows are multiplied natively, a layer with more rows keeps oneDNN's copy and no second one."""
-    monkeypatch.setattr(weights, "NATIVE_ROWS", dict.fromkeys(extension.INSTRUCTION_SETS, 24 if few else 512))
+    monkeypatch.setattr(prepacked, "NATIVE_ROWS", dict.fromkeys(extension.INSTRUCTION_SETS, 24 if few else 512))
     [linear] = layers(20, 9)
     x = torch.randn(600, 20)
     taken = {}
     for most in (24, 25, 1000):
-        step = StepLinear([linear], most)
+        step = PrepackedLinear([linear], most)
         for rows in (1, 24, 25, 512, 513):
             operand = step.operand(rows)
             taken[most, rows] = "torch" if operand is None else "onednn" if operand.is_mkldnn else "native"
@@ -151,5 +151,5 @@ def test_which_product_a_layer_takes(few, monkeypatch):
 
 def test_weights_are_not_kept_unasked():
     [linear] = layers(20, 9)
-    assert StepLinear([linear], 3).operand(3) is not StepLinear([linear], 3).operand(3)
+    assert PrepackedLinear([linear], 3).operand(3) is not PrepackedLinear([linear], 3).operand(3)
     assert not hasattr(linear.weight, "_tensor_cache")

@@ -198,7 +198,7 @@ void check_type() {
 
 void check_step_linear(int64_t rows, int64_t depth, int64_t outputs) {
   const vector<float> x = random<float>(rows * depth), weight = random<float>(outputs * depth);
-  const GenerationKernels& kernels = table.generation;
+  const LinearKernels& kernels = table.linear;
   vector<const float*> of_output(outputs);
   for (int64_t n = 0; n < outputs; ++n) of_output[n] = &weight[n * depth];
   vector<float> packed((outputs + kernels.panel - 1) / kernels.panel * kernels.panel * depth), out(rows * outputs);
@@ -214,7 +214,7 @@ void check_step_linear(int64_t rows, int64_t depth, int64_t outputs) {
 // Factors are rounded to steps of a 127th of their greatest magnitude, of about 4 here.
 void check_quantized_linear(int64_t rows, int64_t depth, int64_t outputs) {
   const vector<float> x = random<float>(rows * depth), weight = random<float>(outputs * depth);
-  const GenerationKernels& kernels = table.generation;
+  const LinearKernels& kernels = table.linear;
   vector<const float*> of_output(outputs);
   for (int64_t n = 0; n < outputs; ++n) of_output[n] = &weight[n * depth];
   const int64_t panels = (outputs + kernels.panel - 1) / kernels.panel, groups = kernels.int8.groups(depth);

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 import transformer_fast as tfast
 from transformer_fast.accelerate.lazy_logits import LazyLogits
 from transformer_fast.generation.sampling import Sampler
-from transformer_fast.generation.weights import WeightLayout, prepack
+from transformer_fast.generation.weights import prepack
 from transformer_fast.layers import Linear
+from transformer_fast.layers.prepacked import WeightLayout
 from transformer_fast.ops.attention_call import check_head_dim
 from transformer_fast.ops.cross_entropy import CHUNK_ELEMENTS
 from transformer_fast.ops.dropout import dropout
@@ -247,19 +248,19 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "csrc/ops/linear.cpp:kLeastTransposed": lambda n: product(64, 256, scaled(n, 64 * 256)),
     "transformer_fast/ops/cross_entropy.py:CHUNK_ELEMENTS": lambda n: loss(scaled(n, 2**17), 2**17),
     # decoding
-    "csrc/cpu/generation/quantized_linear.cpp:kBlock": step_linear,
-    "csrc/cpu/generation/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
+    "csrc/cpu/linear/quantized_linear.cpp:kBlock": step_linear,
+    "csrc/cpu/linear/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
     "csrc/ops/decoder_session.cpp:kLogitRows": lambda n: generated(n, 4),
     "transformer_fast/generation/decoding.py:ENCODED_TOKENS": lambda n: generated(4, 3, scaled(n, 4)),
     "transformer_fast/generation/search.py:MOST_STEPS": lambda n: generated(3, n),
     "transformer_fast/generation/sampling.py:STEPS_AHEAD": drawn,
     "transformer_fast/generation/cache.py:BLOCK": lambda n: generated(3, n),
-    "transformer_fast/generation/weights.py:NARROW": lambda n: step_linear(30, inputs=n, most=100),
-    "transformer_fast/generation/weights.py:FEW_ROWS": step_linear,
+    "transformer_fast/layers/prepacked.py:NARROW": lambda n: step_linear(30, inputs=n, most=100),
+    "transformer_fast/layers/prepacked.py:FEW_ROWS": step_linear,
     "transformer_fast/tensor_cache.py:WHOLE": stamped,
     "transformer_fast/tensor_cache.py:COLUMN": column,
-    "transformer_fast/generation/weights.py:COPIED_ROWS": step_linear,
-    "transformer_fast/generation/weights.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
+    "transformer_fast/layers/prepacked.py:COPIED_ROWS": step_linear,
+    "transformer_fast/layers/prepacked.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
     # models
     "transformer_fast/accelerate/output_layer.py:WORTH_IT": logits_left_out,
     "transformer_fast/integrations/lazy_bias.py:WORTH_IT": t5,
@@ -272,11 +273,11 @@ OTHERS: dict[str, str] = {
     "csrc/cpu/attention/attention_params.h:kNoDiagonal": "a number that no length reaches",
     "csrc/cpu/attention/tile.h:kWorthAThread": "the number of threads, which changes no result",
     "csrc/cpu/attention/few_queries.h:kVectors": "the size of a block of registers",
-    "csrc/cpu/generation/generation_kernels.h:kPanelHeader": "a layout in memory",
-    "csrc/cpu/generation/quantized_linear.cpp:kAhead": "how far memory is fetched ahead",
+    "csrc/cpu/linear/linear_kernels.h:kPanelHeader": "a layout in memory",
+    "csrc/cpu/linear/quantized_linear.cpp:kAhead": "how far memory is fetched ahead",
     "csrc/cpu/simd/prefault.h:kAheadBytes": "how far memory is fetched ahead",
     "csrc/cpu/simd/prefault.h:kPageBytes": "the size of a page",
-    "csrc/cpu/generation/quantized_rows.h:kGroup": "bytes in a word",
+    "csrc/cpu/linear/quantized_rows.h:kGroup": "bytes in a word",
     "csrc/ops/attention.h:kTensors": "a number of arguments",
     "csrc/ops/embedding_cpu.cpp:kPage": "the size of a page",
     "csrc/ops/linear.cpp:kSaved": "a number of tensors",

@@ -52,7 +52,7 @@ ROWS = (
     ),
     Fault(
         name="kept weights do not look at what they were made of",
-        path="transformer_fast/generation/weights.py",
+        path="transformer_fast/layers/prepacked.py",
         old="tuple(others), copy_of, tuple(map(stamp_of, self._weights)))",
         new="tuple(others), copy_of)",
         tests=("tests/generation/test_kept_weights.py",),

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..layers.attention import layer_mask
+from ..layers.prepacked import WeightLayout
 from ..models import Decoder
 from . import graphs, quantization
 from .cache import DecoderCache, as_lengths
@@ -29,7 +30,7 @@ from .request import Request
 from .session import new_session
 from .span_cache import SpanCache
 from .topk import Choice
-from .weights import WeightLayout, prepack
+from .weights import prepack
 
 ENCODED_TOKENS = 1024
 """That a CPU encodes at a time: what layers leave of more does not stay in its caches."""

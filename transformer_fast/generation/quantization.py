@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from .. import extension
+from ..layers.prepacked import AS_IT_IS, WeightLayout
 from .forms import Form
-from .weights import AS_IT_IS, WeightLayout, prepack
+from .weights import prepack
 
 
 def apply(form: Form, layout: WeightLayout) -> Form:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from .. import backends, extension
 from ..layers import DecoderLayer, LayerNorm, Norm, PositionalEncoder, RMSNorm
 from ..layers.hooks import is_plain
+from ..layers.prepacked import PrepackedLinear
 from .cache import DecoderCache
 from .config import GenerationConfig
-from .weights import DROPOUTS, StepFeedForward, StepLinear
+from .weights import DROPOUTS, StepFeedForward
 
 _KINDS: dict[type[nn.Module], str] = {Norm: "std", LayerNorm: "layer", RMSNorm: "rms"}
 """Kind of the norm op, by the class of the norm."""
@@ -29,7 +30,7 @@ class _Layer(NamedTuple):
     layers."""
 
     norms: list[Tensor]  # weight and bias of each; RMSNorm has an empty bias
-    linears: list[StepLinear]
+    linears: list[PrepackedLinear]
     options: tuple[bool, str, float, str]  # norm_first, kind of the norms, eps, activation
 
 
@@ -38,7 +39,7 @@ class _OutputParts(NamedTuple):
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
-    out: StepLinear
+    out: PrepackedLinear
 
 
 class Session:
@@ -155,7 +156,7 @@ def _layer(layer: DecoderLayer, project: object) -> _Layer | None:
     linears = [project, layer.attn_1.out, layer.attn_2.q_linear, layer.attn_2.out, layer.ff.linear_1, layer.ff.linear_2]
     if not all(is_plain(one, *DROPOUTS) for one in (layer.dropout_1, layer.dropout_2, layer.dropout_3)):
         return None
-    if not all(isinstance(linear, StepLinear) for linear in linears):
+    if not all(isinstance(linear, PrepackedLinear) for linear in linears):
         return None
     tensors = [t for norm in norms for t in _parameters(norm)]
     if any(t is None or t.dtype != torch.float32 for t in (*tensors, *(linear.bias for linear in linears))):
@@ -167,7 +168,7 @@ def _layer(layer: DecoderLayer, project: object) -> _Layer | None:
 def _end(norm: nn.Module, out: nn.Module, kind: str, eps: float) -> _OutputParts | None:
     """Return the last norm and `out`; None if one is not plain, not in fp32, or the norm differs from those of the
     layers."""
-    if not isinstance(out, StepLinear):
+    if not isinstance(out, PrepackedLinear):
         return None
     if is_plain(norm, nn.Identity):
         return _OutputParts(None, None, out)

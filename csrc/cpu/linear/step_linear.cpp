@@ -3,7 +3,7 @@
 // with all rows, the next block is fetched (K. Goto and R. van de Geijn, "Anatomy of high-performance matrix
 // multiplication", 2008, with the small matrix in the role of their packed one).
 #include "ahead.h"
-#include "generation_kernels.h"
+#include "linear_kernels.h"
 
 #include "../buffer.h"
 #include "../parallel.h"

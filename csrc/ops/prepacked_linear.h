@@ -1,4 +1,4 @@
-// Functions of a decoding step besides the ops.
+// Linear layers with weights in a layout of their own.
 #pragma once
 
 #include <ATen/core/Tensor.h>

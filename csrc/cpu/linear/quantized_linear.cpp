@@ -7,7 +7,7 @@
 #include "quantized_rows.h"
 
 #include "ahead.h"
-#include "generation_kernels.h"
+#include "linear_kernels.h"
 
 #include "../parallel.h"
 #include "../simd/operands.h"

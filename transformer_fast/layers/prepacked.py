@@ -1,0 +1,166 @@
+"""Linear layers with a copy of their weights in the layout that the product reads fastest.
+
+Copies that are kept for later calls are stored on the parameters (`tensor_cache.py`) and freed with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import extension
+from ..ops.linear import linear
+from ..tensor_cache import get_or_compute, stamp_of
+
+NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
+"""Rows up to which the native product is the fastest, by vector unit."""
+NARROW = 256
+"""Inputs up to which the native product is the fastest for `COPIED_ROWS` too, on these units: oneDNN's call costs
+more than it saves."""
+FEW_ROWS = 24
+"""Rows up to which the native product is used on other units: reading the weight takes longer than the products."""
+COPIED_ROWS = 512
+"""Rows from which a product with the original weight is as fast as one with a copy."""
+INT8_INPUTS = 2**17
+"""Inputs up to which 32 bits hold the sum of int8 products."""
+
+
+class WeightLayout(NamedTuple):
+    """Layout of the copies of weights: `GenerationConfig.quantize` and `GenerationConfig.keep_weights`."""
+
+    quantize: str | None = None
+    keep: bool = False
+
+
+AS_IT_IS = WeightLayout()
+"""Layout without quantising and keeping: copied for one call, in the weight's own dtype."""
+
+
+class PrepackedLinear:
+    """A linear layer for few rows at a time, or several with the same input side by side.
+
+    In fp32 on a CPU it multiplies with a copy of the weights in the order in which they are read, made at the first
+    call: up to `native_rows` rows in the layout of `csrc/cpu/linear/step_linear.cpp`, up to `COPIED_ROWS` rows in
+    oneDNN's blocked layout. PyTorch's product rearranges the weight in every call, which for few rows takes longer than
+    the product. All other products are PyTorch's.
+
+    The object is called like a module but is not one: a call of `generate` makes a hundred of them, and an
+    `nn.Module` takes ten times as long to make.
+
+    Args:
+        linears: plain linear layers with the same input, all with a bias or all without.
+        rows: largest number of rows; 0 for a single call, which is worth a copy only if the copy is kept.
+        layout: decides if a copy is kept for the next `PrepackedLinear` of these layers.
+        relu: apply ReLU to the outputs.
+
+    Attributes:
+        bias: bias of the outputs, or None.
+        outputs: number of outputs.
+    """
+
+    def __init__(
+        self, linears: Sequence[nn.Linear], rows: int, layout: WeightLayout = AS_IT_IS, *, relu: bool = False
+    ) -> None:
+        self.linears, self.layout = list(linears), layout
+        self._weights = weights = [linear.weight for linear in linears]
+        biases: list[Tensor] = [linear.bias for linear in linears]
+        self.bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
+        self.outputs = sum(weight.shape[0] for weight in weights)
+        self._relu = relu
+        self._concatenated: Tensor | None = None
+        self._packed: Tensor | None = None
+        self._blocked: Tensor | None = None
+        rows = rows or (COPIED_ROWS if layout.keep else 0)
+        self._may_copy = rows > 0 and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
+        self._native_rows = native_rows(rows, weights[0].shape[1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer: x (..., in) -> (..., out)."""
+        weight = self.operand(x.numel() // x.shape[-1]) if x.dtype == torch.float32 else None
+        if weight is None or torch.is_autocast_enabled("cpu"):
+            out = linear(x, self.weight, self.bias)
+            return out.relu_() if self._relu else out
+        if weight.is_mkldnn:
+            activation = "relu" if self._relu else "none"
+            return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, activation, [], "")
+        return torch.ops.transformer_fast.step_linear(x, weight, self.bias, self.outputs, self._relu)
+
+    def operand(self, rows: int) -> Tensor | None:
+        """Weight in the layout for this number of rows: a dense one for `step_linear`, an mkldnn one for oneDNN;
+        None if PyTorch's product is to be called."""
+        if not self._may_copy or not 0 < rows <= COPIED_ROWS:
+            return None
+        if rows <= self._native_rows:
+            if self._packed is None:
+                self._packed = self._in_layout(
+                    "step", lambda: torch.ops.transformer_fast.pack_step_weight(self._weights)
+                )
+            return self._packed
+        if self._blocked is None and _has_onednn():
+            reorder = torch.ops.mkldnn._reorder_linear_weight
+            self._blocked = self._in_layout("blocked", lambda: reorder(self.weight, COPIED_ROWS))
+        return self._blocked
+
+    def _in_layout(self, layout: str, copy_of: Callable[[], Tensor]) -> Tensor:
+        """Weights in a layout: the kept copy, or a new one."""
+        if not self.layout.keep:
+            return copy_of()
+        first, *others = self._weights
+        return get_or_compute(first, (layout,), tuple(others), copy_of, tuple(map(stamp_of, self._weights)))
+
+    @property
+    def weight(self) -> Tensor:
+        """All weights, stacked along the outputs, (out, in)."""
+        if self._concatenated is None:
+            self._concatenated = self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
+        return self._concatenated
+
+
+class QuantizedLinear(PrepackedLinear):
+    """A linear layer with int8 weights, or several with the same input side by side, for any number of rows.
+
+    For fp32 on a CPU: `csrc/cpu/linear/quantized_linear.cpp`, which computes what `reference.quantized_linear`
+    says. The weights are quantised when they are first needed.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer: x (..., in) -> (..., out)."""
+        weight = self.operand(x.numel() // x.shape[-1])
+        return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self.outputs, self._relu)
+
+    def operand(self, rows: int) -> Tensor:
+        """Weights for `quantized_linear`."""
+        if self._packed is None:
+            pack = torch.ops.transformer_fast.pack_quantized_weight
+            self._packed = self._in_layout("int8", lambda: pack(self._weights))
+        return self._packed
+
+
+def native_rows(most: int, inputs: int) -> int:
+    """Rows up to which a layer with this number of inputs is multiplied natively, if it gets up to `most` rows.
+
+    A layer has one copy of its weights, so there is no native one if oneDNN's copy is needed for the most rows.
+    """
+    if not extension.load():
+        return 0
+    rows = NATIVE_ROWS.get(extension.build_info()["instruction_set"], FEW_ROWS)
+    rows = COPIED_ROWS if rows > FEW_ROWS and inputs <= NARROW else rows
+    return rows if rows >= COPIED_ROWS or most <= rows else 0
+
+
+def _has_onednn() -> bool:
+    names = "_linear_pointwise", "_reorder_linear_weight"
+    mkldnn = torch.backends.mkldnn
+    return bool(mkldnn.enabled) and mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+def prepacked_linear(
+    linears: Sequence[nn.Linear], rows: int, layout: WeightLayout, *, relu: bool = False
+) -> PrepackedLinear:
+    """Return the linear layer of a layout; its arguments are those of `PrepackedLinear`."""
+    too_deep = linears[0].in_features > INT8_INPUTS
+    kind = PrepackedLinear if layout.quantize is None or too_deep else QuantizedLinear
+    return kind(linears, rows, layout, relu=relu)
