@@ -13,6 +13,7 @@
 #include "ops/by_triton.h"
 #include "ops/decoder_session.h"
 #include "ops/eager.h"
+#include "ops/kept_weight.h"
 #include "ops/linear.h"
 #include "triton/launch_cache.h"
 
@@ -69,5 +70,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("draw_seed", &eager::draw_seed);
   m.def("draw_number", &eager::draw_number);
   transformer_fast::bind_decoder_session(m);
+  transformer_fast::bind_kept_weight(m);
   transformer_fast::bind_launch_cache(m);
 }

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+from . import extension
 
 T = TypeVar("T")
 
@@ -104,6 +107,12 @@ def stamp_of(weight: Tensor) -> tuple[int, ...]:
     value in 251. A transposed weight is read as it lies in memory, where columns are rows. The time is that of one
     or two cache lines per row: 0.2 to 0.9 ms for (30,000, 768), 3 ms for (128,000, 4,096).
     """
+    module = extension.module() if type(weight) in (Tensor, Parameter) and weight.is_cpu else None
+    return _stamp_of(weight) if module is None else module.weight_stamp(weight)
+
+
+def _stamp_of(weight: Tensor) -> tuple[int, ...]:
+    """The definition of `stamp_of`, in operators of PyTorch."""
     if not weight.is_contiguous():
         weight = weight.t() if weight.t().is_contiguous() else weight.contiguous()
     bits = _bits(weight)

@@ -66,13 +66,6 @@ struct StackedWeights {
   int64_t panels() const { return panels_of(outputs()); }
 };
 
-Tensor pack_step_weight(at::TensorList weights) {
-  const StackedWeights given(weights);
-  const Tensor packed = at::cpu::empty({given.panels(), given.depth, kernels().linear.panel}, weights[0].options());
-  kernels().linear.pack_step_weight(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr<float>());
-  return packed;
-}
-
 Tensor pack_quantized_weight(at::TensorList weights) {
   const QuantizedKernels& int8 = kernels().linear.int8;
   const StackedWeights given(weights);
@@ -84,6 +77,13 @@ Tensor pack_quantized_weight(at::TensorList weights) {
 }
 
 }  // namespace
+
+Tensor pack_step_weight(at::TensorList weights) {
+  const StackedWeights given(weights);
+  const Tensor packed = at::cpu::empty({given.panels(), given.depth, kernels().linear.panel}, weights[0].options());
+  kernels().linear.pack_step_weight(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr<float>());
+  return packed;
+}
 
 Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
   const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();

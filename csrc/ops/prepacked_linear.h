@@ -11,6 +11,9 @@ namespace transformer_fast {
 at::Tensor step_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                        int64_t outputs, bool relu);
 
+// Copies weights (out, in) of linear layers with the same input, fp32, to the layout of step_linear.
+at::Tensor pack_step_weight(at::TensorList weights);
+
 // Linear layer with int8 weights from pack_quantized_weight.
 at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                             int64_t outputs, bool relu);

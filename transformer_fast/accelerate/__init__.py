@@ -26,9 +26,11 @@ class _Callable(types.ModuleType):
 
     __wrapped__ = staticmethod(accelerate)  # inspect reads the signature from here
 
-    def __call__(self, model: nn.Module, *, fused_loss: bool = False, packed: bool = False) -> Report:
+    def __call__(
+        self, model: nn.Module, *, fused_loss: bool = False, packed: bool = False, keep_weights: bool = False
+    ) -> Report:
         """See :func:`transformer_fast.accelerate.accelerate`."""
-        return accelerate(model, fused_loss=fused_loss, packed=packed)
+        return accelerate(model, fused_loss=fused_loss, packed=packed, keep_weights=keep_weights)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (__name__,)

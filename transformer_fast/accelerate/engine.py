@@ -14,12 +14,14 @@ from ..dialects.common import LastWeights
 from ..integrations import dispatch
 from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
+from ..layers.prepacked import WeightLayout
 from ..ops.linear import is_faster
 from .attention_rows import attention_rows
 from .calls import calls_of, redirected_class
 from .explained import explained
 from .held_objects import HeldObjects, redirected_objects
 from .huggingface import Attention, give_attention
+from .kept_weights import give_layout, takes_layout
 from .made import Made, author_class, change_of, forget, hold, watched_class
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, Watching, output_layers
@@ -36,7 +38,9 @@ OWN_SUM = "it adds 16-bit losses in their dtype, and float16 may overflow: fused
 """Reason to list PyTorch's loss."""
 
 
-def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = False) -> Report:
+def accelerate(
+    model: nn.Module, *, fused_loss: bool = False, packed: bool = False, keep_weights: bool = False
+) -> Report:
     """Swap the fused ops into a model, in place.
 
     Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, Dropout, MultiheadAttention, TransformerEncoder,
@@ -59,6 +63,10 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
             model is undone.
         packed: skip the padding of a batch. The layers of a model compute tokens only, and outputs are 0 at padding;
             see docs/packed.md.
+        keep_weights: in evaluation without gradients, multiply with copies of the weights in the layout that the
+            product reads fastest, instead of rearranging the weights in each call, on a CPU, in float32 and bfloat16.
+            The copies are made by the first call and take the memory of the weights once more, in float32 once again
+            if calls have both few rows and many. A weight that is written to gets a new copy; see docs/accelerate.md.
 
     Returns:
         A report to print: attention first, then modules by kind, with former class, new class, or the reason against a
@@ -77,7 +85,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
     with LOCK:
-        walk = _Walk(model, fused_loss)
+        layout = WeightLayout(keep=True) if keep_weights else None
+        walk = _Walk(model, fused_loss, layout)
         try:
             walk.give_attention()
             if fused_loss:
@@ -86,6 +95,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
             walk.tell_of_attention()
             if packed:
                 walk.pack()
+            if layout is not None:
+                give_layout(model, walk.report, layout)
             if fused_loss and not walk.output_layers:
                 walk.report.notes.append("fused_loss: no output layer on a CPU was found")
             walk.report._explain = functools.partial(_explain, model, packed)
@@ -108,8 +119,8 @@ def _explain(model: nn.Module, packed: bool, batch: Any) -> str:
 
 
 class _Walk:
-    def __init__(self, model: nn.Module, fused_loss: bool) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, fused_loss: bool, layout: WeightLayout | None) -> None:
+        self.model, self.layout = model, layout
         self.report = Report()
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
@@ -182,7 +193,8 @@ class _Walk:
             self.report.notes += padding_notes(self.model, self.report.attention, reasons)
 
     def _visit_linear(self, path: str, module: nn.Linear) -> None:
-        if id(module) not in self.applied and is_faster(module.weight) and not _is_replaced(module):
+        faster = is_faster(module.weight) or (self.layout is not None and takes_layout(module))
+        if faster and id(module) not in self.applied and not _is_replaced(module):
             self._swap(path, module, Linear, "layers.Linear")
         else:
             self.report.plain["Linear"] += 1

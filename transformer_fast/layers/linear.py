@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.linear import linear, projections
+from ..ops.linear import projections
 from .by_torch import by_torch
 from .hooks import is_plain
+from .prepacked import LAYOUT, product_of
 from .quantised_as import QuantisedAs
 
 
@@ -30,7 +31,7 @@ class Linear(nn.Linear):
     def _computed(self, input: Tensor) -> Tensor:
         if type(input) is not Tensor:  # for other weights the op is F.linear itself
             return by_torch(nn.Linear, self, input)
-        return linear(input, self.weight, self.bias)
+        return product_of(self, input, self.weight, self.bias)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -50,7 +51,7 @@ def apply_in_order(module: nn.Module, x: Tensor) -> Tensor:
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """Compute ``module(x)``; an ``nn.Linear`` runs on our op. Any other module, such as a quantised layer, is
     called."""
-    return linear(x, module.weight, module.bias) if is_linear(module) else module(x)
+    return product_of(module, x, module.weight, module.bias) if is_linear(module) else module(x)
 
 
 def apply_linears(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -66,6 +67,6 @@ def apply_linears(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> lis
 
 def _of_one_input(modules: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
     linears = [module for module in modules if is_linear(module)]
-    if len(linears) != len(modules):
+    if len(linears) != len(modules) or any(LAYOUT in module.__dict__ for module in linears):
         return [apply_linear(module, x) for module in modules]
     return projections(x, [module.weight for module in linears], [module.bias for module in linears])

@@ -5,15 +5,17 @@ Copies that are kept for later calls are stored on the parameters (`tensor_cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from .. import extension
+from ..ops import eager
 from ..ops.linear import linear
-from ..tensor_cache import get_or_compute, stamp_of
+from ..tensor_cache import get_or_compute, results_of, stamp_of
 
 NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
 """Rows up to which the native product is the fastest, by vector unit."""
@@ -37,6 +39,56 @@ class WeightLayout(NamedTuple):
 
 AS_IT_IS = WeightLayout()
 """Layout without quantising and keeping: copied for one call, in the weight's own dtype."""
+
+
+LAYOUT = "_transformer_fast_layout"
+"""Attribute of a module whose products, in evaluation, run on kept copies of its weights: a `WeightLayout`."""
+_KEPT = "kept weight"
+
+
+def product_of(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``x weight^T + bias`` for parameters of a module, in the module's `LAYOUT`.
+
+    Args:
+        x: (..., in).
+        weight: a parameter (out, in) of the module, or a view of one.
+        bias: (out,) or None.
+
+    Returns:
+        (..., out). In training mode, if a gradient is needed, in compiled and traced calls, under autocast, and for
+        tensors that are not plain fp32 or bf16 ones on a CPU, it is the result of ``ops.linear``.
+    """
+    if LAYOUT in module.__dict__ and not module.training:
+        found = _kept_product(x, weight, bias)
+        if found is not None:
+            return found
+    return linear(x, weight, bias)
+
+
+def _kept_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    direct = eager.native()
+    if direct is None or not isinstance(weight, Tensor):
+        return None
+    holder: Tensor = weight
+    key: tuple[Hashable, ...] = (_KEPT,)
+    if weight._base is not None:
+        holder, key = weight._base, (_KEPT, weight.storage_offset(), weight.shape, weight.stride())
+    if type(holder) is not Parameter:  # a weight that is computed anew for each call
+        return None
+    results = results_of(holder)
+    kept = results.get(key)
+    if kept is None:
+        rows = native_rows(0, weight.shape[-1])
+        kept = results[key] = direct.KeptWeight(native_rows=rows, blocked_rows=COPIED_ROWS)
+    return kept.linear(x, weight, bias)
+
+
+def forget_kept(module: nn.Module) -> None:
+    """Free the kept copies of a module's parameters."""
+    for parameter in module.parameters():
+        results = getattr(parameter, "_tensor_cache", {})
+        for key in [key for key in results if key[0] == _KEPT]:
+            results.pop(key, None)
 
 
 class PrepackedLinear:

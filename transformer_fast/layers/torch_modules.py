@@ -35,6 +35,7 @@ from .hooks import LOOKS_UP, TAKES_RESIDUAL, in_role, is_plain
 from .linear import apply_linear, is_linear
 from .norm import post_norm, pre_norm
 from .padded_calls import StaysPaddedError
+from .prepacked import LAYOUT, product_of
 from .scripted_as import scripted_as
 from .token_mask import OnTokens, call_on_tokens, token_mask
 from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
@@ -144,7 +145,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if isinstance(attn_mask, PackedMask):
             dropout_p = self.dropout if self.training else 0.0
             heads = packed_attention(*self._projected(query, key, value, same), attn_mask, dropout_p=dropout_p)
-            return ops.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
+            return product_of(self, heads.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
         if batched := query.dim() == 3:
             batch, length = (0, 1) if self.batch_first else (1, 0)
         else:
@@ -153,7 +154,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         shape = query.shape[batch], self.num_heads, query.shape[length], key.shape[length]
         mask = torch_mask(attn_mask, key_padding_mask, is_causal, shape)
         dropout_p = self.dropout if self.training else 0.0
-        if batched and dropout_p == 0.0 and self._qkv_same_embed_dim:
+        if batched and dropout_p == 0.0 and self._qkv_same_embed_dim and LAYOUT not in self.__dict__:
             found = evaluated_heads(
                 (query, key, value),
                 (self.in_proj_weight, self.in_proj_bias),
@@ -182,7 +183,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         heads, weights = result if need_weights else (result, None)
         heads = heads.permute(0, 2, 1, 3) if batch == 0 else heads.permute(2, 0, 1, 3)
-        out = ops.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        out = product_of(self, heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not batched:
@@ -199,7 +200,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         token_mask(None, *(t.movedim(axis, 0) for t in (query, key, value)))
         q, k, v = (t.squeeze(axis) for t in self._projected(query, key, value, query is key and key is value))
         heads = packed_attention(q, k, v, call.mask, dropout_p=self.dropout if self.training else 0.0)
-        out = ops.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias).unsqueeze(axis)
+        out = product_of(self, heads.flatten(-2), self.out_proj.weight, self.out_proj.bias).unsqueeze(axis)
         return out, call.weights() if need_weights else None
 
     def _by_torch(
@@ -215,18 +216,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Project to queries, keys and values, each (*, *, heads, head_dim)."""
         by_head, weight, bias = (self.num_heads, self.head_dim), self.in_proj_weight, self.in_proj_bias
         if self._qkv_same_embed_dim and same:
-            return ops.linear(query, weight, bias).view(*query.shape[:-1], 3, *by_head).unbind(-3)
+            return product_of(self, query, weight, bias).view(*query.shape[:-1], 3, *by_head).unbind(-3)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         if not self._qkv_same_embed_dim:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         elif key is value:
-            q = ops.linear(query, weight[: self.embed_dim], biases[0]).view(*query.shape[:-1], *by_head)
-            joined = ops.linear(key, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
+            q = product_of(self, query, weight[: self.embed_dim], biases[0]).view(*query.shape[:-1], *by_head)
+            joined = product_of(self, key, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
             return q, *joined.view(*key.shape[:-1], 2, *by_head).unbind(-3)
         else:
             weights = weight.chunk(3)
         inputs = query, key, value
-        return tuple(ops.linear(x, w, b).view(*x.shape[:-1], *by_head) for x, w, b in zip(inputs, weights, biases))
+        return tuple(
+            product_of(self, x, w, b).view(*x.shape[:-1], *by_head) for x, w, b in zip(inputs, weights, biases)
+        )
 
 
 class _Layer(nn.Module):

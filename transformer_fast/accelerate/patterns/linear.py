@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import ops
+from ...layers.prepacked import product_of
 from ...ops.linear import is_faster
 from .base import Pattern
 
@@ -28,7 +28,7 @@ class TransposedLinear(Pattern):
         return [(torch.randn(2, 5, m.weight.shape[0]),)]
 
     def fused_forward(self, m: Any, x: Tensor) -> Tensor:
-        return ops.linear(x, m.weight.t(), m.bias)
+        return product_of(m, x, m.weight.t(), m.bias)
 
 
 PATTERNS = (TransposedLinear(),)

@@ -1,0 +1,139 @@
+// Copies of a linear layer's weight that are kept for later calls. transformer_fast/layers/prepacked.py decides which
+// layers have them, and says which layout is the fastest for how many rows.
+#include "kept_weight.h"
+
+#include "eager_call.h"
+#include "linear.h"
+#include "prepacked_linear.h"
+#include "weight_stamp.h"
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <utility>
+
+namespace transformer_fast {
+namespace {
+
+namespace py = pybind11;
+
+using OnednnWeight = Tensor(const Tensor&, std::optional<c10::SymInt>);
+
+// An op of PyTorch on oneDNN; none in a build without oneDNN.
+template <typename Signature>
+std::optional<c10::TypedOperatorHandle<Signature>> onednn_op(const char* name) {
+  const auto schema = c10::Dispatcher::singleton().findSchema({name, ""});
+  return schema ? std::optional(schema->typed<Signature>()) : std::nullopt;
+}
+
+bool onednn_takes(at::ScalarType type) {
+  static const bool narrow = [] {
+    const auto asked = onednn_op<bool()>("mkldnn::_is_mkldnn_bf16_supported");
+    return asked && asked->call();
+  }();
+  return type == at::kFloat || (type == at::kBFloat16 && narrow);
+}
+
+// Copy of a weight in oneDNN's layout for about this many rows; undefined in a build without oneDNN.
+Tensor blocked(const Tensor& weight, int64_t rows) {
+  static const auto reorder = onednn_op<OnednnWeight>("mkldnn::_reorder_linear_weight");
+  if (!reorder || !at::globalContext().userEnabledMkldnn() || !onednn_takes(weight.scalar_type())) return {};
+  const c10::InferenceMode outside(false);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return reorder->call(weight.detach().contiguous(), c10::SymInt(rows));
+}
+
+// What a copy was made of.
+struct Source {
+  const void* data;
+  uint32_t version;
+  at::ScalarType type;
+  c10::SmallVector<int64_t, 4> geometry;
+  WeightStamp stamp;
+
+  explicit Source(const Tensor& weight)
+      : data(weight.const_data_ptr()), version(weight._version()), type(weight.scalar_type()),
+        geometry(weight.sizes().begin(), weight.sizes().end()), stamp(stamp_of(weight)) {
+    geometry.append(weight.strides().begin(), weight.strides().end());
+  }
+
+  bool operator==(const Source&) const = default;
+};
+
+class KeptWeight {
+ public:
+  KeptWeight(int64_t native_rows, int64_t blocked_rows) : native_rows_(native_rows), blocked_rows_(blocked_rows) {}
+
+  // x weight^T + bias, or None for a call that another product must compute.
+  py::object linear(py::handle x_, py::handle weight_, py::handle bias_) {
+    eager::Arguments arguments;
+    const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
+    const OptionalTensor bias = arguments.optional_floating(bias_);
+    if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
+      return py::none();
+    const int64_t in = weight.size(1), out = weight.size(0);
+    arguments.require(x.size(-1) == in && x.scalar_type() == weight.scalar_type() && x.numel() > 0 && out > 0);
+    if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
+    arguments.require(!weight.is_inference() && !eager::needs_gradient(x, weight, bias));
+    if (!arguments.ok()) return py::none();
+    const int64_t rows = x.numel() / in;
+    const Tensor operand = copy_for(weight, rows);
+    if (!operand.defined()) return py::none();
+    return eager::computed([&] {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      return operand.is_mkldnn() ? onednn_linear(x, operand, bias) : step_linear(x, operand, bias, out, false);
+    });
+  }
+
+  int64_t bytes() const {
+    const auto of = [](const Tensor& copy) { return copy.defined() ? copy.numel() * copy.element_size() : 0; };
+    return of(native_) + of(blocked_);
+  }
+
+ private:
+  // Copy of the weight for this many rows, a new one if the weight was written to; undefined if there is no layout.
+  Tensor copy_for(const Tensor& weight, int64_t rows) {
+    const bool native = weight.scalar_type() == at::kFloat && rows <= native_rows_;
+    const bool wide = weight.scalar_type() != at::kFloat || rows <= blocked_rows_ ||
+                      onednn_is_faster(rows, weight.size(1), weight.size(0));
+    if (!native && !wide) return {};
+    Source source(weight);
+    if (!source_ || !(*source_ == source)) {
+      native_ = blocked_ = Tensor();
+      source_ = std::move(source);
+    }
+    if (native) {
+      if (!native_.defined()) native_ = pack_step_weight(weight.detach());
+      return native_;
+    }
+    if (!blocked_.defined()) blocked_ = blocked(weight, blocked_rows_);
+    return blocked_;
+  }
+
+  int64_t native_rows_, blocked_rows_;
+  std::optional<Source> source_;
+  Tensor native_, blocked_;
+};
+
+}  // namespace
+
+void bind_kept_weight(py::module_& m) {
+  py::class_<KeptWeight>(m, "KeptWeight")
+      .def(py::init<int64_t, int64_t>(), py::kw_only(), py::arg("native_rows"), py::arg("blocked_rows"))
+      .def("linear", &KeptWeight::linear)
+      .def_property_readonly("bytes", &KeptWeight::bytes);
+  m.def(
+      "weight_stamp",
+      [](const Tensor& weight) {
+        const WeightStamp stamp = stamp_of(weight);
+        py::tuple numbers(stamp.size());
+        for (size_t i = 0; i < stamp.size(); ++i) numbers[i] = stamp[i];
+        return numbers;
+      },
+      "Stamp of a weight (out, in) on the CPU, as tensor_cache.py defines it.");
+}
+
+}  // namespace transformer_fast
