@@ -45,7 +45,8 @@ struct BelowDispatch {
 // Multiplies x (rows, in) by a weight in any layout of layers/prepacked.py -> (rows, outputs).
 Tensor product(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t outputs, bool relu = false) {
   if (weight.is_mkldnn()) return onednn_linear(x, weight, bias, relu);
-  return (weight.scalar_type() == at::kFloat ? step_linear : quantized_linear)(x, weight, bias, outputs, relu);
+  if (weight.scalar_type() == at::kFloat) return step_linear(x, weight, bias, outputs, relu);
+  return quantized_linear(x, weight, bias, outputs, relu ? "relu" : "none");
 }
 
 // The most likely tokens per row, as choose_tokens returns them: (rows, k) twice, and (rows,).

@@ -8,6 +8,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <string_view>
+#include <utility>
 #include <vector>
 
 namespace transformer_fast {
@@ -40,10 +42,22 @@ void check_step(const Tensor& x, const Tensor& packed, const OptionalTensor& bia
   check("packed", packed).require(packed.is_contiguous(), "contiguous");
 }
 
-void check_quantized(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool) {
+// The activation of this name.
+Activation activation_of(const Checks& check, std::string_view name) {
+  for (const auto& [known, activation] :
+       {std::pair("none", Activation::kNone), std::pair("relu", Activation::kRelu),
+        std::pair("gelu", Activation::kGelu), std::pair("gelu_tanh", Activation::kGeluTanh)})
+    if (name == known) return activation;
+  check.require(false, "activation must be none, relu, gelu or gelu_tanh, got ", name);
+  return Activation::kNone;
+}
+
+void check_quantized(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
+                     std::string_view activation) {
   constexpr Checks check{"quantized_linear"};
   check_product(check, x, bias, outputs);
   const int64_t words = kPanelHeader + kernels().linear.int8.groups(x.size(-1));
+  activation_of(check, activation);
   check("packed", packed).type({at::kChar}).sizes({panels_of(outputs), words, kernels().linear.panel, 4});
   check("packed", packed).require(packed.is_contiguous(), "contiguous");
 }
@@ -98,7 +112,8 @@ Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& 
   return out;
 }
 
-Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
+Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
+                        std::string_view activation) {
   const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
   const int64_t depth = x.size(-1);
   auto sizes = x.sizes().vec();
@@ -107,7 +122,8 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTen
   if (out.numel() == 0) return out;
   kernels().linear.int8.linear({input.const_data_ptr<float>(), packed.const_data_ptr(),
                                 bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                                input.numel() / depth, depth, outputs, relu});
+                                input.numel() / depth, depth, outputs,
+                                activation_of(Checks{"quantized_linear"}, activation)});
   return out;
 }
 
@@ -115,7 +131,7 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def("pack_step_weight(Tensor[] weights) -> Tensor");
   m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
   m.def("pack_quantized_weight(Tensor[] weights) -> Tensor");
-  m.def("quantized_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
+  m.def("quantized_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, str activation) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {

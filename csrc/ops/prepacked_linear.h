@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string_view>
 
 namespace transformer_fast {
 
@@ -14,8 +15,8 @@ at::Tensor step_linear(const at::Tensor& x, const at::Tensor& packed, const std:
 // Copies weights (out, in) of linear layers with the same input, fp32, to the layout of step_linear.
 at::Tensor pack_step_weight(at::TensorList weights);
 
-// Linear layer with int8 weights from pack_quantized_weight.
+// Linear layer with int8 weights from pack_quantized_weight. activation: "none", "relu", "gelu" or "gelu_tanh".
 at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                            int64_t outputs, bool relu);
+                            int64_t outputs, std::string_view activation);
 
 }  // namespace transformer_fast

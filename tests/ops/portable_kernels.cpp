@@ -221,9 +221,9 @@ void check_quantized_linear(int64_t rows, int64_t depth, int64_t outputs) {
   vector<int32_t> packed(panels * (kPanelHeader + groups) * kernels.panel);
   vector<float> out(rows * outputs), again(outputs);
   kernels.int8.pack(of_output.data(), outputs, depth, packed.data());
-  kernels.int8.linear({x.data(), packed.data(), nullptr, out.data(), rows, depth, outputs, false});
+  kernels.int8.linear({x.data(), packed.data(), nullptr, out.data(), rows, depth, outputs, Activation::kNone});
   const float* const last = &x[(rows - 1) * depth];
-  kernels.int8.linear({last, packed.data(), nullptr, again.data(), 1, depth, outputs, false});
+  kernels.int8.linear({last, packed.data(), nullptr, again.data(), 1, depth, outputs, Activation::kNone});
   bool right = std::equal(again.begin(), again.end(), &out[(rows - 1) * outputs]);
   for (int64_t i = 0; i < rows * outputs; ++i) {
     double expected = 0;

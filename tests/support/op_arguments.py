@@ -104,7 +104,7 @@ def _other_calls() -> None:
     tfast.attention(q, k, k, AttentionMask.lengths(torch.tensor([3, 7])), bias=added, return_weights=True)
     ops.fill_positional_table(torch.empty(5, 8))
     ops.step_linear(x, ops.pack_step_weight([weight]), bias, 33, True)
-    ops.quantized_linear(x, ops.pack_quantized_weight([weight]), bias, 33, False)
+    ops.quantized_linear(x, ops.pack_quantized_weight([weight]), bias, 33, "gelu")
     ops.copy_cache_rows(draw.floats(2, 4, 2, 3, 5, 8), [0, 1], [2, 3], 4)
     best, token, _ = ops.choose_tokens(draw.floats(4, 11), 3, [2, 5], True)
     unit, slot = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])

@@ -14,9 +14,10 @@ from torch import nn
 from ..generation.forms import decoder_makers
 from .cached_decoder import as_decoder
 from .engine import accelerate
+from .int8 import Int8
 from .report import Report, Row
 
-__all__ = ["Report", "Row", "accelerate"]
+__all__ = ["Int8", "Report", "Row", "accelerate"]
 
 decoder_makers.append(as_decoder)
 
@@ -27,10 +28,18 @@ class _Callable(types.ModuleType):
     __wrapped__ = staticmethod(accelerate)  # inspect reads the signature from here
 
     def __call__(
-        self, model: nn.Module, *, fused_loss: bool = False, packed: bool = False, keep_weights: bool = False
+        self,
+        model: nn.Module,
+        *,
+        fused_loss: bool = False,
+        packed: bool = False,
+        keep_weights: bool = False,
+        quantize: str | Int8 | None = None,
     ) -> Report:
         """See :func:`transformer_fast.accelerate.accelerate`."""
-        return accelerate(model, fused_loss=fused_loss, packed=packed, keep_weights=keep_weights)
+        return accelerate(
+            model, fused_loss=fused_loss, packed=packed, keep_weights=keep_weights, quantize=quantize
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (__name__,)

@@ -21,13 +21,14 @@ from .calls import calls_of, redirected_class
 from .explained import explained
 from .held_objects import HeldObjects, redirected_objects
 from .huggingface import Attention, give_attention
+from .int8 import Int8, Plan, options
 from .kept_weights import give_layout, takes_layout
 from .made import Made, author_class, change_of, forget, hold, watched_class
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, Watching, output_layers
 from .packed import pack
 from .padding_notes import padding_notes
-from .patterns import PATTERNS
+from .patterns import INT8_PATTERNS, PATTERNS
 from .patterns.base import Pattern, accelerated_class
 from .probe import probe, read, signature
 from .rebinding import Obstacle
@@ -39,7 +40,12 @@ OWN_SUM = "it adds 16-bit losses in their dtype, and float16 may overflow: fused
 
 
 def accelerate(
-    model: nn.Module, *, fused_loss: bool = False, packed: bool = False, keep_weights: bool = False
+    model: nn.Module,
+    *,
+    fused_loss: bool = False,
+    packed: bool = False,
+    keep_weights: bool = False,
+    quantize: str | Int8 | None = None,
 ) -> Report:
     """Swap the fused ops into a model, in place.
 
@@ -67,6 +73,8 @@ def accelerate(
             product reads fastest, instead of rearranging the weights in each call, on a CPU, in float32 and bfloat16.
             The copies are made by the first call and take the memory of the weights once more, in float32 once again
             if calls have both few rows and many. A weight that is written to gets a new copy; see docs/accelerate.md.
+        quantize: "int8", or an ``accelerate.Int8(...)`` with options: linear layers have int8 weights, in evaluation
+            without gradients, in fp32 on a CPU; see docs/int8.md.
 
     Returns:
         A report to print: attention first, then modules by kind, with former class, new class, or the reason against a
@@ -74,6 +82,7 @@ def accelerate(
 
     Raises:
         TypeError: if ``model`` is not a module.
+        ValueError: if the model cannot have int8 weights; the message has the reason.
 
     Example:
         >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
@@ -88,6 +97,8 @@ def accelerate(
         layout = WeightLayout(keep=True) if keep_weights else None
         walk = _Walk(model, fused_loss, layout)
         try:
+            plan = None if quantize is None else Plan(model, options(quantize), walk.report)
+            walk.int8 = plan.inside if plan is not None else set()
             walk.give_attention()
             if fused_loss:
                 walk.report._changes.append(Watching())
@@ -97,6 +108,8 @@ def accelerate(
                 walk.pack()
             if layout is not None:
                 give_layout(model, walk.report, layout)
+            if plan is not None:
+                plan.put()
             if fused_loss and not walk.output_layers:
                 walk.report.notes.append("fused_loss: no output layer on a CPU was found")
             walk.report._explain = functools.partial(_explain, model, packed)
@@ -134,6 +147,7 @@ class _Walk:
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.attention = Attention()
         self.held = HeldObjects()
+        self.int8: set[int] = set()  # layers that get int8 weights
 
     def give_attention(self) -> None:
         def obstacle(part: nn.Module) -> str:
@@ -194,7 +208,8 @@ class _Walk:
 
     def _visit_linear(self, path: str, module: nn.Linear) -> None:
         faster = is_faster(module.weight) or (self.layout is not None and takes_layout(module))
-        if faster and id(module) not in self.applied and not _is_replaced(module):
+        faster = faster and id(module) not in self.applied and not _is_replaced(module)
+        if faster or id(module) in self.int8:
             self._swap(path, module, Linear, "layers.Linear")
         else:
             self.report.plain["Linear"] += 1
@@ -215,7 +230,7 @@ class _Walk:
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
-        for known in PATTERNS:
+        for known in (*PATTERNS, *INT8_PATTERNS) if self.int8 else PATTERNS:
             if not _matches(known, module):
                 continue
             obstacle, pattern = self._obstacle(module, "attention"), known

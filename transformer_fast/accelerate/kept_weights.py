@@ -31,26 +31,31 @@ class Kept(Attribute):
 
 def give_layout(model: nn.Module, report: Report, layout: WeightLayout) -> None:
     """Give each linear layer of a model on a CPU a layout, and note that in the report."""
-    rows = {row.path: place for place, row in enumerate(report.rows)}
     kept = {path: module for path, module in model.named_modules() if takes_layout(module)}
     for path, module in kept.items():
-        if module.__dict__.get(LAYOUT) == layout:
-            continue
-        report._changes.append(change := Kept(module, LAYOUT, layout))
-        change.put()
-        row = report.rows[rows[path]] if path in rows else Row(path, f"nn.{type(module).__name__}", None)
-        now = NAME if row.now is None else f"{row.now}, {NAME}"
-        row = dataclasses.replace(row, now=now, why="" if row.why == ALREADY else row.why)
-        if path in rows:
-            report.rows[rows[path]] = row
-        else:
-            report.rows.append(row)
-            report.plain["Linear"] -= 1
+        give_one_layout(report, path, module, layout, NAME)
     report.plain += type(report.plain)()  # without the layers that were counted and are no longer plain
     if reason := extension.obstacle():
         report.notes.append(f"keep_weights: {reason}")
     elif not kept:
         report.notes.append("keep_weights: no linear layer in float32 or bfloat16 on a CPU was found")
+
+
+def give_one_layout(report: Report, path: str, module: nn.Module, layout: WeightLayout, name: str) -> None:
+    """Give a layer a layout, and note that in the report, with the layout's name."""
+    if module.__dict__.get(LAYOUT) == layout:
+        return
+    report._changes.append(change := Kept(module, LAYOUT, layout))
+    change.put()
+    place = next((place for place, row in enumerate(report.rows) if row.path == path), None)
+    row = report.rows[place] if place is not None else Row(path, f"nn.{type(module).__name__}", None)
+    now = name if row.now is None else f"{row.now}, {name}"
+    row = dataclasses.replace(row, now=now, why="" if row.why == ALREADY else row.why)
+    if place is not None:
+        report.rows[place] = row
+    else:
+        report.rows.append(row)
+        report.plain["Linear"] -= 1
 
 
 def takes_layout(module: nn.Module) -> bool:

@@ -65,7 +65,8 @@ class Report:
         padded_calls: reasons why calls of a packed model kept their padding so far, with counts.
         attention: one row per attention module; ``now`` is the way in which the kernels compute the module, None if
             they do not.
-        notes: requests that this model cannot meet, with the reasons.
+        notes: requests that this model cannot meet, with the reasons; with ``quantize``, numbers and memory.
+        int8: paths of the layers that this call gave int8 weights.
     """
 
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -73,6 +74,7 @@ class Report:
     padded_calls: PaddedCalls = dataclasses.field(default_factory=PaddedCalls)
     attention: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    int8: tuple[str, ...] = ()
     _originals: list[tuple[nn.Module, type[nn.Module], type[nn.Module], dict[str, Any]]] = dataclasses.field(
         default_factory=list, repr=False
     )
@@ -114,8 +116,14 @@ class Report:
         return self._explain(batch)
 
     def undo(self) -> None:
-        """Undo all changes of this call. Parameters keep their current values."""
+        """Undo all changes of this call. Parameters keep their current values.
+
+        Raises:
+            RuntimeError: if ``quantize=Int8(free=True)`` freed weights; nothing is undone then.
+        """
         with LOCK:
+            if reasons := [why for change in self._changes if (why := getattr(change, "refusal", str)())]:
+                raise RuntimeError(f"undo is not possible: {reasons[0]}")
             for module, original, fast, attributes in reversed(self._originals):
                 if type(module) is fast:
                     module.__class__ = original

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import backends
 from ..ops.linear import linear as product
 from ..tracing import is_traced
+from .activated import activated_linear
 from .dropout import apply_dropout, fused_p
 from .dropout import dropout_of_any as fused_dropout
 from .linear import apply_linear, is_linear
@@ -45,7 +46,9 @@ class FeedForward(nn.Module):
         """Apply the network: x (..., d_model) -> (..., d_model)."""
         if self.activation == "relu":
             return apply_linear(self.linear_2, linear_relu_dropout(self.linear_1, x, self.dropout))
-        inner = ACTIVATIONS[self.activation](apply_linear(self.linear_1, x))
+        activation = ACTIVATIONS[self.activation]
+        if (inner := activated_linear(self.linear_1, x, activation)) is None:
+            inner = activation(apply_linear(self.linear_1, x))
         return apply_linear(self.linear_2, apply_dropout(self.dropout, inner))
 
 
@@ -68,6 +71,8 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, drop: nn.Module | float | 
             return drop(linear_relu_dropout(linear, x, None))
     else:
         p = drop or 0.0
+    if p == 0.0 and (activated := activated_linear(linear, x, F.relu)) is not None:
+        return activated
     if not is_linear(linear):
         return fused_dropout(linear(x), p, relu=True)
     if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":

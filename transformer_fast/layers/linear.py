@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..ops.linear import projections
 from .by_torch import by_torch
 from .hooks import is_plain
+from .int8 import FREED
 from .prepacked import LAYOUT, product_of
 from .quantised_as import QuantisedAs
 
@@ -35,8 +36,9 @@ class Linear(nn.Linear):
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return True if a module is a plain ``x weight^T + bias``, which need not be called."""
-    return is_plain(module, nn.Linear, Linear)
+    """Return True if a module is a plain ``x weight^T + bias``, which need not be called, and whose weight may be
+    read."""
+    return is_plain(module, nn.Linear, Linear) and FREED not in module.__dict__
 
 
 def apply_in_order(module: nn.Module, x: Tensor) -> Tensor:

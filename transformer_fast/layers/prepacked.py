@@ -16,6 +16,7 @@ from .. import extension
 from ..ops import eager
 from ..ops.linear import linear
 from ..tensor_cache import get_or_compute, results_of, stamp_of
+from .int8 import INT8_COPY, int8_product
 
 NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
 """Rows up to which the native product is the fastest, by vector unit."""
@@ -57,12 +58,23 @@ def product_of(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None
     Returns:
         (..., out). In training mode, if a gradient is needed, in compiled and traced calls, under autocast, and for
         tensors that are not plain fp32 or bf16 ones on a CPU, it is the result of ``ops.linear``.
+
+    Raises:
+        RuntimeError: for a layout with int8 weights, in such a call.
     """
+    if has_int8(module):
+        return int8_product(module, x, weight, bias)
     if LAYOUT in module.__dict__ and not module.training:
         found = _kept_product(x, weight, bias)
         if found is not None:
             return found
     return linear(x, weight, bias)
+
+
+def has_int8(module: nn.Module) -> bool:
+    """Return True for a module whose products are those of int8 weights."""
+    layout = module.__dict__.get(LAYOUT)
+    return layout is not None and layout.quantize is not None
 
 
 def _kept_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -87,7 +99,7 @@ def forget_kept(module: nn.Module) -> None:
     """Free the kept copies of a module's parameters."""
     for parameter in module.parameters():
         results = getattr(parameter, "_tensor_cache", {})
-        for key in [key for key in results if key[0] == _KEPT]:
+        for key in [key for key in results if key[0] == _KEPT or INT8_COPY in key]:
             results.pop(key, None)
 
 
@@ -181,7 +193,8 @@ class QuantizedLinear(PrepackedLinear):
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer: x (..., in) -> (..., out)."""
         weight = self.operand(x.numel() // x.shape[-1])
-        return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self.outputs, self._relu)
+        activation = "relu" if self._relu else "none"
+        return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self.outputs, activation)
 
     def operand(self, rows: int) -> Tensor:
         """Weights for `quantized_linear`."""

@@ -28,6 +28,7 @@ from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from . import norm as _norm
 from .attention import packed_attention
+from .activated import activated_linear
 from .by_torch import by_torch, norm_by_torch
 from .dropout import apply_dropout
 from .feed_forward import linear_relu_dropout
@@ -249,6 +250,8 @@ class _Layer(nn.Module):
         activation = self.activation
         if activation is F.relu or (isinstance(activation, nn.Module) and is_plain(activation, nn.ReLU)):
             return apply_linear(self.linear2, linear_relu_dropout(self.linear1, x, self.dropout))
+        if (inner := activated_linear(self.linear1, x, activation)) is not None:
+            return apply_linear(self.linear2, apply_dropout(self.dropout, inner))
         inner = apply_linear(self.linear1, x)
         # In place only if a plain linear layer made the tensor: any other module may keep its result.
         made_here = is_linear(self.linear1) and type(inner) is Tensor and not inner.requires_grad and not is_traced()

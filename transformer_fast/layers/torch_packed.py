@@ -12,7 +12,7 @@ from ..masks.packing import packings_of
 from ..tracing import is_traced
 from .dropout import KINDS as DROPOUTS
 from .hooks import TAKES_RESIDUAL, has_role, is_plain
-from .linear import is_linear
+from .linear import Linear
 from .padded_calls import StaysPaddedError, padded_calls
 from .padder import Padder, without_padding
 from .torch_masks import TorchMasks, is_look_ahead
@@ -70,8 +70,7 @@ def takes_packed(layer: nn.Module) -> bool:
         all(m is not None and is_plain(m, MultiheadAttention) for m in attentions)
         and all(m is not None and has_role(m, TAKES_RESIDUAL) for m in norms)
         and all(m is not None and is_plain(m, *DROPOUTS) for m in dropouts)
-        and is_linear(layer.linear1)
-        and is_linear(layer.linear2)
+        and all(is_plain(m, nn.Linear, Linear) for m in (layer.linear1, layer.linear2))
     )
 
 

@@ -14,14 +14,16 @@ struct StepLinearParams {
   bool relu;
 };
 
-// out (rows, outputs) = x (rows, depth) by quantised weights, plus a bias (outputs) unless it is null.
+enum class Activation { kNone, kRelu, kGelu, kGeluTanh };
+
+// out (rows, outputs) = activation(x (rows, depth) by quantised weights, plus a bias (outputs) unless it is null).
 struct QuantizedLinearParams {
   const float* x;
   const void* packed;
   const float* bias;
   float* out;
   int64_t rows, depth, outputs;
-  bool relu;
+  Activation activation;
 };
 
 // Number of rows of words at the beginning of a panel of quantised weights: scales of the outputs (float), and sums of

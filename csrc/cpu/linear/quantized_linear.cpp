@@ -10,6 +10,7 @@
 #include "linear_kernels.h"
 
 #include "../parallel.h"
+#include "../simd/gelu.h"
 #include "../simd/operands.h"
 
 #include <algorithm>
@@ -25,6 +26,8 @@ constexpr int64_t kPanel = kStepPanel;
 constexpr int64_t kBlock = 192;  // rows of a task
 constexpr int64_t kAhead = 16;   // number of groups between the fetch of weights and their use
 constexpr int64_t kLine = 64 / sizeof(int32_t);
+// Results of this size and more leave the caches before they are read, so the stores bypass them.
+constexpr int64_t kFarBytes = int64_t{4} << 20;
 // 12 x 2 or 6 x 2 sums, 2 vectors of weights, a broadcast and a product.
 constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
@@ -35,17 +38,28 @@ struct Panel {
   const int32_t* weights;  // (groups, kPanel) words
   int64_t groups;
   const float* bias;  // kPanel numbers
-  bool relu;
+  Activation activation;
+  bool far;         // store past the caches
   int64_t columns;  // of the panel that exist
 };
+
+V activated(V v, Activation activation) {
+  switch (activation) {
+    case Activation::kRelu: return v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
+    case Activation::kGelu: return gelu(v);
+    case Activation::kGeluTanh: return gelu_tanh(v);
+    case Activation::kNone: break;
+  }
+  return v;
+}
 
 // Converts the sums of one row and half of the panel's outputs to results.
 void finish(I sums, float x_scale, const Panel& panel, int half, float* out) {
   const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
   if (count <= 0) return;
-  V v = __builtin_convertvector(sums, V) * (x_scale * load(panel.scales + n)) + load(panel.bias + n);
-  if (panel.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
-  store_some(out + n, v, count);
+  const V v = __builtin_convertvector(sums, V) * (x_scale * load(panel.scales + n)) + load(panel.bias + n);
+  const V result = activated(v, panel.activation);
+  panel.far ? store_past_caches(out + n, result) : store_some(out + n, result, count);
 }
 
 template <typename Products, int kRows>
@@ -143,6 +157,9 @@ void linear(const QuantizedLinearParams& p) {
   const int64_t rows = p.rows, outputs = p.outputs, panels = (outputs + kPanel - 1) / kPanel;
   const int64_t groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
   const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
+  // Whole vectors, each within a line.
+  const bool aligned = outputs % kPanel == 0 && reinterpret_cast<uintptr_t>(p.out) % kVectorBytes == 0;
+  const bool far = aligned && rows * outputs * static_cast<int64_t>(sizeof(float)) >= kFarBytes;
   const auto start_of = [&](int64_t block) {
     return block == blocks ? rows : block * rows / blocks / Products::kRows * Products::kRows;
   };
@@ -158,11 +175,13 @@ void linear(const QuantizedLinearParams& p) {
                         words + kPanelHeader * kPanel,
                         groups,
                         bias,
-                        p.relu,
+                        p.activation,
+                        far,
                         columns};
       const int64_t block = task / panels;
       multiply_rows<Products>(x, start_of(block), start_of(block + 1), panel, p.out + first, outputs);
     }
+    if (far) wait_for_stores();
   });
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...layers.dropout import apply_dropout
 from ...layers.feed_forward import linear_relu_dropout
+from ...layers.activated import activated_linear
 from ...layers.hooks import is_plain
 from ...layers.norm import Unsummed, norm_and_sum
 from ...layers.norm import unsummed as norm_unsummed
@@ -52,6 +53,8 @@ def activated(linear: nn.Module, activation: Any, x: Tensor, drop: nn.Module | f
     """Compute ``drop(activation(linear(x)))`` for a dropout module or a probability."""
     if isinstance(activation, nn.Module) and is_plain(activation, nn.ReLU):
         return linear_relu_dropout(linear, x, drop)
+    if (inner := activated_linear(linear, x, activation)) is not None:
+        return apply_dropout(drop, inner)
     return apply_dropout(drop, activation(linear(x)))
 
 
@@ -320,6 +323,20 @@ class ImageBlock(EncoderBlock):
 _AFTER = (("ls1", "drop_path1"), ("ls2", "drop_path2"))
 _DINO = (("layer_scale1", "drop_path"), ("layer_scale2", "drop_path"))
 _PLAIN = (("drop_path",), ("drop_path",))
+
+class Intermediate(Pattern):
+    """``intermediate_act_fn(dense(x))``."""
+
+    parts = children(dense=LINEAR, intermediate_act_fn=ANY)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, m.dense.in_features),)]
+
+    def fused_forward(self, m: Any, x: Tensor) -> Tensor:
+        return activated(m.dense, m.intermediate_act_fn, x, 0.0)
+
+
+INT8_PATTERNS = (Intermediate("dense, activation"),)
 
 PATTERNS = (
     *(DenseNorm(name) for name in ("LayerNorm", "layer_norm", "norm")),

@@ -1,0 +1,43 @@
+"""An activation in the pass of the linear layer before it, for layers with int8 weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .hooks import is_plain
+from .int8 import int8_product
+from .prepacked import has_int8
+
+_OF_TRANSFORMERS = {
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+}
+"""Activations of transformers with the formulas of ``nn.GELU``."""
+
+
+def activated_linear(linear: nn.Module, x: Tensor, activation: Any) -> Tensor | None:
+    """Compute ``activation(linear(x))`` for a function or a module; None if that is not one pass here."""
+    if not has_int8(linear) or type(x) is not Tensor or not is_plain(linear) or not (name := _name_of(activation)):
+        return None
+    return int8_product(linear, x, linear.weight, linear.bias, name)  # type: ignore[arg-type]
+
+
+def _name_of(activation: Any) -> str:
+    """Name of an activation for the op ``quantized_linear``, "" for another one."""
+    if activation is F.relu or activation is torch.relu:
+        return "relu"
+    if activation is F.gelu:
+        return "gelu"
+    if not isinstance(activation, nn.Module) or not is_plain(activation):
+        return ""
+    kind = type(activation)
+    if kind is nn.ReLU:
+        return "relu"
+    if kind is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    return _OF_TRANSFORMERS.get(f"{kind.__module__}.{kind.__qualname__}", "")
