@@ -28,6 +28,7 @@ try:
 except ImportError:
     transformers = None
 
+SMALL_CASE = "test_before_and_after[cpu-nn.Transformer-evaluation]"
 VOCAB, D, N, HEADS, D_FF, B, L = 4000, 256, 3, 4, 1024, 16, 32
 SIZES = (VOCAB, D, D_FF, HEADS, N, 0.1)
 

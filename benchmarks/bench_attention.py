@@ -31,6 +31,7 @@ from transformer_fast.ops import seeds as _seed
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import CASES, LONGEST_STORED, Case
 
+SMALL_CASE = "test_attention[cpu-cpu-full-b1h1q1k5d8-p0.0-float32-infer]"
 BACKENDS = {
     "cpu": (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
     "cuda": (

@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import transformer_fast as tfast
 from transformer_fast import reference
 
+SMALL_CASE = "test_attention_bias[cpu-cpu-fixed-b2h8l16-float32]"
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import transformer_fast as tfast
 from transformer_fast import reference
 
+SMALL_CASE = "test_decode[cpu-cpu-b1h8kv8s512]"
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

@@ -15,6 +15,7 @@ from transformer_fast.masks.packing import packing_of, take
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import F32, LONGEST, Case
 
+SMALL_CASE = "test_training_step[cpu-cpu-padded to max]"
 VOCAB = 8000
 # (d_model, layers, heads, d_ff, batch), padded length (None: the longest sentence), on which device
 SIZES = {"cpu": (128, 2, 4, 512, 32), "cuda": (512, 6, 8, 2048, 64)}

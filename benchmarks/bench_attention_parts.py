@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
 
+SMALL_CASE = "test_attention_parts[cpu-cpu-window-b1h8l2048d64-float32-p0.1]"
 PARTS = ("window", "documents", "alibi", "relative", "softcap", "sinks")
 CAP = 30.0
 BACKENDS = {

@@ -13,6 +13,7 @@ try:  # a peer on a GPU, where it is installed
 except ImportError:
     Liger = None
 
+SMALL_CASE = "test_linear_cross_entropy[cpu-cpu-64x256x8000-forward]"
 SHAPES = {"cpu": [(64, 256, 8000), (1024, 512, 8000)], "cuda": [(8_192, 512, 32_000), (16_384, 1024, 32_000)]}
 CASES = [(device, shape) for device, shapes in SHAPES.items() for shape in shapes]
 OPTIONS = {"label_smoothing": 0.1, "ignore_index": 0}

@@ -12,6 +12,7 @@ import transformer_fast as tfast
 from transformer_fast import reference
 from transformer_fast.ops.embedding import add_positional
 
+SMALL_CASE = "test_embed[cpu-cpu-1x1x64x1000-0.0-forward-zipf]"
 # (batch, length, d, vocabulary)
 SHAPES = {
     "cpu": [(1, 1, 64, 1_000), (1, 1, 512, 32_000), (8, 16, 128, 8_000), (32, 64, 512, 32_000)],

@@ -10,6 +10,7 @@ from torch import nn
 from transformer_fast.layers import FeedForward
 from transformer_fast.ops import dropout
 
+SMALL_CASE = "test_feed_forward[cpu-cpu-64x128x256-forward]"
 # (rows, d_model, d_ff)
 SHAPES = {
     "cpu": [(64, 128, 256), (1024, 512, 2048)],

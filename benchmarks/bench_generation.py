@@ -36,8 +36,8 @@ from transformer_fast import extension
 from transformer_fast.generation import decoding, weights
 from transformer_fast.reference import layers as reference
 
-VOCAB, PAD, BOS, EOS = 8000, 0, 2, 3
-BEAM = 5
+SMALL_CASE = "test_generation[cpu-greedy-b1-l16]"
+VOCAB, PAD, BOS, EOS, BEAM = 8000, 0, 2, 3, 5
 
 Side = Callable[[Tensor], list[list[int]]]
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from transformer_fast.ops import linear
 
+SMALL_CASE = "test_linear[cpu-4x64x64-forward]"
 SHAPES = [  # (rows, in, out)
     (4, 64, 64),
     (16, 512, 512),

@@ -21,6 +21,8 @@ import transformer_fast as tfast
 from transformer_fast.reference import layers as reference
 from transformer_fast.translation.environment import multiplies_bf16
 
+SMALL_CASE = "test_inference[cpu-multi30k-b64-l32]"
+
 
 class Model(NamedTuple):
     """One side: a module, and functions of (source, target, lengths) for its logits and its loss."""

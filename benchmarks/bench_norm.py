@@ -13,6 +13,7 @@ try:  # a peer on a GPU, where it is installed
 except ImportError:
     LigerLayerNorm = None
 
+SMALL_CASE = "test_norm[cpu-cpu-1x64-std-forward]"
 # 16,400 x 512 are over 32 MiB, which glibc asks the system for at every call.
 SHAPES = {
     "cpu": [(1, 64), (1024, 512), (2048, 512), (4096, 256), (16_400, 512)],

@@ -24,6 +24,7 @@ try:
 except ImportError:
     transformers = None
 
+SMALL_CASE = "test_stack[cpu-nn.TransformerEncoder-evaluation]"
 B, L, VOCAB, WIDTH, HEADS, D_FF = 16, 128, 8000, 768, 12, 3072
 TOKENS = 9 * L
 

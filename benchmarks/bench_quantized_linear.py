@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformer_fast.layers.prepacked import PrepackedLinear, QuantizedLinear, WeightLayout
 from transformer_fast.reference.quantized_linear import quantize_rows
 
+SMALL_CASE = "test_int8_linear[cpu-1x512x2048]"
 SHAPES = [  # (rows, in, out)
     (1, 512, 2048),
     (1, 2048, 512),

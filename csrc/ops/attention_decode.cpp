@@ -6,7 +6,6 @@
 #include "attention_op_checks.h"
 #include "attention_tensors.h"
 #include "by_triton.h"
-#include "eager.h"
 #include "operator.h"
 
 #include <ATen/TensorOperators.h>
@@ -245,6 +244,8 @@ py::object attention_decode(bool by_triton, py::handle q_, py::handle k_cache, p
   }
   return wrap(out);
 }
+
+PYTHON_MODULE_FRAGMENT(m) { m.def("attention_decode", &attention_decode); }
 
 }  // namespace eager
 }  // namespace transformer_fast

@@ -1,7 +1,6 @@
 // The eager fast paths of attention, of padded and of packed batches.
 #include "attention.h"
 #include "attention_checks.h"
-#include "eager.h"
 #include "operator.h"
 #include "seed.h"
 
@@ -109,6 +108,11 @@ py::object attention_packed(bool by_triton, py::handle q_, py::handle k_, py::ha
   if (longest_q < 0 || longest_k < 0 || starts_q.sizes() != starts_k.sizes()) return py::none();
   params.packed = {starts_q, starts_k, longest_q, longest_k, {}, {}};
   return run(q, k, v, std::move(params), scale);
+}
+
+PYTHON_MODULE_FRAGMENT(m) {
+  m.def("attention", &attention);
+  m.def("attention_packed", &attention_packed);
 }
 
 }  // namespace eager

@@ -10,4 +10,11 @@ bool triton_is_chosen() {
   return eager::is_text(current.call({}), "triton");
 }
 
+PYTHON_MODULE_FRAGMENT(m) {
+  m.def(
+      "launch_on_cpu", [](bool asks) { return launches_on_cpu.exchange(asks); },
+      "Whether a call of an op on CPU tensors runs on the Triton kernels under the backend \"triton\", from now on. "
+      "Returns the choice before.");
+}
+
 }  // namespace transformer_fast

@@ -6,7 +6,6 @@
 #include "../cpu/kernels.h"
 #include "../triton/python_function.h"
 #include "by_triton.h"
-#include "eager.h"
 #include "eager_call.h"
 #include "linear.h"
 #include "node.h"
@@ -262,9 +261,12 @@ TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("linear_cross_ent
 }  // namespace cross_entropy_op
 
 // The eager fast path.
-py::object eager::linear_cross_entropy(py::handle x_, py::handle weight_, py::handle bias_, py::handle target_,
-                                       py::handle smoothing_, py::handle ignore_index_, py::handle reduction,
-                                       py::handle chunk_elements_) {
+namespace eager {
+namespace {
+
+py::object linear_cross_entropy(py::handle x_, py::handle weight_, py::handle bias_, py::handle target_,
+                                py::handle smoothing_, py::handle ignore_index_, py::handle reduction,
+                                py::handle chunk_elements_) {
   Arguments arguments;
   const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_), target = arguments.tensor(target_);
   const OptionalTensor bias = arguments.optional_floating(bias_);
@@ -285,4 +287,8 @@ py::object eager::linear_cross_entropy(py::handle x_, py::handle weight_, py::ha
   });
 }
 
+PYTHON_MODULE_FRAGMENT(m) { m.def("linear_cross_entropy", &linear_cross_entropy); }
+
+}  // namespace
+}  // namespace eager
 }  // namespace transformer_fast

@@ -3,9 +3,8 @@
 // of a search. Without a session, the code between the kernels of a step, in Python and the dispatcher, takes as long
 // as several kernels, on one thread. The kernels are those of the ops. models/decoder.py, generation/greedy.py and
 // generation/beam.py compute the same in Python.
-#include "decoder_session.h"
-
 #include "../cpu/kernels.h"
+#include "../python_module.h"
 #include "embedding.h"
 #include "linear.h"
 #include "norm.h"
@@ -346,9 +345,7 @@ class DecoderSession {
   SessionCache cache_;
 };
 
-}  // namespace
-
-void bind_decoder_session(py::module_& m) {
+PYTHON_MODULE_FRAGMENT(m) {
   using py::arg;
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<GreedySteps>(m, "GreedySteps")
@@ -377,5 +374,7 @@ void bind_decoder_session(py::module_& m) {
       .def("greedy", &DecoderSession::greedy, Unlocked())
       .def("beam", &DecoderSession::beam, Unlocked());
 }
+
+}  // namespace
 
 }  // namespace transformer_fast

@@ -3,7 +3,6 @@
 #include "../cpu/kernels.h"
 #include "../triton/launch_rows.h"
 #include "by_triton.h"
-#include "eager.h"
 #include "eager_call.h"
 #include "node.h"
 #include "operator.h"
@@ -168,8 +167,11 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }  // namespace dropout_op
 
 // The eager fast path.
-py::object eager::dropout(bool by_triton, py::handle x_, py::handle p_, py::handle bias_, py::handle residual_,
-                          py::handle relu_, py::handle seed_) {
+namespace eager {
+namespace {
+
+py::object dropout(bool by_triton, py::handle x_, py::handle p_, py::handle bias_, py::handle residual_,
+                   py::handle relu_, py::handle seed_) {
   Arguments arguments(by_triton);
   const Tensor x = arguments.floating(x_);
   const OptionalTensor bias = arguments.optional_floating(bias_), residual = arguments.optional_floating(residual_);
@@ -196,4 +198,8 @@ py::object eager::dropout(bool by_triton, py::handle x_, py::handle p_, py::hand
   });
 }
 
+PYTHON_MODULE_FRAGMENT(m) { m.def("dropout", &dropout); }
+
+}  // namespace
+}  // namespace eager
 }  // namespace transformer_fast

@@ -1,10 +1,16 @@
 // Shared parts of the eager fast paths. A call of PyTorch's dispatcher from Python takes some microseconds, a kernel on
-// a small tensor about one. So a public function of transformer_fast/ops first calls the extension directly (eager.h).
+// a small tensor about one. So a public function of transformer_fast/ops first calls the fast path of its name directly,
+// which the op's file adds to the module.
 //
 // A fast path takes the arguments of the public function. The fast path returns None unless the arguments are a valid
 // call of plain CPU tensors in plain eager mode. The public function then raises the error, or calls the op by the
 // dispatcher.
+//
+// `by_triton`: true to use the Triton kernels, on any device, instead of the CPU kernels. Lengths must then be int32
+// and within bounds, and the seed may be an int.
 #pragma once
+
+#include "../python_module.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>

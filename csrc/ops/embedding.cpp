@@ -4,7 +4,6 @@
 #include "embedding.h"
 
 #include "../embedding_checks.h"
-#include "eager.h"
 #include "eager_call.h"
 #include "node.h"
 #include "operator.h"
@@ -250,6 +249,11 @@ py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, 
   return computed([&] {
     return embedding_op::recorded_add_positional(true, x, table, offset.common, offset.each, dropout_p, seed);
   });
+}
+
+PYTHON_MODULE_FRAGMENT(m) {
+  m.def("embed", &embed);
+  m.def("add_positional", &add_positional);
 }
 
 }  // namespace eager

@@ -1,6 +1,6 @@
 // Copies of a linear layer's weight that are kept for later calls. transformer_fast/layers/prepacked.py decides which
 // layers have them, and says which layout is the fastest for how many rows.
-#include "kept_weight.h"
+#include "../python_module.h"
 
 #include "eager_call.h"
 #include "linear.h"
@@ -120,7 +120,7 @@ class KeptWeight {
 
 }  // namespace
 
-void bind_kept_weight(py::module_& m) {
+PYTHON_MODULE_FRAGMENT(m) {
   py::class_<KeptWeight>(m, "KeptWeight")
       .def(py::init<int64_t, int64_t>(), py::kw_only(), py::arg("native_rows"), py::arg("blocked_rows"))
       .def("linear", &KeptWeight::linear)

@@ -6,7 +6,6 @@
 #include "linear.h"
 
 #include "../cpu/kernels.h"
-#include "eager.h"
 #include "eager_call.h"
 #include "node.h"
 #include "operator.h"
@@ -18,6 +17,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
+#include <pybind11/stl.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -198,7 +198,10 @@ Tensor linear_grad_weight(const Tensor& grad, const Tensor& x) {
 }
 
 // The eager fast path.
-py::object eager::linear(py::handle x_, py::handle weight_, py::handle bias_) {
+namespace eager {
+namespace {
+
+py::object linear(py::handle x_, py::handle weight_, py::handle bias_) {
   Arguments arguments;
   const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
   const OptionalTensor bias = arguments.optional_floating(bias_);
@@ -213,4 +216,15 @@ py::object eager::linear(py::handle x_, py::handle weight_, py::handle bias_) {
   });
 }
 
+PYTHON_MODULE_FRAGMENT(m) {
+  m.def("linear", &linear);
+  m.def("onednn_is_faster", py::overload_cast<int64_t, int64_t, int64_t>(&onednn_is_faster),
+        "Returns True if float32 matrices (rows, in) and (in, out) go to oneDNN, False for PyTorch's own product.");
+  m.def("send_products_to_onednn", &send_products_to_onednn,
+        "Whether large products of float32 matrices go to oneDNN from now on; None: where it is faster. Returns the "
+        "choice before.");
+}
+
+}  // namespace
+}  // namespace eager
 }  // namespace transformer_fast

@@ -1,6 +1,5 @@
 // nn.MultiheadAttention in evaluation, including projections and weights. For short sequences, Python code between the
 // kernels would take as long as the computation.
-#include "eager.h"
 
 #include "attention.h"
 #include "eager_call.h"
@@ -50,6 +49,8 @@ struct Heads {
 
 }  // namespace
 
+// Queries, keys, values (B, L, E) or (L, B, E), the module's weights and biases, the mask in normal form
+// -> (out, weights or None). None if a gradient is needed.
 py::object multihead_attention(py::handle query_, py::handle key_, py::handle value_, py::handle in_weight_,
                                py::handle in_bias_, py::handle out_weight_, py::handle out_bias_, py::handle heads_,
                                py::handle batch_first_, py::handle keep_, py::handle key_keep_, py::handle bias_,
@@ -94,5 +95,7 @@ py::object multihead_attention(py::handle query_, py::handle key_, py::handle va
   }
   return py::make_tuple(wrap(out), need_weights ? wrap(weights) : py::none());
 }
+
+PYTHON_MODULE_FRAGMENT(m) { m.def("multihead_attention", &multihead_attention); }
 
 }  // namespace transformer_fast::eager

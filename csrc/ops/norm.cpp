@@ -5,7 +5,6 @@
 #include "../cpu/kernels.h"
 #include "../triton/launch_rows.h"
 #include "by_triton.h"
-#include "eager.h"
 #include "eager_call.h"
 #include "node.h"
 #include "operator.h"
@@ -321,8 +320,11 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }  // namespace norm_op
 
 // The eager fast path.
-py::object eager::layer_norm(bool by_triton, py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_,
-                             py::handle kind_, py::handle residual_, py::handle dropout_p_, py::handle seed_) {
+namespace eager {
+namespace {
+
+py::object layer_norm(bool by_triton, py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_,
+                      py::handle kind_, py::handle residual_, py::handle dropout_p_, py::handle seed_) {
   Arguments arguments(by_triton);
   const Tensor x = arguments.floating(x_);
   const OptionalTensor weight = arguments.optional_floating(weight_), bias = arguments.optional_floating(bias_);
@@ -362,4 +364,8 @@ py::object eager::layer_norm(bool by_triton, py::handle x_, py::handle weight_, 
   return residual ? py::make_tuple(wrap(out), wrap(summed)) : wrap(out);
 }
 
+PYTHON_MODULE_FRAGMENT(m) { m.def("layer_norm", &layer_norm); }
+
+}  // namespace
+}  // namespace eager
 }  // namespace transformer_fast

@@ -5,7 +5,6 @@
 // their gradients back in the backward: more launches than products. Here the input is cast once, all weights and
 // biases by one kernel into one matrix and one vector, and one product computes all layers. The gradients of the
 // parameters are not rounded to 16 bits on their way.
-#include "eager.h"
 #include "eager_call.h"
 #include "linear.h"
 #include "node.h"
@@ -129,7 +128,11 @@ std::vector<Tensor> project(const Tensor& x, const std::vector<Tensor>& weights,
 
 }  // namespace
 
-py::object eager::projections(py::handle x_, const py::tuple& weights_, const py::tuple& biases_) {
+// Linear layers of one input in training under autocast, on any device: weights, and no biases or as many -> a tuple.
+namespace eager {
+namespace {
+
+py::object projections(py::handle x_, const py::tuple& weights_, const py::tuple& biases_) {
   Arguments arguments(/*any_device=*/true);
   const Tensor x = arguments.floating(x_);
   std::vector<Tensor> weights, biases;
@@ -167,4 +170,8 @@ py::object eager::projections(py::handle x_, const py::tuple& weights_, const py
   return results;
 }
 
+PYTHON_MODULE_FRAGMENT(m) { m.def("projections", &projections); }
+
+}  // namespace
+}  // namespace eager
 }  // namespace transformer_fast

@@ -265,7 +265,7 @@ void LaunchCache::store(const LaunchCall& call, std::vector<CachedLaunch> launch
   calls->by_key.insert_or_assign(key_of(call, current_place()), std::move(cached));
 }
 
-void bind_launch_cache(py::module_& m) {
+PYTHON_MODULE_FRAGMENT(m) {
   py::class_<CachedLaunch>(m, "CachedLaunch")
       .def(py::init<py::object, py::tuple, std::vector<std::pair<size_t, size_t>>, py::object, py::object>());
   py::class_<CachedCalls>(m, "CachedCalls");

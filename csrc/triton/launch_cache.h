@@ -150,7 +150,4 @@ std::array<at::Tensor, count> replayed_or(LaunchCall call, const Launcher& launc
   return tensors;
 }
 
-// Adds LaunchCache and the classes of its arguments to the Python module.
-void bind_launch_cache(pybind11::module_& m);
-
 }  // namespace transformer_fast

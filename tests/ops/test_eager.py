@@ -1,4 +1,4 @@
-"""Eager fast path on the CPU (csrc/ops/eager.h): the dispatcher's results, and only for supported calls."""
+"""Eager fast path on the CPU (csrc/ops/eager_call.h): the dispatcher's results, and only for supported calls."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -162,26 +163,12 @@ PROGRAMS = {
         marks=[pytest.mark.slow("compiles two kernels")], changes={"resources.cases": few_launches},
     ),
 }  # fmt: skip
-# One small case of each script that pytest-benchmark runs.
 SUITE = {
-    "bench_accelerate": "test_before_and_after[cpu-nn.Transformer-evaluation]",
-    "bench_attention": "test_attention[cpu-cpu-full-b1h1q1k5d8-p0.0-float32-infer]",
-    "bench_attention_bias": "test_attention_bias[cpu-cpu-fixed-b2h8l16-float32]",
-    "bench_attention_decode": "test_decode[cpu-cpu-b1h8kv8s512]",
-    "bench_attention_packed": "test_training_step[cpu-cpu-padded to max]",
-    "bench_attention_parts": "test_attention_parts[cpu-cpu-window-b1h8l2048d64-float32-p0.1]",
-    "bench_cross_entropy": "test_linear_cross_entropy[cpu-cpu-64x256x8000-forward]",
-    "bench_dropout": "test_dropout[cpu-cpu-1x64-dropout-forward]",
-    "bench_embedding": "test_embed[cpu-cpu-1x1x64x1000-0.0-forward-zipf]",
-    "bench_feed_forward": "test_feed_forward[cpu-cpu-64x128x256-forward]",
-    "bench_generation": "test_generation[cpu-greedy-b1-l16]",
-    "bench_linear": "test_linear[cpu-4x64x64-forward]",
-    "bench_model": "test_inference[cpu-multi30k-b64-l32]",
-    "bench_packed": "test_stack[cpu-nn.TransformerEncoder-evaluation]",
-    "bench_norm": "test_norm[cpu-cpu-1x64-std-forward]",
-    "bench_quantized_linear": "test_int8_linear[cpu-1x512x2048]",
-    "bench_scaled_dot_product_attention": "test_scaled_dot_product_attention[cpu-1-none-evaluation-fp32]",
+    path.stem: case
+    for path in sorted(SCRIPTS.glob("bench_*.py"))
+    for case in re.findall(r'^SMALL_CASE = "(.*)"$', path.read_text(), re.MULTILINE)
 }
+"""One small case of each script that pytest-benchmark runs, which the script names."""
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,11 @@ def directives() -> Iterator[tuple[str, list[str] | None]]:
         for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", page.read_text(), re.MULTILINE):
             members = re.search(r"^ +members: \[(.*)\]", options, re.MULTILINE)
             yield name, members[1].split(", ") if members else None
+            if "show_submodules: true" in options:
+                left_out = re.findall(r'"!(.*?)"', options)
+                for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
+                    if not any(re.search(pattern, module.name) for pattern in left_out):
+                        yield f"{name}.{module.name}", None
 
 
 def shown() -> Iterator[tuple[str, object]]:

@@ -37,9 +37,7 @@ class _Callable(types.ModuleType):
         quantize: str | Int8 | None = None,
     ) -> Report:
         """See :func:`transformer_fast.accelerate.accelerate`."""
-        return accelerate(
-            model, fused_loss=fused_loss, packed=packed, keep_weights=keep_weights, quantize=quantize
-        )
+        return accelerate(model, fused_loss=fused_loss, packed=packed, keep_weights=keep_weights, quantize=quantize)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (__name__,)

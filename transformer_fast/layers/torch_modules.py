@@ -27,8 +27,8 @@ from ..ops.norm import eager_layer_norm
 from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from . import norm as _norm
-from .attention import packed_attention
 from .activated import activated_linear
+from .attention import packed_attention
 from .by_torch import by_torch, norm_by_torch
 from .dropout import apply_dropout
 from .feed_forward import linear_relu_dropout

@@ -2,7 +2,7 @@
 
 A call of PyTorch's dispatcher from Python takes some microseconds: on a small tensor, longer than the kernel. The
 dispatcher is only needed for tracing, tensor subclasses and modes. So a public function first passes the whole call to
-the extension (csrc/ops/eager.h). The extension returns None for a call that needs the dispatcher.
+the extension (csrc/ops/eager_call.h). The extension returns None for a call that needs the dispatcher.
 """
 
 from __future__ import annotations

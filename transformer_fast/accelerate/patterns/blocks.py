@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...layers.activated import activated_linear
 from ...layers.dropout import apply_dropout
 from ...layers.feed_forward import linear_relu_dropout
-from ...layers.activated import activated_linear
 from ...layers.hooks import is_plain
 from ...layers.norm import Unsummed, norm_and_sum
 from ...layers.norm import unsummed as norm_unsummed
@@ -323,6 +323,7 @@ class ImageBlock(EncoderBlock):
 _AFTER = (("ls1", "drop_path1"), ("ls2", "drop_path2"))
 _DINO = (("layer_scale1", "drop_path"), ("layer_scale2", "drop_path"))
 _PLAIN = (("drop_path",), ("drop_path",))
+
 
 class Intermediate(Pattern):
     """``intermediate_act_fn(dense(x))``."""
