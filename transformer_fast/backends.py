@@ -32,7 +32,9 @@ from .tracing import needs_plain_ops
 
 NAMES = ("auto", "native", "triton", "reference")
 ON_CUDA: dict[str, str] = {}
-"""Backend of CUDA tensors under "auto" by op; the records of ops/registry.py say it."""
+"""Backend of CUDA tensors under "auto" by kernels; the records of ops/registry.py say it."""
+KERNELS: dict[str, str] = {}
+"""Kernels by the name of the public function that calls them, from the same records."""
 
 _default = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
 
@@ -160,22 +162,29 @@ def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tu
     return asked, granted
 
 
-def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Backend from :func:`choose`, without the reason; warns once if "auto" falls back to the reference.
+@_constant_when_compiled
+def _kernels_of(function: str) -> str:
+    return KERNELS[function]
+
+
+def resolve(function: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Backend from :func:`choose` for a call of a public function, without the reason; warns once if "auto" falls back
+    to the reference.
 
     The result is "plain" if a graph may hold only PyTorch's own operators (``ops/_plain.py``). "plain" cannot be
     requested.
     """
     if needs_plain_ops():
         return "plain"
+    op = _kernels_of(function)
     if torch.compiler.is_compiling():
         return choose(op, device, dtype)[0]
     name = _resolved(current(), op, device, dtype)
     if name != "reference":
         if in_transform():
-            refuse_transform(op)
+            refuse_transform(function)
         if forward_ad._current_level >= 0:
-            refuse_forward_mode(op)
+            refuse_forward_mode(function)
     return name
 
 
@@ -184,18 +193,18 @@ def in_transform() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
-def refuse_transform(op: str) -> None:
-    """Raise because the op has no rules for torch.func."""
+def refuse_transform(function: str) -> None:
+    """Raise because the op of a public function has no rules for torch.func."""
     raise BackendError(
-        f"{op} cannot run inside vmap, grad or another transform of torch.func: the kernels take whole batches and "
-        'have no rules for it. Add a batch dimension instead, or use transformer_fast.backend("reference")'
+        f"{function} cannot run inside vmap, grad or another transform of torch.func: the kernels take whole batches "
+        'and have no rules for it. Add a batch dimension instead, or use transformer_fast.backend("reference")'
     )
 
 
-def refuse_forward_mode(op: str) -> None:
-    """Say that an op has no rule for tangents."""
+def refuse_forward_mode(function: str) -> None:
+    """Raise because the op of a public function has no rule for tangents."""
     raise BackendError(
-        f"{op} cannot run in forward-mode differentiation: the kernels have no rule, and tangents would be lost. "
+        f"{function} cannot run in forward-mode differentiation: the kernels have no rule, and tangents would be lost. "
         'Differentiate backwards instead, or use transformer_fast.backend("reference")'
     )
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from . import backends
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
-from .masks.lower import kernel_parts
 from .masks.tile_share import work_share
 from .ops.attention import padded_params
 from .ops.attention_call import Call, check_head_dim
@@ -54,7 +53,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         mask = mask & AttentionMask.bias(options["bias"])
     backend, reason = backends.choose("attention", q.device, q.dtype)
     refuse_keep_as_lengths(mask.key_lengths, k.shape[2])
-    check_head_dim(backend, q, v)
+    check_head_dim("attention", backend, q, v)
     lines = [
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",
         f"backend: {backend}, {_PATHS[backend]}",
@@ -73,7 +72,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         call = Call("attention", q, k, v, mask, causal, is_special(mask, **parts), dropout_p=p, **parts)
         params = padded_params(call)
         if mask.has_ranges:
-            lines.append(f"intervals and unions: {_describe_read(mask, params, q, k)}")
+            lines.append(f"intervals and unions: {_describe_read(mask, params)}")
         lines.append(_describe_tiles(q, k, params, backend))
         stored = _bytes_for_backward(q, k, params) if backend == "triton" else 0
     if backend == "triton" and (lacking := limits(version := metadata.version("triton"))):
@@ -115,11 +114,11 @@ def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
     return 0 if bits is None else bits.nbytes
 
 
-def _describe_read(mask: AttentionMask, params: AttentionParams, q: Tensor, k: Tensor) -> str:
+def _describe_read(mask: AttentionMask, params: AttentionParams) -> str:
     """Text on what the kernels read for intervals and unions."""
-    end, keep = kernel_parts(mask, q.shape[2], k.shape[2], q.device)
-    read = [] if end is None else ["lengths per query"]
-    if keep is not None and (keep := params.keep) is not None:
+    lengths, keep = params.lengths, params.keep
+    read = ["lengths per query"] if lengths is not None and lengths.dim() == 2 else []
+    if keep is not None and keep is not mask.keep_mask:
         read.append(f"a keep mask {tuple(keep.shape)} of {keep.nbytes / 2**20:,.1f} MiB")
     return f"read as {' and '.join(read)}" if read else "all keys"
 

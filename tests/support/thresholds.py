@@ -103,7 +103,7 @@ def head_dim(n: int) -> None:
     q = torch.randn(1, 2, 5, n)
     refused = pytest.raises(ValueError, match="up to 256") if n > 256 else contextlib.nullcontext()
     with refused:
-        check_head_dim("triton", q, q)
+        check_head_dim("attention", "triton", q, q)
 
 
 def norm(rows: int, d: int) -> None:

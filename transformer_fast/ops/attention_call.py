@@ -14,6 +14,7 @@ from ..attention_params import AttentionParams
 from ..masks import AttentionMask
 from ..tracing import sizes
 from . import seeds
+from .argument_types import check_flag
 from .attention_checks import check_options, scale_of, special_arguments
 from .registry import implementation
 
@@ -57,8 +58,9 @@ class Call:
         check_options(self.op, self.dropout_p, self.empty_rows)
         if self.return_weights not in (False, True, "dropped"):
             raise ValueError(f'{self.op}: return_weights must be False, True or "dropped", got {self.return_weights!r}')
-        self.backend = backends.resolve("attention", self.q.device, self.q.dtype)
-        check_head_dim(self.backend, self.q, self.v)
+        check_flag(self.op, "return_logsumexp", self.return_logsumexp)
+        self.backend = backends.resolve(self.op, self.q.device, self.q.dtype)
+        check_head_dim(self.op, self.backend, self.q, self.v)
 
     def special_arguments(
         self, lengths: tuple[int, int], zero: int, packed: tuple[int, int] | None = None
@@ -110,11 +112,11 @@ class Call:
         return out, weights, logsumexp
 
 
-def check_head_dim(backend: str, q: Tensor, v: Tensor) -> None:
-    """Raise if the kernels of a backend cannot compute this call."""
+def check_head_dim(op: str, backend: str, q: Tensor, v: Tensor) -> None:
+    """Raise if the kernels of a backend cannot compute this call of a public function."""
     if backend == "triton" and max(q.shape[-1], v.shape[-1]) > MAX_TRITON_HEAD_DIM:
         raise ValueError(
-            f"attention: the Triton kernels take a head_dim up to {MAX_TRITON_HEAD_DIM}, got q {tuple(q.shape)} and "
+            f"{op}: the Triton kernels take a head_dim up to {MAX_TRITON_HEAD_DIM}, got q {tuple(q.shape)} and "
             f'v {tuple(v.shape)}; backend("reference") takes any'
         )
 

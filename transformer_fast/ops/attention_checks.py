@@ -18,6 +18,7 @@ from ..masks.lower import kernel_parts, on_its_tensors
 from ..masks.parts import ranked
 from ..tensor_cache import get, get_or_compute
 from ..tracing import is_traced, needs_plain_ops, sizes, unrecorded
+from .argument_types import as_number
 from .eager import autocast_enabled
 
 
@@ -81,20 +82,6 @@ def check_inputs(op: str, layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 def can_read_values(t: Tensor) -> bool:
     """Return True if values can be read without waiting for a device and no graph is being made."""
     return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
-
-
-def as_number(op: str, name: str, given: Any) -> float:
-    """Convert an option to float.
-
-    Raises:
-        TypeError: for a bool, a string or another type that is no number; the message names the option.
-    """
-    if not isinstance(given, bool):
-        if isinstance(given, int | float):
-            return float(given)
-        if hasattr(given, "__float__"):  # a NumPy scalar, or a tensor with one element
-            return float(given)
-    raise TypeError(f"{op}: {name} must be a number, got {given!r}")
 
 
 def dropout_number(op: str, given: Any) -> float:

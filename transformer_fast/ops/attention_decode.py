@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..attention_params import AttentionParams, CachedKeys
 from ..masks import AttentionMask
+from ..masks.checks import kind_of
 from ..tracing import unrecorded
 from . import _plain_attention, eager
 from ._names import unknown_names
@@ -16,7 +17,7 @@ from .attention_call import Call
 from .attention_checks import can_read_values, check_tensors, is_special, mask_by_position, shape_error
 from .registry import Op, register
 
-_INTEGERS = (torch.int32, torch.int64)
+_INTEGERS = {"lengths": (torch.int32, torch.int64), "page_table": (torch.int32,)}
 
 
 class _Options(TypedDict, total=False):
@@ -110,7 +111,7 @@ def attention_decode(
     mask = mask_by_position("attention_decode", mask, causal)
     special = is_special(mask, softcap, sinks)
     offset = mask.causal_offset
-    extension, by_triton, _ = eager.fast_path("attention", q, plain=not (special or return_logsumexp))
+    extension, by_triton, _ = eager.fast_path("attention_decode", q, plain=not (special or return_logsumexp))
     if extension is not None:
         given = (q, k_cache, v_cache, lengths, page_table, offset, mask.window_offset, scale)
         out = extension.attention_decode(by_triton, *given)
@@ -144,6 +145,12 @@ def _params(call: Call, lengths: Tensor, page_table: Tensor | None) -> Attention
 
 @unrecorded
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
+    for name, t in (("lengths", lengths), ("page_table", page_table)):
+        if t is None and name == "page_table":
+            continue
+        if not isinstance(t, Tensor) or t.dtype not in _INTEGERS[name]:
+            expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in _INTEGERS[name])
+            raise TypeError(f"attention_decode: {name} must be an {expected} tensor, got {kind_of(t)}")
     layout = "(B, Hkv, S, D)" if page_table is None else "(pages, page_size, Hkv, D)"
     tensors = {"q": q, "k_cache": k, "v_cache": v}
     check_tensors("attention_decode", tensors, {"q": "(B, H, Lq, D)", "k_cache": layout, "v_cache": layout})
@@ -168,13 +175,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: 
 
 def _check_lengths(lengths: Tensor, q: Tensor, page_table: Tensor | None) -> None:
     """Raise unless the lengths (B,) and the page table fit q."""
-    for name, t, dtypes in (("lengths", lengths, _INTEGERS), ("page_table", page_table, (torch.int32,))):
-        if t is None and name == "page_table":
-            continue
-        if not isinstance(t, Tensor) or t.dtype not in dtypes:
-            what = t.dtype if isinstance(t, Tensor) else type(t).__name__
-            raise TypeError(f"attention_decode: {name} must be an int32 tensor, got {what}")
-        if t.device != q.device:
+    for name, t in (("lengths", lengths), ("page_table", page_table)):
+        if t is not None and t.device != q.device:
             raise ValueError(f"attention_decode: q is on {q.device} but {name} on {t.device}")
     B = q.shape[0]
     if lengths.shape != (B,):

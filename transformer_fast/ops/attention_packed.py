@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
@@ -18,6 +18,7 @@ from ..masks.checks import broadcasts, kind_of
 from ..tracing import is_traced, number, sizes
 from . import _plain_attention, eager
 from ._names import unknown_names
+from .argument_types import check_flag, check_int
 from .attention_call import Call
 from .attention_checks import can_read_values, check_inputs, dropout_number, is_special, mask_by_position
 from .registry import Case, Draw, Op, register
@@ -153,7 +154,7 @@ def attention_packed(
     mask = mask_by_position("attention_packed", mask, causal, takes_keep=True)
     special = is_special(mask, softcap, sinks) or mask.key_keep_mask is not None
     plain = bias is None and seqused_k is None and not (bottom_right or return_weights or return_logsumexp or special)
-    extension, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
+    extension, by_triton, seed = eager.fast_path("attention_packed", q, dropout_p, plain)
     offset = mask.causal_offset
     if extension is not None:
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, offset, mask.window_offset, scale)
@@ -179,6 +180,9 @@ def _params(
     q, k = call.q, call.k
     check_inputs(call.op, "(tokens, heads, head_dim)", q, k, call.v)
     call.choose_backend()
+    check_flag(call.op, "bottom_right", bottom_right)
+    if call.return_weights and q.is_meta:
+        raise ValueError(f"{call.op}: return_weights needs the lengths of the sequences, which a meta tensor has not")
     longest_q = _check_sequences("q", cu_seqlens_q, q, max_q)
     longest_k = _check_sequences("k", cu_seqlens_k, k, max_k)
     if sizes(cu_seqlens_q) != sizes(cu_seqlens_k):
@@ -236,6 +240,8 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
     """The bias as (H | 1, pairs), and the sequences with the start of each sequence's part of the bias."""
     H, B = sizes(q)[1], sizes(sequences.cu_seqlens_q)[0] - 1
     queries, keys = sequences.query_lengths.long(), sequences.stored_keys.long()
+    if not isinstance(bias, Tensor | Iterable):
+        raise TypeError(f"attention_packed: bias must be a tensor, or one tensor per sequence, got {kind_of(bias)}")
     if not isinstance(bias, Tensor):
         parts = list(bias)
         if len(parts) != B:
@@ -270,6 +276,8 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     """Return the length of the longest sequence; raise unless the sequences cover the tokens (checked on a CPU
     only)."""
     full = f"cu_seqlens_{name}"
+    if longest is not None:
+        check_int("attention_packed", f"max_{name}", longest)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"attention_packed: {full} must be an int32 tensor (sequences + 1,), got {what}")

@@ -17,6 +17,7 @@ from .. import backends, reference
 from ..tracing import unrecorded
 from . import _cross_entropy_rows as _rows  # the import registers its ops
 from . import _plain, eager
+from .argument_types import check_int, check_number
 from .registry import Case, Draw, Op, implementation, register
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
@@ -81,7 +82,7 @@ def linear_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(x @ weight.T, target), rtol=1e-4)
         True
     """
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"linear_cross_entropy: dtype must be a float dtype, got {dtype}")
     if class_weight is None and (direct := eager.native()):
         args = x, weight, bias, target, label_smoothing, ignore_index, reduction, CHUNK_ELEMENTS["cpu"]
@@ -94,7 +95,7 @@ def linear_cross_entropy(
     _check_options(target, class_weight, label_smoothing, ignore_index, reduction)
     if dtype is None:
         dtype = _result_dtype(x, target, autocast)
-    backend = backends.resolve("cross_entropy", x.device, x.dtype)
+    backend = backends.resolve("linear_cross_entropy", x.device, x.dtype)
     if backend == "reference":
         loss = reference.cross_entropy.linear_cross_entropy(
             x,
@@ -204,6 +205,8 @@ def _check_options(
     ignore_index: int,
     reduction: str,
 ) -> None:
+    check_number("linear_cross_entropy", "label_smoothing", label_smoothing)
+    check_int("linear_cross_entropy", "ignore_index", ignore_index)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"linear_cross_entropy: label_smoothing must lie in [0, 1], got {label_smoothing}")
     if reduction not in REDUCTIONS:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..tracing import unrecorded
 from . import _plain, eager, seeds
+from .argument_types import check_flag, check_number
 from .registry import Case, Draw, Op, implementation, register
 
 
@@ -43,7 +44,7 @@ def dropout(
         if result is not None:
             return result
     seed = seeds.as_tensor(seed, x)
-    _check(x, p, bias, residual)
+    _check(x, p, bias, residual, relu)
     if p == 0.0 and bias is None and residual is None and not relu:
         return x
     if residual is not None and x.dtype != residual.dtype:
@@ -59,7 +60,7 @@ def dropout(
 
 
 @unrecorded
-def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None) -> None:
+def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None, relu: bool) -> None:
     for name, t in (("x", x), ("bias", bias), ("residual", residual)):
         if t is None and name != "x":
             continue
@@ -80,6 +81,8 @@ def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None) ->
     for name, t in (("bias", bias), ("residual", residual)):
         if t is not None and t.device != x.device:
             raise ValueError(f"dropout: x is on {x.device} but {name} on {t.device}")
+    check_number("dropout", "p", p)
+    check_flag("dropout", "relu", relu)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p must lie in [0, 1], got {p}")
 

@@ -29,12 +29,12 @@ def native() -> Any | None:
 
 
 def fast_path(
-    op: str, x: Any, dropout_p: float = 0.0, plain: bool = True
+    function: str, x: Any, dropout_p: float = 0.0, plain: bool = True
 ) -> tuple[Any | None, bool, Tensor | int | None]:
     """Begin a call of a public function.
 
     Args:
-        op: as for ``backends.choose``.
+        function: its name.
         x: the first argument of the call.
         plain: False if the call has parts that the extension's function does not take.
 
@@ -47,17 +47,17 @@ def fast_path(
     taken, by_triton = None, False
     if plain and not (torch.compiler.is_compiling() or torch._C._is_tracing()):
         asked = backends.current()
-        by_triton = _runs_on_triton(asked, op, x.device, x.dtype)
+        by_triton = _runs_on_triton(asked, function, x.device, x.dtype)
         if by_triton or asked in ("auto", "native"):
             taken = extension.module()
-    return taken, by_triton, seeds.draw_launch_seed(x.device, by_triton) if dropout_p > 0.0 else None
+    return taken, by_triton, seeds.draw_launch_seed(x.device, by_triton) if dropout_p != 0.0 else None
 
 
 @functools.cache
-def _runs_on_triton(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> bool:
+def _runs_on_triton(asked: str, function: str, device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in _TRITON_TYPES or not (device.type == "cuda" or asked == "triton"):
         return False
-    return backends.resolve(op, device, dtype) == "triton"
+    return backends.resolve(function, device, dtype) == "triton"
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -14,6 +14,7 @@ from ..tracing import is_recorded_size, sizes, unrecorded
 from ..triton import configs
 from . import _plain, eager, seeds
 from ._names import unknown_names
+from .argument_types import check_int, check_number
 from .registry import Case, Draw, Op, implementation, register
 
 
@@ -66,7 +67,7 @@ def embed(
     if isinstance(ids, Tensor) and ids.dim() == 0:  # a single id becomes a sequence of length 1
         options = {"scale": scale, "offset": offset, "padding_idx": padding_idx, "dropout_p": dropout_p}
         return embed(ids.unsqueeze(0), weight, table, **options).squeeze(0)  # type: ignore[arg-type]
-    seed = seeds.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
+    seed = seeds.draw_seed(weight.device) if dropout_p != 0.0 and isinstance(weight, Tensor) else None
     if direct := eager.native():
         result = direct.embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed)
         if result is not None:
@@ -76,7 +77,9 @@ def embed(
     if table is not None:
         _check_table("embed", table, "weight", weight, offset, sizes(ids)[-1])
     _check_options("embed", offset, dropout_p)
+    check_number("embed", "scale", scale)
     if padding_idx is not None:
+        check_int("embed", "padding_idx", padding_idx)
         vocabulary = sizes(weight)[0]
         if not -vocabulary <= padding_idx < vocabulary:
             raise ValueError(
@@ -84,7 +87,7 @@ def embed(
                 f"got {padding_idx}"
             )
         padding_idx %= vocabulary
-    backend = backends.resolve("embedding", weight.device, weight.dtype)
+    backend = backends.resolve("embed", weight.device, weight.dtype)
     if backend == "reference":
         return reference.embedding.embed(
             ids,
@@ -120,7 +123,7 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     Raises:
         TypeError, ValueError, IndexError: as for :func:`embed`.
     """
-    seed = seeds.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    seed = seeds.draw_seed(x.device) if dropout_p != 0.0 and isinstance(x, Tensor) else None
     if direct := eager.native():
         result = direct.add_positional(x, table, offset, dropout_p, seed)
         if result is not None:
@@ -136,7 +139,7 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     _check_options("add_positional", offset, dropout_p)
     if dropout_p == 0.0 and offsets is None and x.dtype == table.dtype:  # one pass in plain PyTorch already
         return (x + table[offset : offset + x.shape[-2]]).contiguous()
-    backend = backends.resolve("embedding", x.device, x.dtype)
+    backend = backends.resolve("add_positional", x.device, x.dtype)
     if backend == "reference":
         return reference.embedding.add_positional(x, table, offset if offsets is None else offsets, dropout_p, seed)
     return implementation("add_positional", backend)(x, table, offset, offsets, dropout_p, seed)
@@ -162,6 +165,8 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
         tensor([[0.0000, 1.0000, 0.0000, 1.0000],
                 [0.8415, 0.5403, 0.0100, 0.9999]])
     """
+    check_int("positional_table", "length", length)
+    check_int("positional_table", "d_model", d_model)
     if length < 0 or d_model < 1:
         raise ValueError(f"positional_table: expected length >= 0 and d_model >= 1, got {length} and {d_model}")
     if layout not in ("interleaved", "halves"):
@@ -172,8 +177,9 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
     table = torch.empty(length, d_model, dtype=torch.float32)
     if table.is_meta:
         return table
-    # A model makes the table once, so the plain PyTorch formula is fast enough under tracing.
-    if not eager.is_plain(table) or backends.resolve("embedding", table.device, table.dtype) == "reference":
+    # A model makes the table once, so the plain PyTorch formula is fast enough under tracing and inside torch.func.
+    plain = eager.is_plain(table) and not backends.in_transform()
+    if not plain or backends.choose("embedding", table.device, table.dtype)[0] == "reference":
         return reference.embedding.positional_table(length, d_model)
     torch.ops.transformer_fast.fill_positional_table(table)
     return table
@@ -218,6 +224,7 @@ def _split_offset(
 ) -> tuple[int, Tensor | None]:
     """Split an offset into an int and a tensor with one additional offset per sequence, or None."""
     if not isinstance(offset, Tensor) or is_recorded_size(offset):
+        check_int(op, "offset", offset, "an int or a tensor")
         return offset, None
     if offset.dtype != torch.int64 and offset.dtype != torch.int32:
         raise TypeError(f"{op}: an offset tensor must be int64 or int32, got {offset.dtype}")
@@ -235,6 +242,7 @@ def _split_offset(
 def _check_options(op: str, offset: int, dropout_p: float) -> None:
     if offset < 0:
         raise ValueError(f"{op}: offset must be at least 0, got {offset}")
+    check_number(op, "dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
 

@@ -13,6 +13,7 @@ from .. import backends, reference
 from ..tracing import unrecorded
 from . import _plain, eager, seeds
 from ._names import unknown_names
+from .argument_types import check_number
 from .registry import Case, Draw, Op, implementation, register
 
 KINDS = ("layer", "std", "rms")
@@ -104,16 +105,16 @@ def layer_norm(
         raise unknown_names("layer_norm", unknown)
     if eps is None:
         eps = _machine_epsilon(x if residual is None else residual)
-    extension, by_triton, seed = eager.fast_path("norm", x, dropout_p)
+    extension, by_triton, seed = eager.fast_path("layer_norm", x, dropout_p)
     if extension is not None:
         result = extension.layer_norm(by_triton, x, weight, bias, eps, kind, residual, dropout_p, seed)
         if result is not None:
             return result
     seed = seeds.as_tensor(seed, x)
-    _check(x, weight, bias, kind, residual, dropout_p)
+    _check(x, weight, bias, eps, kind, residual, dropout_p)
     if residual is not None and x.dtype != residual.dtype:
         x = x.to(residual.dtype)
-    backend = backends.resolve("norm", x.device, x.dtype)
+    backend = backends.resolve("layer_norm", x.device, x.dtype)
     if backend == "reference":
         return reference.norm.layer_norm(
             x, weight, bias, eps, kind=kind, residual=residual, dropout_p=dropout_p, seed=seed
@@ -140,7 +141,13 @@ def _machine_epsilon(rows: Any) -> float:
 
 @unrecorded
 def _check(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, residual: Tensor | None, dropout_p: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    residual: Tensor | None,
+    dropout_p: float,
 ) -> None:
     if kind not in KINDS:
         raise ValueError(f'layer_norm: kind must be "layer", "std" or "rms", got {kind!r}')
@@ -176,6 +183,8 @@ def _check(
             "layer_norm: residual must have the shape of x, got residual "
             f"{tuple(residual.shape)} and x {tuple(x.shape)}"
         )
+    check_number("layer_norm", "eps", eps)
+    check_number("layer_norm", "dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"layer_norm: dropout_p must lie in [0, 1], got {dropout_p}")
     if dropout_p > 0.0 and residual is None:

@@ -67,6 +67,7 @@ def register(op: Op) -> None:
     OPS[op.name] = op
     PLAIN.update({function.__name__: function for function in op.plain})
     backends.ON_CUDA[op.kernels] = op.on_cuda
+    backends.KERNELS[op.name] = op.kernels
 
 
 def op_cases(device: torch.device) -> Iterator[Case]:
