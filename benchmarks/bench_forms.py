@@ -1,26 +1,22 @@
 """Small models with attention of many forms before and after ``tfast.accelerate``, without dropout: an evaluation and a
-training step. Those of transformers have transformers' default attention; those by hand have the forms of vit-pytorch
-and of Swin (tests/support/handwritten_vision.py), and the packages themselves are measured where they are installed.
+training step. Models of transformers have transformers' default attention. Models by hand have the forms of vit-pytorch
+and of Swin (tests/support/handwritten_vision.py). The packages themselves are measured where they are installed.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from handwritten_vision import QkvProj, ToQkv, WindowAttention
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
-
-from handwritten_vision import QkvProj, ToQkv, WindowAttention
-
+SMALL_CASE = "test_forms[cpu-qkv by hand-evaluation]"
 D, HEADS, LAYERS, B = 128, 4, 3, 4
 SHAPE = {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 4 * D}
 IMAGE = {"image_size": 224, "patch_size": 16}
@@ -111,7 +107,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
 @pytest.mark.parametrize("name", MODELS)
 def test_forms(versus, name, training, device):
-    """Width 128, 4 heads, 3 layers; 4 images or sequences."""
+    """Width 128, 4 heads, 3 layers; 4 images of 224 x 224, or sequences. "before" has the default attention; "eager"
+    is transformers' other one."""
     torch.manual_seed(0)
     before, inputs = MODELS[name]()
     before = without_dropout(before).to(device).train(training)
@@ -134,7 +131,12 @@ def test_forms(versus, name, training, device):
         with torch.no_grad():
             torch.testing.assert_close(first(after(*given)), first(before(*given)), atol=2e-3, rtol=2e-3)
 
-    versus(lambda: tuple(t.to(device) for t in inputs), {"ours": run(after), "before": run(before)}, check=check)
+    calls = {"ours": run(after), "before": run(before)}
+    if hasattr(before, "set_attn_implementation"):
+        eager = copy.deepcopy(before)
+        eager.set_attn_implementation("eager")
+        calls["eager"] = run(eager)
+    versus(lambda: tuple(t.to(device) for t in inputs), calls, check=check)
 
 
 def first(result: Any) -> Tensor:

@@ -119,7 +119,7 @@ _PARTS = {"dropout": _WEIGHTS_DROPOUT, "softmax": _SOFTMAX}
 
 
 def reading_of(m: nn.Module) -> Reading | None:
-    """What the names of a module say; None for another structure."""
+    """Read the names of a module; None for another structure."""
     names = [name for name, child in m._modules.items() if child is not None]
     linears = _linears(names)
     arguments = parameters_of(type(m))

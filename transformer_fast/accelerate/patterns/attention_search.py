@@ -63,7 +63,7 @@ class _Inputs:
             drawn = ~drawn
         if kind[0] == "bool":
             return drawn
-        # Of any sign and size: a mask that the module compares with another number than 0 is not taken.
+        # The numbers have any sign and size, so that a mask which the module compares with another number is not taken.
         return drawn * torch.randn(shape) if kind[0] == "float" else drawn * torch.randint(1, 4, shape) * _signs(shape)
 
 
@@ -154,7 +154,7 @@ class _Search:
                     yield dataclasses.replace(reading, heads=heads, scale=scale, order=order, residual=residual)
 
     def _memory(self, reading: Reading) -> Reading | None:
-        """Whether the norm of queries is that of keys and values too."""
+        """Find whether the norm of queries is that of keys and values too."""
         if reading.places[1] < 0 or reading.residual or LAYOUTS[reading.layout] == 4:
             return reading
         args = _Inputs(self.trial, reading).call(memory=_MEMORY)
@@ -164,7 +164,7 @@ class _Search:
         return next((candidate for candidate in both if self._is(candidate, args, expected)), None)
 
     def _probability(self, reading: Reading) -> Reading | None:
-        """Whether a number that is named as dropout drops the weights."""
+        """Find whether a number that is named as dropout drops the weights."""
         if not reading.probability:
             return reading
         trial, args = self.trial, _Inputs(self.trial, reading).call()
