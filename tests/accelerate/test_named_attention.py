@@ -60,6 +60,10 @@ def test_what_was_not_compared_runs_as_it_was_written(asked: str) -> None:
     args = (x(S), x(S), x(), *others) if asked == "weights" else (x(), x(S), x(S), *others)
     assert whose(lambda: m(*args)) == set() and whose(lambda: m(*args[:3], keep(B, 1, S))) == {"ours"}
     torch.testing.assert_close(m(*args), plain(*args), rtol=0, atol=0)
+    seen: list[int] = []
+    next(part for part in m.modules() if isinstance(part, nn.Linear)).register_forward_hook(lambda *_: seen.append(1))
+    m(*args)
+    assert seen == [1]  # no child was called before
     with pytest.raises(TypeError):
         m(args[0])
 

