@@ -12,7 +12,8 @@ from transformer_fast.generation.weights import StepFeedForward, concat_linears,
 from transformer_fast.layers import FeedForward, prepacked
 from transformer_fast.layers.feed_forward import ACTIVATIONS
 from transformer_fast.layers.prepacked import QuantizedLinear, WeightLayout
-from transformer_fast.reference.quantized_linear import int8_linear, quantize_rows
+from transformer_fast.reference.quantized_linear import gelu, int8_linear, quantize_rows
+from transformer_fast.testing import assert_as_exact_as_eager
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
 
@@ -39,6 +40,43 @@ def test_bit_for_bit_the_reference(shape: tuple[int, int], rows: int) -> None:
     expected = int8_linear(x, linear.weight, linear.bias)
     for relu in (False, True):
         assert torch.equal(computed(linear, x, relu), expected.relu() if relu else expected)
+
+
+ACTIVATED = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, "tanh"),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 13, 600])  # a result of 600 rows and 2,048 columns bypasses the caches
+@pytest.mark.parametrize("outputs", [37, 2048])
+@pytest.mark.parametrize("activation", ACTIVATED)
+def test_bit_for_bit_the_activation(activation: str, outputs: int, rows: int) -> None:
+    torch.manual_seed(rows)
+    x, weight, bias = torch.randn(rows, 40) * 3, torch.randn(outputs, 40), torch.randn(outputs)
+    op = torch.ops.transformer_fast
+    packed = op.pack_quantized_weight([weight])
+    expected = ACTIVATED[activation](int8_linear(x, weight, bias))
+    for threads in (1, 3):
+        with on_threads(threads):
+            assert torch.equal(op.quantized_linear(x, packed, bias, outputs, activation), expected)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_is_as_exact_as_eager(approximate: str) -> None:
+    x = torch.cat([torch.linspace(-30, 30, 100_001), torch.tensor([0.0, 1e-30, -1e-30, torch.inf, -torch.inf])])
+    own, exact = gelu(x, approximate), F.gelu(x.double(), approximate=approximate)
+    assert own[-2] == torch.inf and (own[-1].isnan() or own[-1] == 0)
+    assert_as_exact_as_eager(own[:-2], F.gelu(x[:-2], approximate=approximate), exact[:-2])
+
+
+def test_unknown_activation() -> None:
+    op = torch.ops.transformer_fast
+    packed = op.pack_quantized_weight([torch.randn(8, 8)])
+    with pytest.raises(RuntimeError, match="activation must be none, relu, gelu or gelu_tanh, got silu"):
+        op.quantized_linear(torch.randn(2, 8), packed, None, 8, "silu")
 
 
 def test_the_reference_is_as_near_as_its_scales_allow() -> None:

@@ -45,7 +45,9 @@ def int8_product(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
     return torch.ops.transformer_fast.quantized_linear(x, packed, bias, weight.shape[0], activation)
 
 
-int8_product._torchdynamo_disable = True  # type: ignore[attr-defined]  # a cache is no part of a graph
+# As torch.compiler.disable does, without importing the compiler: a cache is no part of a graph.
+int8_product._torchdynamo_disable = True  # type: ignore[attr-defined]
+int8_product._torchdynamo_disable_msg = "int8 layers cannot be exported or traced"  # type: ignore[attr-defined]
 
 
 def _obstacle(module: nn.Module, x: Tensor, weight: Tensor) -> str:
@@ -60,6 +62,8 @@ def _obstacle(module: nn.Module, x: Tensor, weight: Tensor) -> str:
         return "autocast is on, which chooses another dtype for linear layers: leave the autocast block"
     if is_traced() or torch.compiler.is_exporting():
         return "int8 layers cannot be exported or traced: call report.undo() before"
+    if type(x) is not Tensor:
+        return f"int8 layers take plain tensors, got a {type(x).__name__}"
     for t in (x, weight):
         if t.dtype != torch.float32 or not (t.is_cpu or (t.is_meta and t is not x)):
             return f"int8 layers need fp32 weights and inputs on a CPU, got {t.dtype} on {t.device}"

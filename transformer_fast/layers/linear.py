@@ -13,7 +13,7 @@ from ..ops.linear import projections
 from .by_torch import by_torch
 from .hooks import is_plain
 from .int8 import FREED
-from .prepacked import LAYOUT, product_of
+from .prepacked import LAYOUT, has_int8, product_of
 from .quantised_as import QuantisedAs
 
 
@@ -30,7 +30,7 @@ class Linear(nn.Linear):
             return Linear._computed(self, input)  # after undo, a caller may hold this method
 
     def _computed(self, input: Tensor) -> Tensor:
-        if type(input) is not Tensor:  # for other weights the op is F.linear itself
+        if type(input) is not Tensor and not has_int8(self):  # for other weights the op is F.linear itself
             return by_torch(nn.Linear, self, input)
         return product_of(self, input, self.weight, self.bias)
 

@@ -45,10 +45,14 @@ struct Panel {
 
 V activated(V v, Activation activation) {
   switch (activation) {
-    case Activation::kRelu: return v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
-    case Activation::kGelu: return gelu(v);
-    case Activation::kGeluTanh: return gelu_tanh(v);
-    case Activation::kNone: break;
+    case Activation::kRelu:
+      return v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
+    case Activation::kGelu:
+      return gelu(v);
+    case Activation::kGeluTanh:
+      return gelu_tanh(v);
+    case Activation::kNone:
+      break;
   }
   return v;
 }

@@ -1,0 +1,358 @@
+"""``accelerate(model, quantize="int8")``: the numbers of the reference bit for bit, and clear errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from op_calls import on_threads
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast import extension
+from transformer_fast.accelerate import Int8
+from transformer_fast.layers.int8 import FREED, pack, packed_of, rows_of
+from transformer_fast.layers.prepacked import has_int8
+from transformer_fast.reference.quantized_linear import gelu, int8_linear, quantize_rows
+
+pytestmark = pytest.mark.skipif(not extension.load(), reason="needs the C++ extension")
+
+D = 64
+
+
+class Network(nn.Module):
+    """Linear layers that author's code calls: one without a bias, and a head with few outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(D, 96), nn.Linear(96, D, bias=False), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(F.gelu(self.first(x))))
+
+
+class Intermediate(nn.Module):
+    """BERT's names of a linear layer and its activation."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.intermediate_act_fn = nn.Linear(D, 96), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.intermediate_act_fn(self.dense(x))
+
+
+class Int8Reference(nn.Module):
+    """A linear layer by the definition."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return int8_linear(x, self.weight, self.bias)
+
+
+def bert(**options: Any) -> nn.Module:
+    sizes: dict[str, Any] = {
+        "hidden_size": D,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    config = transformers.BertConfig(vocab_size=99, **sizes, **options)
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "author's code": Network,
+    "encoder layer": lambda: nn.TransformerEncoderLayer(D, 4, 96, batch_first=True),
+    "gelu encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 96, activation="gelu"), 2),
+    "our layer": lambda: tfast.layers.EncoderLayer(D, 4),
+}
+X = torch.randn(3, 7, D, generator=torch.Generator().manual_seed(1))
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+def call(model: nn.Module, x: Tensor = X) -> Tensor:
+    return model(x, None) if isinstance(model, tfast.layers.EncoderLayer) else model(x)
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def is_free(free: bool) -> Int8:
+    return Int8(free=free)
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_near_fp32_and_undone(name: str, free: bool) -> None:
+    model, before = made(name), call(made(name))
+    report = tfast.accelerate(model, quantize=is_free(free))
+    assert report.int8 and all(has_int8(model.get_submodule(path)) for path in report.int8)
+    after = call(model)
+    assert 0 < difference(after, before) < 0.03
+    assert torch.equal(call(model), after)
+    if free:
+        with pytest.raises(RuntimeError, match="undo is not possible: the fp32 weights were freed"):
+            report.undo()
+        assert torch.equal(call(model), after)
+    else:
+        report.undo()
+        assert torch.equal(call(model), before) and not any(map(has_int8, model.modules()))
+        assert not any("int8" in str(getattr(p, "_tensor_cache", "")) for p in model.parameters())
+
+
+@torch.no_grad()
+def test_bit_for_bit_the_reference_in_authors_code() -> None:
+    model = made("author's code")
+    exact = int8_linear(F.gelu(int8_linear(X, model.first.weight, model.first.bias)), model.second.weight)
+    expected = F.linear(exact, model.head.weight, model.head.bias)
+    assert tfast.accelerate(model, quantize="int8").int8 == ("first", "second")
+    assert torch.equal(call(model), expected)
+    for threads in (1, 2, 3):
+        with on_threads(threads):
+            rows = torch.cat([call(model, row[None]) for row in X.flatten(0, 1)])
+            torch.testing.assert_close(rows.view(3, 7, 3), expected, rtol=0, atol=1e-6)  # the head is fp32
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.ReLU(), nn.Tanh()], ids=str)
+@torch.no_grad()
+def test_bit_for_bit_the_reference_with_an_activation(activation: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = Intermediate(activation).eval()
+    product = int8_linear(X, model.dense.weight, model.dense.bias)
+    exact = gelu(product, activation.approximate) if isinstance(activation, nn.GELU) else activation(product)
+    report = tfast.accelerate(model, quantize="int8")
+    assert torch.equal(model(X), exact) and "fused dense, activation" in str(report)
+
+
+@torch.no_grad()
+def test_bit_for_bit_the_reference_in_a_fused_parent() -> None:
+    model = made("our layer")
+    plain = copy.deepcopy(model)
+    for name in ("q_linear", "k_linear", "v_linear", "out"):
+        setattr(plain.attn, name, Int8Reference(getattr(plain.attn, name)))
+    plain.ff.linear_1, plain.ff.linear_2 = Int8Reference(plain.ff.linear_1), Int8Reference(plain.ff.linear_2)
+    tfast.accelerate(model, quantize="int8")
+    assert torch.equal(call(model), call(plain))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_bit_for_bit_the_reference_in_a_packed_model(packed: bool) -> None:
+    torch.manual_seed(0)
+    model = bert(hidden_act="relu").eval()
+    plain, fp32 = copy.deepcopy(model), copy.deepcopy(model)
+    report = tfast.accelerate(model, packed=packed, quantize="int8")
+    assert len(report.int8) == 12
+    tfast.accelerate(plain, packed=packed)
+    ids, mask = torch.randint(99, (4, 12)), torch.arange(12) < torch.tensor([[12], [5], [9], [1]])
+    given = {"input_ids": ids, "attention_mask": mask.long()}
+    after, before = (m(**given).last_hidden_state[mask] for m in (model, fp32))
+    for module in list(plain.modules()):
+        for child in module.children():
+            if isinstance(child, nn.Linear):
+                child.__dict__["forward"] = Int8Reference(child).forward
+    assert difference(after, before) < 0.03
+    assert not report.padded_calls.reasons
+    expected = plain(**given).last_hidden_state[mask]  # its attention computes padding too, in another order of sums
+    assert torch.equal(after, expected) if not packed else difference(after, expected) < 0.01
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "optimizer", "load_state_dict", "exchange"])
+@torch.no_grad()
+def test_a_changed_weight_is_quantised_anew(write: str) -> None:
+    model, other = made("author's code"), made("author's code")
+    report = tfast.accelerate(model, quantize="int8")
+    before = call(model)
+    other.first.weight.mul_(-0.5)
+    if write == "in place":
+        model.first.weight.mul_(-0.5)
+    elif write == "data":
+        model.first.weight.data[:] = other.first.weight
+    elif write == "optimizer":
+        model.first.weight.grad = 1.5 * model.first.weight
+        torch.optim.SGD([model.first.weight], lr=1.0).step()
+    elif write == "load_state_dict":
+        model.load_state_dict(other.state_dict())
+    else:
+        model.first.weight = nn.Parameter(other.first.weight.clone())
+    after = call(model)
+    tfast.accelerate(other, quantize="int8")
+    assert not torch.equal(after, before)
+    assert difference(after, call(other)) < 1e-3
+    report.undo()
+
+
+def error_of(model: nn.Module, x: Tensor = X) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        call(model, x)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_errors_say_what_to_do(name: str, free: bool) -> None:
+    model = made(name)
+    tfast.accelerate(model, quantize=is_free(free))
+    if not free or any(p.requires_grad and p.dim() > 1 for p in model.parameters()):
+        assert "inside torch.inference_mode()" in error_of(model)
+    assert "inside torch.inference_mode()" in error_of(model, X.clone().requires_grad_())
+    with torch.no_grad():
+        with torch.autocast("cpu"):
+            assert "leave the autocast block" in error_of(model)
+        model.train()
+        assert "call model.eval() first" in error_of(model)
+        model.eval()
+        assert "got torch.float64 on cpu" in error_of(model, X.double())
+        model.to(torch.bfloat16)
+        assert "got torch.bfloat16 on cpu" in error_of(model, X.bfloat16())
+
+
+def test_frozen_weights_need_no_block() -> None:
+    model = made("author's code").requires_grad_(False)
+    tfast.accelerate(model, quantize="int8")
+    assert not call(model).requires_grad
+
+
+@torch.no_grad()
+def test_recorded_calls() -> None:
+    model = made("author's code")
+    tfast.accelerate(model, quantize="int8")
+    expected = call(model)
+    assert torch.equal(torch.compile(model, backend="eager")(X), expected)
+    for record in (lambda: torch.jit.trace(model, X), lambda: torch.export.export(model, (X,))):
+        with pytest.raises(Exception, match="cannot be exported or traced"):
+            record()
+
+
+def test_refused_models() -> None:
+    with pytest.raises(ValueError, match="needs fp32 weights on a CPU, got torch.bfloat16 on cpu"):
+        tfast.accelerate(made("author's code").bfloat16(), quantize="int8")
+    with pytest.raises(ValueError, match='quantize must be "int8" or an Int8'):
+        tfast.accelerate(made("author's code"), quantize="int4")
+    with pytest.raises(ValueError, match="keep names no module of the model: '9'"):
+        tfast.accelerate(made("author's code"), quantize=Int8(keep=["first", "9"]))
+    with pytest.raises(TypeError, match="keep must be a sequence of paths"):
+        Int8(keep="first")
+    model = made("author's code")
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="autocast is on"):
+        tfast.accelerate(model, quantize="int8")
+    assert type(model.first) is nn.Linear
+
+
+@torch.no_grad()
+def test_layers_that_stay_in_fp32() -> None:
+    model = bert()
+    model.eval()
+    report = tfast.accelerate(model, quantize=Int8(keep=["*.1", "*.query"]))
+    assert len(report.int8) == 5 and "in fp32: keep names it" in str(report)
+    assert not any(".1." in path or path.endswith("query") for path in report.int8)
+    head = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=99, hidden_size=D, num_hidden_layers=1,
+        num_attention_heads=4, intermediate_size=96)).eval()  # fmt: skip
+    report = tfast.accelerate(head, quantize="int8")
+    assert {row.path: row.why for row in report.left}["cls.predictions.decoder"] == "in fp32: it is the output layer"
+    report = tfast.accelerate(made("author's code"), quantize="int8")
+    assert "in fp32: it has fewer than 32 outputs" in str(report)
+
+
+class Outlier(Network):
+    """One weight per output is far greater than the others, so these are rounded to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight.data[:, 0] *= 1000
+        self.first.weight.data[0], self.first.bias.data[0] = 0, -9  # gelu makes it 0
+
+
+@pytest.mark.parametrize("batch", [X, (X,), {"x": X}], ids=["tensor", "tuple", "dictionary"])
+@torch.no_grad()
+def test_calibration_leaves_layers_that_lose_too_much(batch: Any) -> None:
+    torch.manual_seed(0)
+    model = Outlier()
+    report = tfast.accelerate(model, quantize=Int8(calibration=batch))
+    assert report.int8 == ("first",) and model.training
+    why = next(row.why for row in report.left if row.path == "second")
+    error = float(why.removeprefix("in fp32: its int8 result differs by ").partition("%")[0]) / 100
+    inner = F.gelu(model.first(X)) if not has_int8(model.first) else None
+    assert inner is None and 0.05 < error < 2
+    report.undo()
+    assert len(tfast.accelerate(model, quantize=Int8(calibration=batch, largest_error=3.0)).int8) == 2
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_copies_and_pickles(name: str, free: bool) -> None:
+    model = made(name)
+    tfast.accelerate(model, quantize=is_free(free))
+    expected = call(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert torch.equal(call(other), expected)
+    del model
+    assert torch.equal(call(other), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_state_dict_of_freed_weights(name: str) -> None:
+    model, plain = made(name), made(name)
+    tfast.accelerate(model, quantize=Int8(free=True))
+    expected, state = call(model), model.state_dict()
+    for key, value in plain.state_dict().items():
+        assert state[key].shape == value.shape
+        torch.testing.assert_close(state[key], value, rtol=0, atol=value.abs().max().item() / 200)
+    plain.load_state_dict(state)
+    assert difference(call(plain), expected) < 0.02
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        other = MODELS[name]().eval()
+    model.load_state_dict(other.state_dict())
+    tfast.accelerate(other, quantize="int8")
+    assert torch.equal(call(model), call(other)) and not torch.equal(call(model), expected)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({key: value[:1] for key, value in other.state_dict().items()})
+
+
+def bytes_of(model: nn.Module) -> int:
+    freed = [m.__dict__[FREED] for m in model.modules() if FREED in m.__dict__]
+    return sum(p.nbytes for p in model.parameters() if not p.is_meta) + sum(
+        packed.nbytes for one in freed for packed in one.packed.values()
+    )
+
+
+def test_memory() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True), 2).eval()
+    before = bytes_of(model)
+    report = tfast.accelerate(model, quantize=Int8(free=True))
+    assert bytes_of(model) < 0.27 * before
+    assert "int8: 6 layers; their weights take 6.1 MiB instead of 24.0 MiB in fp32, which are freed" in str(report)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 7), (64, 128), (70, 130)], ids=str)
+def test_a_layout_is_taken_apart_and_made_again(shape: tuple[int, int]) -> None:
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    packed = pack(weight)
+    q, scale = rows_of(packed, shape[1])
+    exact, exact_scale = quantize_rows(weight)
+    assert torch.equal(q[: shape[0]], exact) and torch.equal(scale[: shape[0]], exact_scale)
+    assert torch.equal(packed_of(q, scale), packed)
