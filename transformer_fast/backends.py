@@ -40,10 +40,16 @@ _default = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
 
 
 class _Chosen(threading.local):
-    """Backend of the innermost context manager, per thread; None outside. torch.compile guards on the attribute."""
+    """Choices of one thread.
+
+    Attributes:
+        name: that of the innermost context manager; None outside. torch.compile guards on the attribute.
+        entered: those of all context managers, the innermost last; None for one that was left before an inner one.
+    """
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.entered: list[str | None] = []
 
 
 _chosen = _Chosen()
@@ -89,7 +95,9 @@ def backend(name: str) -> Iterator[None]:
     """Run the calls inside on one backend: "auto", "native", "triton" or "reference".
 
     The choice holds for the thread that enters the block, and for backward passes that begin inside the block. Every
-    other thread has its own choice, at first that of the environment.
+    other thread has its own choice, at first that of the environment. Tasks of asyncio and generators share the choice
+    of their thread: the block that was entered last decides until it is left, in whatever order blocks are left. So
+    await nothing inside of a block where another task may call an op.
 
     Raises:
         ValueError: for another name.
@@ -102,15 +110,20 @@ def backend(name: str) -> Iterator[None]:
         True
     """
     _checked(name, "backend")
-    before = _chosen.name
+    entered, place = _chosen.entered, len(_chosen.entered)
+    entered.append(name)
     _active.append(name)
     try:
         _chosen.name = name
         _keep_for_backward(name)
         yield
     finally:
-        _chosen.name = before
-        _keep_for_backward(before)
+        entered[place] = None
+        while entered and entered[-1] is None:
+            entered.pop()
+        innermost = entered[-1] if entered else None
+        _chosen.name = innermost
+        _keep_for_backward(innermost)
         _active.remove(name)
 
 

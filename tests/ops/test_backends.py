@@ -1,6 +1,8 @@
 """Choice of a backend: by context manager, by environment, and errors where the backend cannot run."""
 
+import asyncio
 import copy
+import itertools
 import sys
 import threading
 import warnings
@@ -207,6 +209,38 @@ def test_each_thread_has_its_own_choice():
     left.set()
     thread.join()
     assert seen == {"at the start": "auto", "here": "reference", "inside": "native", "after": "auto"}
+    assert backends.current() == "auto" and not backends._active
+
+
+@pytest.mark.parametrize("left", list(itertools.permutations(range(3))), ids=str)
+def test_blocks_that_are_left_in_any_order_leave_nothing_behind(left):
+    """The block that was entered last, of those not left, decides; so generators see it, and nothing stays."""
+
+    def block(name):
+        with tfast.backend(name):
+            yield
+
+    names = ["reference", "native", "reference"]
+    blocks = [block(name) for name in names]
+    for each in blocks:
+        next(each)
+    inside = list(range(3))
+    for number in left:
+        blocks[number].close()
+        inside.remove(number)
+        assert backends.current() == (names[inside[-1]] if inside else "auto")
+    assert not backends._active
+
+
+def test_tasks_of_asyncio_leave_nothing_behind():
+    async def task(name):
+        with tfast.backend(name):
+            await asyncio.sleep(0)
+
+    async def tasks():
+        await asyncio.gather(*map(task, ["reference", "native", "reference"]))
+
+    asyncio.run(tasks())
     assert backends.current() == "auto" and not backends._active
 
 

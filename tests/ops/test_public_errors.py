@@ -1,5 +1,5 @@
-"""Errors of every public op: of an argument of a wrong type, and of a call that the kernels have no rule for. They name
-the argument and the function."""
+"""Errors of every public op name the function and the argument: arguments of a wrong type, and calls for which the
+kernels have no rule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VALID: dict[str, dict[str, Any]] = {
 
 
 class Wrong:
-    """What no argument takes."""
+    """An object that no argument takes."""
 
 
 def functions() -> Iterator[str]:
