@@ -112,31 +112,33 @@ def test_forms(versus, name, training, device):
     torch.manual_seed(0)
     before, inputs = MODELS[name]()
     before = without_dropout(before).to(device).train(training)
-    after = copy.deepcopy(before)
+    after, eager = copy.deepcopy(before), copy.deepcopy(before)
+    calls = {"before": run(before, training)}
+    if hasattr(eager, "set_attn_implementation"):
+        eager.set_attn_implementation("eager")
+        calls["eager"] = run(eager, training)
     assert tfast.accelerate(after).swapped
-
-    def run(model):
-        def step(given):
-            if not training:
-                with torch.no_grad():
-                    return first(model(*given))
-            loss = first(model(*given)).square().mean()
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            return loss.detach()
-
-        return step
 
     def check(given):
         with torch.no_grad():
             torch.testing.assert_close(first(after(*given)), first(before(*given)), atol=2e-3, rtol=2e-3)
 
-    calls = {"ours": run(after), "before": run(before)}
-    if hasattr(before, "set_attn_implementation"):
-        eager = copy.deepcopy(before)
-        eager.set_attn_implementation("eager")
-        calls["eager"] = run(eager)
-    versus(lambda: tuple(t.to(device) for t in inputs), calls, check=check)
+    versus(lambda: tuple(t.to(device) for t in inputs), {"ours": run(after, training), **calls}, check=check)
+
+
+def run(model: nn.Module, training: bool) -> Callable[[tuple[Tensor, ...]], Tensor]:
+    """An evaluation or a training step of a model."""
+
+    def step(given: tuple[Tensor, ...]) -> Tensor:
+        if not training:
+            with torch.no_grad():
+                return first(model(*given))
+        loss = first(model(*given)).square().mean()
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        return loss.detach()
+
+    return step
 
 
 def first(result: Any) -> Tensor:
