@@ -164,6 +164,18 @@ def test_every_write_is_seen(write: str, name: str) -> None:
             assert_equal_to_plain(model, plain, given(rows=rows))
 
 
+@torch.no_grad()
+def test_a_counted_write_to_a_single_value_is_seen() -> None:
+    """Wherever the value is: PyTorch's counter shows it, not a sample of the weight."""
+    model = nn.Sequential(nn.Linear(300, 200)).eval()
+    tfast.accelerate(model, keep_weights=True)
+    x = torch.ones(3, 300)
+    for column in range(0, 300, 7):
+        before = model(x)
+        model[0].weight[5, column] += 100
+        assert ((model(x) - before)[:, 5] - 100).abs().max() < 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_another_dtype_after_accelerate(name: str, dtype: torch.dtype) -> None:
