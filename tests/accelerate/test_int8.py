@@ -243,9 +243,9 @@ def test_recorded_calls() -> None:
 
 
 def test_refused_models() -> None:
-    with pytest.raises(ValueError, match="needs fp32 weights on a CPU, got torch.bfloat16 on cpu"):
+    with pytest.raises(ValueError, match=r"needs fp32 weights on a CPU, got torch\.bfloat16 on cpu"):
         tfast.accelerate(made("author's code").bfloat16(), quantize="int8")
-    with pytest.raises(ValueError, match='quantize must be "int8" or an Int8'):
+    with pytest.raises(ValueError, match=r'quantize must be "int8" or an Int8\('):
         tfast.accelerate(made("author's code"), quantize="int4")
     with pytest.raises(ValueError, match="keep names no module of the model: '9'"):
         tfast.accelerate(made("author's code"), quantize=Int8(keep=["first", "9"]))

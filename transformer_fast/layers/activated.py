@@ -24,7 +24,7 @@ def activated_linear(linear: nn.Module, x: Tensor, activation: Any) -> Tensor | 
     """Compute ``activation(linear(x))`` for a function or a module; None if that is not one pass here."""
     if not has_int8(linear) or type(x) is not Tensor or not is_plain(linear) or not (name := _name_of(activation)):
         return None
-    return int8_product(linear, x, linear.weight, linear.bias, name)  # type: ignore[arg-type]
+    return int8_product(linear, x, linear.weight, linear.bias, name)
 
 
 def _name_of(activation: Any) -> str:

@@ -1,9 +1,9 @@
 """Layers of any class around attention that runs on the kernels, without padding.
 
 A layer's code is tried, not known. The layer is given tokens (1, T, d) as one sequence, and a mask of the kind that it
-knows, which keeps all of them. Its attention reads the boundaries of the sentences from ``layers.token_mask``, so the
-layer's code may do with its mask what it likes. A layer qualifies if the trial shows what its mask means, that its
-output at a token depends on no padding, and that the output of tokens alone is the same.
+knows, which keeps all of them. Attention inside it reads the boundaries of the sentences from ``layers.token_mask``,
+so the layer's code may do with its mask what it likes. A layer qualifies if the trial shows what its mask means, that
+its output at a token depends on no padding, and that the output of tokens alone is the same.
 """
 
 from __future__ import annotations
