@@ -54,7 +54,7 @@ ROWS = (
     Fault(
         name="a backward pass has the backend of its own thread",
         path="transformer_fast/backends.py",
-        old="    return _get(_KEY) if _has(_KEY) else None\n",
+        old="    return module.kept_for_backward() if module else None\n",
         new="    return None\n",
         tests=("tests/ops/test_backends.py",),
     ),
