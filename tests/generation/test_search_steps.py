@@ -151,6 +151,13 @@ def test_an_answer_without_a_possible_token_ends(calls: list[int], monkeypatch: 
     assert found[0] == ([], 0.0, 0.0, False)
 
 
+def test_a_last_norm_unlike_those_of_the_layers_is_called(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    model.decoder.norm.eps = 0.1
+    found = decoded(model)
+    assert not calls and found == one_by_one(monkeypatch, lambda: decoded(model))
+
+
 def test_ensembles_and_alignments_take_single_steps(calls: list[int]) -> None:
     src = torch.randint(2, VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
     for models, config in (

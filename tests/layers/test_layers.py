@@ -106,6 +106,22 @@ def test_a_sublayer_of_a_stack_costs_one_norm(norm, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(joined, watched, strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-3}, {"elementwise_affine": False}], ids=str)
+def test_rms_norm_stands_for_torch_s(options):
+    slow, fast = nn.RMSNorm(D, **options), layers.RMSNorm(D, **options)
+    if slow.weight is not None:
+        nn.init.uniform_(slow.weight, 0.5, 1.5)
+    fast.load_state_dict(slow.state_dict())
+    slow.load_state_dict(fast.state_dict())
+    assert isinstance(fast, nn.RMSNorm) and repr(fast) == repr(slow)
+    x, y = (1e-2 * torch.randn(3, 5, D)).requires_grad_(), torch.randn(3, 5, D, requires_grad=True)
+    torch.testing.assert_close(fast(x), slow(x))
+    out, summed = fast(y, residual=x)
+    expected = [*torch.autograd.grad(slow(x + y).square().sum(), (x, y)), x + y]
+    actual = [*torch.autograd.grad(out.square().sum(), (x, y)), summed]
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_every_norm_of_an_rms_model_is_rms_norm_with_its_eps():
     model = layers.Transformer(11, 12, D, 2, 4, 0.1, norm="rms")
     norms = [m for name, m in model.named_modules() if name.rpartition(".")[2].startswith("norm")]

@@ -110,13 +110,16 @@ def test_a_bare_tensor_does_not_combine_and_every_reading_is_named(t, named):
         AttentionMask.causal() & None
 
 
-def test_to_moves_documents_and_what_is_added():
+def test_to_moves_every_part():
     mask = AttentionMask.documents(torch.zeros(B, LQ).long(), torch.zeros(B, LK).long())
     mask = mask & AttentionMask.alibi(torch.ones(H)) & AttentionMask.bias(torch.zeros(LQ, LK))
     mask = mask & AttentionMask.prefix(torch.ones(B).long(), 2)
+    mask &= AttentionMask.keep(torch.ones(LQ, LK).bool()) & AttentionMask.lengths(torch.tensor([1, 2, 3]))
+    mask &= AttentionMask.keep(torch.ones(LK).bool())
     moved = mask.to("meta").tensors()
     assert {name: t.device.type for name, t in moved.items()} == dict.fromkeys(mask.tensors(), "meta")
-    assert moved.keys() == {"query_ids", "key_ids", "alibi 0", "additive_bias", "union 0.0 key_lengths"}
+    one_of = {"query_ids", "key_ids", "alibi 0", "additive_bias", "union 0.0 key_lengths"}
+    assert moved.keys() == one_of | {"keep_mask", "key_keep_mask", "key_lengths"}
     assert mask.to("meta").unions[0][1].causal_offset == 2
 
 
