@@ -362,5 +362,5 @@ KNOWS = (
         "blocks around transformers' attention",
         "BERT, BART, GPT-2, ViT, CLIP, DINOv2, DistilBERT and their relatives",
     ),
-    ("pre-norm block: `norm1`, `attn`, `norm2`, `mlp`, with `ls1`, `drop_path` or without", "timm, DINO"),
+    ("pre-norm block: `norm1`, `attn`, `norm2`, `mlp`, with `ls1`, `drop_path` or without", "timm"),
 )

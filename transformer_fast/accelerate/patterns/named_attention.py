@@ -222,11 +222,11 @@ KNOWS = (
     (
         "attention: `to_qkv`, or `to_q` and `to_kv`, `attend`, `to_out`; `qkv`, `attn_drop`, `proj`, `proj_drop`, "
         "with a bias by relative position or without",
-        "vit-pytorch, perceiver, older timm, DINO, SAM, Swin",
+        "vit-pytorch, perceiver, older timm, Swin",
     ),
     (
         "attention: three linear layers, such as `query`, `key`, `value`; `linear_q`...; `q_proj`...; `q_layer`..., "
         "over masks that keep, block or are added",
-        "BERT by hand, ESPnet, JoeyNMT, fairseq, RecBole",
+        "BERT by hand, ESPnet, JoeyNMT, RecBole",
     ),
 )

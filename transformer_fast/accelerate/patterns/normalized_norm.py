@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .norm import Norm
 from .rms_norm import GAINS, RmsNorm
 
 SMALLEST = 1e-12
@@ -17,7 +18,8 @@ class NormalizedNorm(RmsNorm):
     """``normalize(x) * sqrt(d) * gain``: RMSNorm whose eps only matters for a row of zeros."""
 
     def __init__(self, gain: str) -> None:
-        super().__init__(gain, "none, by normalize")
+        Norm.__init__(self, f"RMSNorm of {gain}, by normalize", gain, "", "rms")
+        self.parameters = frozenset((gain,))
 
     def matches(self, m: Any) -> bool:
         return not m._modules and self._has_gain(m)
@@ -32,4 +34,4 @@ class NormalizedNorm(RmsNorm):
 
 
 PATTERNS = tuple(NormalizedNorm(gain) for gain in GAINS)
-KNOWS = (("RMSNorm by `F.normalize`, times sqrt(d) and a gain", "vit-pytorch, x-transformers"),)
+KNOWS = (("RMSNorm by `F.normalize`, times sqrt(d) and a gain", "x-transformers"),)
