@@ -22,7 +22,6 @@ from torch import Tensor
 import transformer_fast as tfast
 from transformer_fast import extension
 from transformer_fast.accelerate import Int8
-from transformer_fast.accelerate.int8 import FEW_OUTPUTS
 
 NEUTRAL, SIDE = 80, 5
 """Number of neutral words, and of good words and of bad ones; ids are 2 and on, in this order."""
@@ -53,7 +52,7 @@ def trained(steps: int, random: torch.Generator) -> transformers.PreTrainedModel
     config = transformers.BertConfig(
         vocab_size=2 + NEUTRAL + 2 * SIDE, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=512, max_position_embeddings=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        num_labels=FEW_OUTPUTS,  # with two, the head would stay in fp32
+        num_labels=32,  # with two, the head would stay in fp32
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)

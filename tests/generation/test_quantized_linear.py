@@ -75,7 +75,7 @@ def test_gelu_is_as_exact_as_eager(approximate: str) -> None:
 def test_unknown_activation() -> None:
     op = torch.ops.transformer_fast
     packed = op.pack_quantized_weight([torch.randn(8, 8)])
-    with pytest.raises(RuntimeError, match="activation must be none, relu, gelu or gelu_tanh, got silu"):
+    with pytest.raises(ValueError, match="activation must be none, relu, gelu or gelu_tanh, got silu"):
         op.quantized_linear(torch.randn(2, 8), packed, None, 8, "silu")
 
 

@@ -128,6 +128,10 @@ PROGRAMS = {
         f"{SIDES} {HELD_OUT} {TINY} --cpu-minutes 0.005 --only transformer_fast", prints=('"valid_loss"', '"bleu"'),
         changes={"transformer_fast.translation.training.REPORT_EVERY": 1},
     ),
+    "compare_int8": Script(
+        "--steps 2 --sentences 64 --loss 100", ("compare_int8.json",), ("| int8 | ",),
+        marks=[pytest.mark.slow("trains a BERT")],
+    ),
     "compare_quantized": Script(
         TEST + " --target {data}/test.de --beams 1 --loss 100", ("compare_quantized.json",), ("| beam 1 | int8 |",),
         check_quantized,

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast.accelerate.int8 import FEW_OUTPUTS
 from transformer_fast.accelerate.lazy_logits import LazyLogits
 from transformer_fast.generation.sampling import Sampler
 from transformer_fast.generation.weights import prepack
@@ -145,6 +146,16 @@ def step_linear(rows: int, inputs: int = 20, outputs: int = 33, most: int = 0) -
             torch.testing.assert_close(found, exact, **tolerance)
 
 
+def int8_outputs(outputs: int) -> None:
+    """Test a model whose layer of this many outputs may get int8 weights."""
+    model, x = nn.Sequential(nn.Linear(40, outputs)).eval(), torch.randn(5, 40)
+    with torch.no_grad():
+        exact = model(x)
+        report = tfast.accelerate(model, quantize="int8")
+        torch.testing.assert_close(model(x), exact, rtol=0.05, atol=0.05)
+    assert len(report.int8) == (outputs >= FEW_OUTPUTS)
+
+
 def stamped(pairs: int) -> None:
     """Test a weight of this many pairs of values: one value, then all, are written to in a way that is not counted."""
     weight = torch.randn(1, 2 * pairs)
@@ -249,6 +260,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "transformer_fast/ops/cross_entropy.py:CHUNK_ELEMENTS": lambda n: loss(scaled(n, 2**17), 2**17),
     # decoding
     "csrc/cpu/linear/quantized_linear.cpp:kBlock": step_linear,
+    "csrc/cpu/linear/quantized_linear.cpp:kFarBytes": lambda n: step_linear(scaled(n, 4 * 4096), outputs=4096),
     "csrc/cpu/linear/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
     "csrc/ops/decoder_session.cpp:kLogitRows": lambda n: generated(n, 4),
     "transformer_fast/generation/decoding.py:ENCODED_TOKENS": lambda n: generated(4, 3, scaled(n, 4)),
@@ -262,6 +274,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "transformer_fast/layers/prepacked.py:COPIED_ROWS": step_linear,
     "transformer_fast/layers/prepacked.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
     # models
+    "transformer_fast/accelerate/int8.py:FEW_OUTPUTS": int8_outputs,
     "transformer_fast/accelerate/output_layer.py:WORTH_IT": logits_left_out,
     "transformer_fast/integrations/lazy_bias.py:WORTH_IT": t5,
 }

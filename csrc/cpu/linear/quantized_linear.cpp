@@ -27,7 +27,7 @@ constexpr int64_t kBlock = 192;  // rows of a task
 constexpr int64_t kAhead = 16;   // number of groups between the fetch of weights and their use
 constexpr int64_t kLine = 64 / sizeof(int32_t);
 // Results of this size and more leave the caches before they are read, so the stores bypass them.
-constexpr int64_t kFarBytes = int64_t{4} << 20;
+constexpr int64_t kFarBytes = int64_t{1} << 22;
 // 12 x 2 or 6 x 2 sums, 2 vectors of weights, a broadcast and a product.
 constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
