@@ -95,11 +95,8 @@ STACKS = {
     "layers Transformer", "hand-written classic encoder", "layers Decoder", "torch TransformerEncoder, two layers",
 }  # fmt: skip
 """Parents that run with --all only, besides the four of the short list: each takes as long as ten layers."""
-SINGLE = {
-    "torch LayerNorm", "torch RMSNorm", "torch Embedding", "torch Dropout", "hand-written annotated norm",
-    "hand-written Llama's norm", "hand-written T5's norm", "hand-written rms norm with a scale",
-    "hand-written bert embedding",
-}  # fmt: skip
+SINGLE = {"torch LayerNorm", "torch RMSNorm", "torch Embedding", "torch Dropout"}
+SINGLE |= {n for n, parent in PARENTS.items() if n.startswith("hand-written") and not any(parent.make().children())}
 """Parents without a child."""
 
 WITH_CHILDREN = [
