@@ -1,12 +1,13 @@
 """BERT in evaluation beside runtimes for inference: onnxruntime, OpenVINO and CTranslate2.
 
-6 layers, d_model 512, 8 heads, d_ff 2048, 8,000 tokens, random weights. One sentence of 32 tokens, and a batch of
-four of 128, 90, 60 and 34 tokens. "kept" is ``keep_weights=True``, "packed" is ``packed=True``; "by sentence" runs one
-sentence after the other, without padding. Each runtime gets the model's own weights. Before anything is timed, the
-states at tokens are compared with those of the plain model in fp32. A runtime that is not installed, or that has no
-such type on this processor, is listed with the reason.
+6 layers, d_model 512, 8 heads, d_ff 2048, 8,000 tokens, random weights. One sentence of 32 tokens, a batch of four of
+128, 90, 60 and 34 tokens, and one of 16, of which 44 % is padding. "kept" is ``keep_weights=True``, "packed" is
+``packed=True``; "by sentence" runs one sentence after the other, without padding. Each runtime gets the model's own
+weights. Before anything is timed, the states at tokens are compared with those of the plain model in fp32. A runtime
+that is not installed, or that has no such type on this processor, is listed with the reason. In int8, NNCF quantises
+OpenVINO's model statically, with sentences as its calibration; all others quantise their inputs in each call.
 
-    pip install openvino onnxruntime onnxscript ctranslate2
+    pip install openvino nncf onnxruntime onnxscript ctranslate2
     OMP_NUM_THREADS=1 pytest benchmarks/bench_runtimes.py --seconds 10 --benchmark-json runtimes.json
 """
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast.accelerate import Int8
 
 SMALL_CASE = "test_bert[cpu-1x32-bf16]"
 try:
@@ -31,9 +33,13 @@ except ImportError:
     transformers = None
 
 VOCAB, WIDTH, LAYERS, HEADS, D_FF = 8000, 512, 6, 8, 2048
-BATCHES = {"1x32": [32], "4x128": [128, 90, 60, 34]}
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {"fp32": 1e-4, "bf16": 0.12}
+BATCHES = {
+    "1x32": [32],
+    "4x128": [128, 90, 60, 34],
+    "16x128": [128, 16, 120, 24, 112, 32, 104, 40, 96, 48, 88, 56, 80, 64, 72, 72],
+}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.12, "int8": 0.25}
 """Largest difference of a state from that of the plain model in fp32; states are of size 1."""
 
 Given = tuple[Tensor, Tensor]
@@ -75,13 +81,27 @@ def by_torch(model: nn.Module) -> Run:
 
 
 def ours(dtype: torch.dtype, **options: bool) -> Run:
-    model = bert().to(dtype)
-    tfast.accelerate(model, **options)
+    if dtype != torch.int8:
+        model = bert().to(dtype)
+        tfast.accelerate(model, **options)
+    elif "keep_weights" in options:
+        raise RuntimeError("int8 weights are kept anyway")
+    else:
+        model = bert()
+        tfast.accelerate(model, quantize=Int8(free=True), **options)
     return by_torch(model)
+
+
+def eager(dtype: torch.dtype) -> Run:
+    if dtype == torch.int8:
+        return by_torch(torch.ao.quantization.quantize_dynamic(bert(), {nn.Linear}))
+    return by_torch(bert().to(dtype))
 
 
 def frozen(dtype: torch.dtype) -> Run:
     """``torch.compile`` with the weights as constants, which Inductor lays out when it compiles."""
+    if dtype == torch.int8:
+        raise RuntimeError("Inductor quantises no fp32 model")
     model = States(bert().to(dtype))
     compiled = torch.compile(model, options={"freezing": True}, dynamic=False)
 
@@ -95,7 +115,7 @@ def frozen(dtype: torch.dtype) -> Run:
 def onnx(dtype: torch.dtype) -> Run:
     import onnxruntime
 
-    if dtype != torch.float32:
+    if dtype == torch.bfloat16:
         raise RuntimeError("onnxruntime has no bf16 products on a CPU")
     example, batch_and_length = batch(BATCHES["4x128"]), {0: torch.export.Dim("B"), 1: torch.export.Dim("L", max=512)}
     program = torch.onnx.export(
@@ -104,7 +124,15 @@ def onnx(dtype: torch.dtype) -> Run:
     program.save(data := io.BytesIO())
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(data.getvalue(), options, providers=["CPUExecutionProvider"])
+    model: bytes | str = data.getvalue()
+    with tempfile.TemporaryDirectory() as folder:
+        if dtype == torch.int8:
+            from onnxruntime.quantization import quantize_dynamic
+
+            exact, model = Path(folder, "fp32.onnx"), str(Path(folder, "int8.onnx"))
+            exact.write_bytes(data.getvalue())
+            quantize_dynamic(exact, model)
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
     return lambda given: torch.from_numpy(session.run(None, {n: t.numpy() for n, t in zip(names, given)})[0])
 
@@ -114,10 +142,17 @@ def openvino(dtype: torch.dtype) -> Run:
 
     with torch.no_grad():
         model = openvino.convert_model(States(bert()), example_input=batch([8, 5]))
+    if dtype == torch.int8:
+        import nncf
+
+        ids, mask = batch(BATCHES["16x128"])
+        rows = [(ids[i : i + 1, :n].numpy(), mask[i : i + 1, :n].numpy()) for i, n in enumerate(mask.sum(1).tolist())]
+        kind = nncf.ModelType.TRANSFORMER
+        model = nncf.quantize(model, nncf.Dataset(rows), model_type=kind, subset_size=len(rows))
     options = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "NUM_STREAMS": 1,
-        "INFERENCE_PRECISION_HINT": "f32" if dtype == torch.float32 else "bf16",
+        "INFERENCE_PRECISION_HINT": "bf16" if dtype == torch.bfloat16 else "f32",
         "ENABLE_CPU_PINNING": False,
     }
     request = openvino.Core().compile_model(model, "CPU", options).create_infer_request()
@@ -137,7 +172,7 @@ def ctranslate(dtype: torch.dtype) -> Run:
         (saved / "vocab.txt").write_text("\n".join(words))
         transformers.BertTokenizer(str(saved / "vocab.txt")).save_pretrained(saved)
         ctranslate2.converters.TransformersConverter(str(saved)).convert(str(Path(folder, "converted")))
-        name = "float32" if dtype == torch.float32 else "bfloat16"
+        name = str(dtype).removeprefix("torch.")
         try:
             encoder = ctranslate2.Encoder(
                 str(Path(folder, "converted")), compute_type=name, intra_threads=torch.get_num_threads()
@@ -169,7 +204,7 @@ WAYS: dict[str, Callable[[torch.dtype], Run]] = {
     "ours packed": lambda dtype: ours(dtype, packed=True),
     "ours kept": lambda dtype: ours(dtype, keep_weights=True),
     "ours packed, kept": lambda dtype: ours(dtype, packed=True, keep_weights=True),
-    "eager": lambda dtype: by_torch(bert().to(dtype)),
+    "eager": eager,
     "compiled, frozen": frozen,
     "onnxruntime": onnx,
     "OpenVINO": openvino,
