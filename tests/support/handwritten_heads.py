@@ -144,8 +144,8 @@ FORMS: Forms = {
         lambda: SpeechAttention(2, D),
         lambda: (x(), x(), x(), keep(B, L, L).long()),
     ),
-    "keys first": (lambda: TranslationAttention(2, D), lambda: (x(S), x(S), x(), keep(B, 1, S))),
     "keys first, without a mask": (lambda: TranslationAttention(2, D), lambda: (x(S), x(S), x())),
+    "keys first": (lambda: TranslationAttention(2, D), lambda: (x(S), x(S), x(), keep(B, 1, S))),
     "keys first, with weights": (lambda: TranslationAttention(2, D), lambda: (x(S), x(S), x(), keep(B, 1, S), True)),
     "length first": (
         lambda: LengthFirst(D, 2),

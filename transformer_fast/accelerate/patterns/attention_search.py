@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from .attention_names import HEAD_AXES, LAYOUTS, LISTS, MEANINGS, TABLES, Kind, Reading, heads_and_scales
 
 _LENGTH, _MEMORY = 5, 3
+CALLED = ("out", "out_dropout", "norm", "q_norm", "k_norm")
+"""Roles of children that are called; one that the module's own code does not call has no part in the formula."""
 
 
 class _Inputs:
@@ -131,7 +134,7 @@ class _Search:
             inputs = _Inputs(self.trial, reading)
             args = inputs.call(None if blank is None else blank(inputs))
             before = dict(self.trial.__dict__)
-            with _Sdpa() as calls:
+            with _Sdpa() as calls, self._called() as called:
                 expected = self._own(args)
             if calls.seen:  # calls of torch's function are redirected
                 return None
@@ -140,12 +143,25 @@ class _Search:
             changed = [name for name, value in self.trial.__dict__.items() if value is not before.get(name)]
             if changed and not (len(changed) == 1 and _is_weights(self.trial.__dict__[changed[0]], inputs.length)):
                 return None
-            reading = dataclasses.replace(reading, returned=returned, stored="".join(changed))
+            parts = tuple((role, name) for role, name in reading.parts if role not in CALLED or name in called)
+            reading = dataclasses.replace(reading, parts=parts, returned=returned, stored="".join(changed))
             without = tuple(None if place == reading.places[3] else arg for place, arg in enumerate(args))
             for candidate in self._formulas(reading):
                 if self._is(candidate, without, expected):
                     return candidate
         return None
+
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[set[str]]:
+        """Collect the names of the children that are called in the block."""
+        called: set[str] = set()
+        children = self.trial.named_children()
+        handles = [child.register_forward_hook(lambda *_, name=name: called.add(name)) for name, child in children]
+        try:
+            yield called
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _formulas(self, reading: Reading) -> Iterator[Reading]:
         first = self.trial._modules[reading.linears[0]]
