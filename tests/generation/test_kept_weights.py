@@ -10,7 +10,7 @@ import torch
 from tiny_transformer import answers, batch, bits_of, tiny
 from torch import Tensor, nn
 
-from transformer_fast import extension
+from transformer_fast import extension, tensor_cache
 from transformer_fast.tensor_cache import BLOCK, COLUMN, WHOLE, stamp_of
 
 Parameters = list[nn.Parameter]
@@ -118,3 +118,11 @@ def test_stamps_see_every_value_that_is_read() -> None:
     blocks = [2 * COLUMN * n + offset for n in range(9) for offset in range(2 * BLOCK)]
     assert all(changed(large, lambda w, n=n: w.view(-1)[n].add_(1)) for n in blocks)
     assert not changed(large, lambda w: w.view(-1)[2 * BLOCK].add_(1)), "what the documentation says is not seen"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 9), (30, 7), (64, 65), (300, 800), (2, 20_000), (1000, 64)])
+def test_the_stamp_in_cpp_is_the_defined_one(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = torch.randn(shape).to(dtype)
+    for view in (weight, weight.t(), weight[1:], weight[:, 1:], weight[::2]):
+        assert stamp_of(view) == tensor_cache._stamp_of(view)
