@@ -36,8 +36,8 @@ def test_the_same_in_any_batch_and_with_any_threads(options: dict) -> None:
 
 def test_every_linear_layer_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the encoder and of the logits are quantised too, in the fused step and by modules."""
-    for module in ("layers.linear", "layers.prepacked"):
-        monkeypatch.setattr(f"transformer_fast.{module}.linear", None)
+    for product in ("layers.linear.product_of", "layers.prepacked.linear"):
+        monkeypatch.setattr(f"transformer_fast.{product}", None)
     packed: list[QuantizedLinear] = []
     operand = QuantizedLinear.operand
     monkeypatch.setattr(QuantizedLinear, "operand", lambda self, rows: packed.append(self) or operand(self, rows))
