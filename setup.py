@@ -191,15 +191,11 @@ class Build(cpp_extension.BuildExtension):
             shutil.copytree(PREBUILT, self.build_lib, dirs_exist_ok=True)
             return
         use_ccache(Path(self.build_temp).resolve())
-        module = self.extensions[-1]
-        with_cuda = any(source.endswith(".cu") for source in module.sources)
+        with_cuda = any(source.endswith(".cu") for source in self.extensions[-1].sources)
         folder = Path(self.build_temp).resolve()
         write_records(folder, torch.__version__, with_cuda)
-        # In the module, a compiler mostly reads PyTorch's headers.
-        of_module = {"module": [file for file in module.sources if file.endswith(".cpp")]}
         for extension in self.extensions:
-            for name, together in (of_module if extension is module else KERNEL_UNITS).items():
-                extension.sources = write_unit(folder / f"units/{name}.cpp", together, extension.sources)
+            extension.sources = in_units(folder / "units", extension.sources)
             extension.include_dirs.append(str(folder))
         super().build_extensions()
         self.remove_older(self.unwanted)
@@ -235,11 +231,18 @@ class Wheel(bdist_wheel):
         return ("py3", "none", platform) if PREBUILT else (python, abi, platform)
 
 
-def write_unit(unit: Path, together: list[str], files: list[str]) -> list[str]:
-    """Write a file that includes some of the files, and put it in their place, first."""
-    unit.parent.mkdir(parents=True, exist_ok=True)
-    write_changed(unit, "".join(f'#include "{ROOT / file}"\n' for file in sorted(together)))
-    return [str(unit.resolve()), *(file for file in files if file not in together)]
+def in_units(folder: Path, files: list[str]) -> list[str]:
+    """Write files that include several of an extension's sources, and put them in their place, first.
+
+    All C++ files of the module are one, because a compiler mostly reads PyTorch's headers there.
+    """
+    module = {"module": [file for file in files if file.endswith(".cpp")]}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, together in (KERNEL_UNITS if "csrc/cpu/kernels.cpp" in files else module).items():
+        unit = folder / f"{name}.cpp"
+        write_changed(unit, "".join(f'#include "{ROOT / file}"\n' for file in sorted(together)))
+        files = [str(unit.resolve()), *(file for file in files if file not in together)]
+    return files
 
 
 def write_records(folder: Path, torch_version: str, with_cuda: bool = False) -> None:

@@ -135,7 +135,7 @@ class Plan:
             flags = [*built.extra_compile_args["cxx"], *included(ROOT / "csrc", config, *headers.includes)]
             self.library(
                 self.setup["kernels_file"](built.name.rpartition(".")[2]),
-                built.sources,
+                self.setup["in_units"](FOLDER / "units", built.sources),
                 flags,
                 [*built.extra_link_args, *library_folders()],
             )
@@ -149,7 +149,7 @@ class Plan:
         """Add the module for a torch and a Python; return its file."""
         python_headers, suffix = output([program, "-c", WHERE]).split()
         built = self.module_extension
-        unit = self.setup["write_unit"](built.sources, FOLDER / "units")
+        unit = self.setup["in_units"](FOLDER / "units", built.sources)
         folders = included(ROOT / "csrc", self._config(headers), *headers.includes, Path(python_headers))
         defines = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
         link = [*built.extra_link_args, *library_folders(), *(f"-l{name[3:]}" for name in LIBRARIES)]
