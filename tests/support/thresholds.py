@@ -260,7 +260,6 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "transformer_fast/ops/cross_entropy.py:CHUNK_ELEMENTS": lambda n: loss(scaled(n, 2**17), 2**17),
     # decoding
     "csrc/cpu/linear/quantized_linear.cpp:kBlock": step_linear,
-    "csrc/cpu/linear/quantized_linear.cpp:kFarBytes": lambda n: step_linear(scaled(n, 4 * 4096), outputs=4096),
     "csrc/cpu/linear/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
     "csrc/ops/decoder_session.cpp:kLogitRows": lambda n: generated(n, 4),
     "transformer_fast/generation/decoding.py:ENCODED_TOKENS": lambda n: generated(4, 3, scaled(n, 4)),

@@ -26,8 +26,6 @@ constexpr int64_t kPanel = kStepPanel;
 constexpr int64_t kBlock = 192;  // rows of a task
 constexpr int64_t kAhead = 16;   // number of groups between the fetch of weights and their use
 constexpr int64_t kLine = 64 / sizeof(int32_t);
-// Results of this size and more leave the caches before they are read, so the stores bypass them.
-constexpr int64_t kFarBytes = int64_t{1} << 22;
 // 12 x 2 or 6 x 2 sums, 2 vectors of weights, a broadcast and a product.
 constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
@@ -39,7 +37,6 @@ struct Panel {
   int64_t groups;
   const float* bias;  // kPanel numbers
   Activation activation;
-  bool far;         // store past the caches
   int64_t columns;  // of the panel that exist
 };
 
@@ -62,8 +59,7 @@ void finish(I sums, float x_scale, const Panel& panel, int half, float* out) {
   const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
   if (count <= 0) return;
   const V v = __builtin_convertvector(sums, V) * (x_scale * load(panel.scales + n)) + load(panel.bias + n);
-  const V result = activated(v, panel.activation);
-  panel.far ? store_past_caches(out + n, result) : store_some(out + n, result, count);
+  store_some(out + n, activated(v, panel.activation), count);
 }
 
 template <typename Products, int kRows>
@@ -161,9 +157,6 @@ void linear(const QuantizedLinearParams& p) {
   const int64_t rows = p.rows, outputs = p.outputs, panels = (outputs + kPanel - 1) / kPanel;
   const int64_t groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
   const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
-  // Whole vectors, each within a line.
-  const bool aligned = outputs % kPanel == 0 && reinterpret_cast<uintptr_t>(p.out) % kVectorBytes == 0;
-  const bool far = aligned && rows * outputs * static_cast<int64_t>(sizeof(float)) >= kFarBytes;
   const auto start_of = [&](int64_t block) {
     return block == blocks ? rows : block * rows / blocks / Products::kRows * Products::kRows;
   };
@@ -180,12 +173,10 @@ void linear(const QuantizedLinearParams& p) {
                         groups,
                         bias,
                         p.activation,
-                        far,
                         columns};
       const int64_t block = task / panels;
       multiply_rows<Products>(x, start_of(block), start_of(block + 1), panel, p.out + first, outputs);
     }
-    if (far) wait_for_stores();
   });
 }
 

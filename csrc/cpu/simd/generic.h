@@ -4,7 +4,6 @@
 #include "vector_types.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -65,15 +64,6 @@ inline Vector<float> load(const T* p) {
 }
 
 inline void store(float* p, Vector<float> v) { std::memcpy(p, &v, sizeof(v)); }
-
-// Stores an aligned vector that is not read soon, without reading its line first; other threads see the vectors after
-// wait_for_stores().
-template <typename V>
-inline void store_past_caches(float* p, V v) {
-  store(p, v);
-}
-
-inline void wait_for_stores() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 inline void store(double* p, Vector<double> v) { std::memcpy(p, &v, sizeof(v)); }
 
