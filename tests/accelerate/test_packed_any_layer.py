@@ -255,7 +255,7 @@ class NoMask(Base):
 
 OBSTACLES = {
     ReadsWeights: "attention weights",
-    KeepsWeights: "attention weights",
+    KeepsWeights: "keeps tensors of a call",
     ReturnsWeights: "attention weights",
     ZeroConvolution: "depends on other tokens|hides padding alone",
     ZeroBias: "not padding alone|fails on tokens",

@@ -15,10 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from ..masks.packing import PackedMask
 from .padded_calls import StaysPaddedError
 
+_CHECKPOINT = "it checkpoints a part of itself"
 _READ = "its code reads attention weights"
 
 
@@ -27,10 +29,11 @@ class OnTokens:
 
     Attributes:
         mask: mask of the tokens.
+        grad_enabled: True if gradients were on when the layer was called.
     """
 
     def __init__(self, mask: PackedMask) -> None:
-        self.mask = mask
+        self.mask, self.grad_enabled = mask, torch.is_grad_enabled()
         self._weights: list[weakref.ref[UnreadWeights]] = []
 
     def weights(self) -> UnreadWeights:
@@ -65,14 +68,37 @@ def on_tokens(mask: PackedMask) -> Iterator[OnTokens]:
     call = OnTokens(mask)
     token = _call.set(call)
     try:
-        yield call
+        with _no_checkpoint():
+            yield call
     finally:
         _call.reset(token)
 
 
+@contextlib.contextmanager
+def _no_checkpoint() -> Iterator[None]:
+    """Raise an error where a checkpoint begins, unless hooks of saved tensors are set around this block."""
+    guard = disable_saved_tensors_hooks(_CHECKPOINT)
+    try:
+        guard.__enter__()
+    except RuntimeError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        guard.__exit__(None, None, None)
+
+
 def call_on_tokens() -> OnTokens | None:
-    """Return the call of the layer that computes tokens alone; None outside such a layer."""
-    return None if torch.compiler.is_compiling() else _call.get()
+    """Return the call of the layer that computes tokens alone; None outside such a layer.
+
+    Raises:
+        StaysPaddedError: inside a checkpoint, whose second run comes after the call.
+    """
+    call = None if torch.compiler.is_compiling() else _call.get()
+    if call is not None and call.grad_enabled and not torch.is_grad_enabled():
+        raise StaysPaddedError(_CHECKPOINT)
+    return call
 
 
 def token_mask(mask: Any, *inputs: Tensor | None) -> Any:

@@ -9,13 +9,17 @@ its output at a token depends on no padding, and that the output of tokens alone
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from ...backends import in_transform
 from ...layers.hooks import is_plain
 from ...layers.padded_calls import WITHOUT_PADDING, PaddedCalls, StaysPaddedError, padded_calls
 from ...layers.padder import Padder, hand_over, without_padding
@@ -25,6 +29,7 @@ from ...masks.packing import Packing, packing_of
 from ...models.packed import padding_of
 from ...tensor_cache import get_or_compute
 from ...tracing import is_traced
+from ..made import Made, change_of, is_as_proven, own_attributes
 from .classes import JUDGED, Arguments, Forward, packed_class, part, positional_names
 from .trial import close, copy_of, first, keep_of
 
@@ -66,6 +71,11 @@ class Way:
     length_first: bool
     meanings: dict[Kind, str]
 
+    @property
+    def axis(self) -> int:
+        """Axis of the batch."""
+        return int(self.length_first)
+
     def turned(self, x: Tensor) -> Tensor:
         """Exchange the axes of length and batch if the layer has them in the other order; keep the tokens that x
         holds."""
@@ -78,22 +88,21 @@ class Way:
             StaysPaddedError: if the mask is not padding alone.
         """
         meaning = self.meanings.get(_kind(mask)) if isinstance(mask, Tensor) else None
-        if meaning is None:
+        if meaning is None or mask.requires_grad or (mask.shape[0], mask.shape[-1]) != (batch, length):
             raise StaysPaddedError(f"its {self.name} is of a kind that its trial has not seen")
-        keep = _four_dimensions(mask != 0 if meaning == "keep" else mask == 0)
-        if meaning == "added" and not bool(((mask == 0) | (mask <= LOWEST)).all()):
+        other = mask <= LOWEST if meaning == "added" else mask == 1
+        if mask.dtype != torch.bool and not bool(((mask == 0) | other).all()):
             raise StaysPaddedError(f"its {self.name} holds scores, not padding alone")
+        keep = _four_dimensions(mask != 0 if meaning == "keep" else mask == 0)
         try:
             parts = padding_of(AttentionMask.keep(keep), length)
         except ValueError as reason:
             raise StaysPaddedError(str(reason)) from reason
         assert parts is not None and parts.key_keep_mask is not None
-        rows = parts.key_keep_mask[:, 0, 0].expand(batch, length)
+        rows = parts.key_keep_mask[:, 0, 0]
         # One packing for all layers of a batch. On a CPU the values are compared, because writes may go unnoticed.
         stamp = None if mask.is_cuda else rows.numpy().tobytes()
-        return get_or_compute(
-            mask, ("tokens", batch, meaning), (), lambda: packing_of(rows, *rows.shape, mask.device), stamp
-        )
+        return get_or_compute(mask, ("tokens", meaning), (), lambda: packing_of(rows, *rows.shape, mask.device), stamp)
 
     def kept(self, mask: Tensor, tokens: int) -> Tensor:
         """Mask of the same kind that keeps all tokens."""
@@ -119,27 +128,28 @@ def _four_dimensions(keep: Tensor) -> Tensor:
 
 @part(ANY_LAYER)
 def any_layer_forward(base: type[nn.Module]) -> Forward:
-    """Make the ``forward`` of a layer: hidden states first, then its mask and arguments without tensors."""
+    """Make the ``forward`` of a layer: hidden states first, then its mask; all else has its default."""
     names = positional_names(base.forward)
+    defaults = {name: p.default for name, p in inspect.signature(base.forward).parameters.items()}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls, arguments = padded_calls(self), Arguments(names, args, kwargs)
         given = arguments.given
         x, way = given.get(names[0]), self.__dict__.get(WAY)
         runs = calls is not None and way is not None and arguments.fits and call_on_tokens() is None
-        if not runs or torch.compiler.is_compiling() or is_traced() or type(x) is not Tensor or x.dim() != 3:
+        if not runs or torch.compiler.is_compiling() or is_traced() or in_transform():
             return base.forward(self, *args, **kwargs)
-        if (mask := given.get(way.name)) is None:
+        if type(x) is not Tensor or x.dim() != 3 or (mask := given.get(way.name)) is None:
             return base.forward(self, *args, **kwargs)
 
         def prepare() -> tuple[Padder, Callable[[], Any]]:
-            _check(self, given, {names[0], way.name})
+            _check(self, given, {names[0], way.name}, defaults)
             padded = way.turned(x)
             padder = Padder(way.packing(mask, *padded.shape[:2]))
             padder.check_sources()
             (tokens,) = padder.remove(padded)
             kept = way.kept(mask, padder.own.total)
-            own, named = arguments.replaced({names[0]: tokens.unsqueeze(int(way.length_first)), way.name: kept})
+            own, named = arguments.replaced({names[0]: tokens.unsqueeze(way.axis), way.name: kept})
 
             def run() -> Any:
                 with on_tokens(padder.masks[0]) as call:
@@ -149,12 +159,15 @@ def any_layer_forward(base: type[nn.Module]) -> Forward:
                         raise
                     except Exception as error:  # an error of the author comes again, with the padding
                         raise StaysPaddedError(f"its code fails on tokens ({type(error).__name__})") from error
-                tokens, *others = result if isinstance(result, tuple) else (result,)
+                first, *others = result if isinstance(result, tuple) else (result,)
                 others = [mask if other is kept else other for other in others]
-                if any(isinstance(other, Tensor) and other is not mask for other in others):
-                    raise StaysPaddedError("it returns more than hidden states")
+                size = 1, padder.own.total
+                if type(first) is not Tensor or first.dim() != 3 or tuple(way.turned(first).shape[:2]) != size:
+                    raise StaysPaddedError("it returns something else than hidden states")
+                if not all(other is mask or other is None for other in others):
+                    raise StaysPaddedError("it returns more than hidden states, such as attention weights")
                 call.check_weights()
-                tokens = tokens.squeeze(int(way.length_first))
+                tokens = first.squeeze(way.axis)
                 return (tokens, *others) if isinstance(result, tuple) else tokens
 
             return padder, run
@@ -167,7 +180,7 @@ def any_layer_forward(base: type[nn.Module]) -> Forward:
     return forward
 
 
-def _check(layer: nn.Module, given: dict[str, Any], known: set[str]) -> None:
+def _check(layer: nn.Module, given: dict[str, Any], known: set[str], defaults: dict[str, Any]) -> None:
     """Raise StaysPaddedError if a layer cannot run on tokens as it was tried."""
     judged = layer.__dict__.get(JUDGED)
     if judged is not None and not judged.fits():
@@ -177,9 +190,11 @@ def _check(layer: nn.Module, given: dict[str, Any], known: set[str]) -> None:
             raise StaysPaddedError(
                 f"a {type(child).__name__} inside a layer has a hook, which would see tokens without padding"
             )
+        if isinstance(child, Made) and not is_as_proven(child):
+            raise StaysPaddedError(f"a {type(child).__name__}: {change_of(child)}")
     for name, value in given.items():
-        if name not in known and isinstance(value, Tensor | list | tuple | dict):
-            raise StaysPaddedError(f"its layers are given {name}, whose layout is unknown")
+        if name not in known and value is not None and value is not defaults.get(name, value is None):
+            raise StaysPaddedError(f"its layers are given {name}, which their trial had not")
 
 
 def judge_any(layer: nn.Module, width: int) -> Way | str:
@@ -196,31 +211,19 @@ def judge_any(layer: nn.Module, width: int) -> Way | str:
         return f"a module inside {kind} reads several positions in training"
     why = f"no mask that {kind} takes hides padding alone"
     with torch.random.fork_rng(devices=[]):
-        trial = _randomised(copy_of(layer)).eval()
+        trial = _Trial(layer, names[0], width)
         for name, length_first in itertools.product(known, (False, True)):
             way = Way(name, length_first, {})
             for mask, meaning in _masks(keep_of(torch.device("cpu"))):
                 if _kind(mask) in way.meanings:
                     continue
-                outcome = _outcome(trial, names[0], way, width, mask, meaning)
+                outcome = trial.outcome(dataclasses.replace(way, meanings={_kind(mask): meaning}), mask)
                 if outcome == "":
                     way.meanings[_kind(mask)] = meaning
                 why = outcome or why
             if way.meanings:
-                return way
+                return trial.obstacle(way) or way
     return why
-
-
-def _randomised(trial: nn.Module) -> nn.Module:
-    """Give a copy random parameters: what is zero at first, such as the last layer of a branch, may grow later."""
-    made: dict[int, nn.Parameter] = {}
-    for module in trial.modules():
-        for name, p in module._parameters.items():
-            if p is not None and p.is_floating_point():
-                scale = p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0
-                new = torch.randn(p.shape, device=p.device) * scale
-                module._parameters[name] = made.setdefault(id(p), nn.Parameter(new.to(p.dtype)))
-    return trial
 
 
 def _masks(keep: Tensor) -> Iterator[tuple[Tensor, str]]:
@@ -235,34 +238,138 @@ def _masks(keep: Tensor) -> Iterator[tuple[Tensor, str]]:
                 yield (shape if meaning == "keep" else ~shape).to(dtype), meaning
 
 
-def _outcome(trial: nn.Module, hidden: str, way: Way, width: int, mask: Tensor, meaning: str) -> str | None:
-    """Return "" if a layer takes this mask with this meaning, and runs on tokens; None if the mask means something
-    else; or why the layer keeps its padding."""
-    parameter = next(p for p in trial.parameters() if p.is_floating_point())
-    options: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
-    keep, former, calls = keep_of(parameter.device), type(trial), PaddedCalls()
-    generator = torch.Generator(parameter.device).manual_seed(0)
-    x, noise = torch.randn(2, *keep.shape, width, generator=generator, **options)
-    way, mask = Way(way.name, way.length_first, {_kind(mask): meaning}), mask.to(parameter.device)
+class _Trial:
+    """A layer's copy with random parameters and buffers: what is zero at first, such as the last weights of a branch,
+    may grow later."""
 
-    def run(x: Tensor, mask: Tensor) -> Tensor:
-        return way.turned(first(trial(**{hidden: way.turned(x), way.name: mask})))
+    def __init__(self, layer: nn.Module, hidden: str, width: int) -> None:
+        self.layer, self.hidden, self.width = copy_of(layer).eval(), hidden, width
+        self.parameter = next(p for p in layer.parameters() if p.is_floating_point())
+        made: dict[int, Tensor] = {}
+        for module in self.layer.modules():
+            for name, p in module._parameters.items():
+                if p is not None and p.is_floating_point():
+                    new = torch.randn(p.shape, device=p.device) * (p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0)
+                    module._parameters[name] = made.setdefault(id(p), nn.Parameter(new.to(p.dtype)))  # type: ignore
+            for name, t in module._buffers.items():
+                if t is not None:
+                    new = torch.rand(t.shape, device=t.device) + 0.5 if t.is_floating_point() else t
+                    module._buffers[name] = made.setdefault(id(t), new.to(t.dtype).clone())
 
-    with torch.no_grad():
-        try:
-            expected, other = run(x, mask), run(torch.where(keep[..., None], x, noise), mask)
-            unmasked = run(x, way.kept(mask, 1).expand(mask.shape))
-        except Exception:
-            return None
-        if expected.shape != x.shape or not close(other[keep], expected[keep]) or close(unmasked[keep], expected[keep]):
-            return None
-        trial.__class__ = packed_class(former, ANY_LAYER)
-        trial.__dict__ |= {WAY: way, WITHOUT_PADDING: calls}
-        try:
-            actual = run(x, mask)
-        finally:
-            trial.__class__ = former
-    if calls.reasons:
-        return next(iter(calls.reasons))
-    same = not bool(actual[~keep].any()) and close(actual[keep], expected[keep])
-    return "" if same else "its output for a token depends on other tokens beside its attention"
+    def run(self, way: Way, x: Tensor, mask: Tensor) -> Tensor:
+        return way.turned(first(self.layer(**{self.hidden: way.turned(x), way.name: mask.to(x.device)})))
+
+    def inputs(self, keep: Tensor) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator(self.parameter.device).manual_seed(0)
+        options: dict[str, Any] = {"device": self.parameter.device, "dtype": self.parameter.dtype}
+        x, noise = torch.randn(2, *keep.shape, self.width, generator=generator, **options)
+        return x, torch.where(keep[..., None], x, noise)
+
+    def outcome(self, way: Way, mask: Tensor) -> str | None:
+        """Return "" if the layer takes this mask with this meaning, and runs on tokens; None if the mask means
+        something else; or why the layer keeps its padding."""
+        keep = keep_of(self.parameter.device)
+        x, changed = self.inputs(keep)
+        with torch.no_grad():
+            try:
+                expected, other = self.run(way, x, mask), self.run(way, changed, mask)
+                unmasked = self.run(way, x, way.kept(mask, 1).expand(mask.shape))
+            except Exception:
+                return None
+            if expected.shape != x.shape or not close(other[keep], expected[keep]):
+                return None
+            if close(unmasked[keep], expected[keep]):
+                return None
+            return self.difference(way, x, mask, keep)
+
+    def difference(self, way: Way, x: Tensor, mask: Tensor, keep: Tensor) -> str:
+        """Compare a call with the padding and one on tokens alone: results, and what both leave in the layer."""
+        layer, former, calls = self.layer, type(self.layer), PaddedCalls()
+        before, held = _buffers(layer), _tensors_of(layer)
+        with torch.no_grad():
+            expected, left = self.run(way, x, mask), _buffers(layer)
+            if any(held.get(place) is not t for place, t in _tensors_of(layer).items()):
+                return "it keeps tensors of a call"
+            _restore(layer, before)
+            layer.__class__ = packed_class(former, ANY_LAYER)
+            layer.__dict__ |= {WAY: way, WITHOUT_PADDING: calls}
+            try:
+                actual = self.run(way, x, mask)
+            finally:
+                layer.__class__ = former
+        same = all(map(torch.equal, left, before)) or all(map(close, _buffers(layer), left))
+        _restore(layer, before)
+        if calls.reasons:
+            return next(iter(calls.reasons))
+        if not same:
+            return "what it notes of a batch depends on padding"
+        same = not bool(actual[~keep].any()) and close(actual[keep], expected[keep])
+        return "" if same else "its output for a token depends on other tokens beside its attention"
+
+    def obstacle(self, way: Way) -> str:
+        """Reason why a layer that runs on tokens in evaluation, in a small batch, does not in a larger one, or in
+        training; or ""."""
+        draws = _Draws()
+        large = torch.arange(48) < torch.tensor([48, 3, 40, 17, 1, 29, 48, 8, 33])[:, None]
+        for training, keep in ((False, large), (True, keep_of(torch.device("cpu"))), (True, large)):
+            mask = next(mask for mask, meaning in _masks(keep) if way.meanings.get(_kind(mask)) == meaning)
+            keep = keep.to(self.parameter.device)
+            x, _ = self.inputs(keep)
+            self.layer.train(training)
+            before = _buffers(self.layer)
+            with torch.no_grad(), draws:
+                self.run(way, x, mask)
+            _restore(self.layer, before)
+            if draws.found:
+                return "it draws random numbers that are not a dropout of single values"
+            if training:
+                _without_dropout(self.layer)
+            if reason := self.difference(way, x, mask, keep):
+                return reason
+        return ""
+
+
+class _Draws(TorchFunctionMode):
+    """Notes draws of random numbers but those of ``F.dropout``."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= getattr(func, "__name__", "") in _DRAWS
+        return func(*args, **(kwargs or {}))
+
+
+_DRAWS = {
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_",
+    "normal", "normal_", "uniform_", "random_", "exponential_", "multinomial", "dropout1d", "dropout2d", "dropout3d",
+    "alpha_dropout", "feature_alpha_dropout",
+}  # fmt: skip
+
+
+def _without_dropout(layer: nn.Module) -> None:
+    for module in layer.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, float) and re.search("drop|prob|rate|^p$", name):
+                module.__dict__[name] = 0.0
+
+
+def _buffers(layer: nn.Module) -> list[Tensor]:
+    return [t.clone() for t in layer.buffers()]
+
+
+def _restore(layer: nn.Module, values: list[Tensor]) -> None:
+    for t, value in zip(layer.buffers(), values, strict=True):
+        t.copy_(value)
+
+
+def _tensors_of(layer: nn.Module) -> dict[tuple[int, str], Tensor]:
+    """Tensors in attributes of a layer and the modules inside it, also in containers, that are no weights of a last
+    call which are computed when they are read."""
+    found = {}
+    for place, module in enumerate(layer.modules()):
+        for name, value in own_attributes(module):
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            found |= {(place, f"{name} {n}"): t for n, t in enumerate(values) if isinstance(t, Tensor)}
+    return found

@@ -14,6 +14,7 @@ from ...layers.torch_modules import MultiheadAttention
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
 from ..attention_rows import is_redirected
+from ..made import Made, hold, watched_class
 from ..patterns.base import pattern_of
 from ..report import ALREADY, Attribute, Report, Row
 from .any_layer import ANY_LAYER, WAY, judge_any
@@ -21,7 +22,7 @@ from .classes import JUDGED, packed_class
 from .layer import LAYER
 from .model import HEAD, MODEL, output_layer
 from .trial import Stack, judge, shapes_of
-from .watch import AROUND, WATCH, Judged, Watch, around_of, is_packed
+from .watch import AROUND, WATCH, Judged, JudgedAsSwapped, Watch, around_of, is_packed
 
 NOW = "without padding"
 
@@ -132,6 +133,12 @@ def _any_layers(module: nn.Module, path: str, left_out: set[int]) -> Iterator[tu
         yield from _any_layers(child, f"{path}.{name}" if path else name, left_out)
 
 
+def _is_authors(module: nn.Module) -> bool:
+    """Return True for a module whose code is neither torch's nor this package's."""
+    known = ("torch.", "transformer_fast.")
+    return not isinstance(module, Made) and not type(module).__module__.startswith(known)
+
+
 def _is_swapped(module: nn.Module) -> bool:
     """Return True for attention that reads the mask of tokens."""
     pattern = pattern_of(module)
@@ -156,10 +163,12 @@ def _tried_row(report: Report, path: str, layers: list[nn.Module]) -> Row:
                 return Row(path, was, None, ways[key])
     for layer in layers:
         way = ways[shapes_of(layer)]
-        made = packed_class(type(layer), ANY_LAYER)
-        report._originals.append((layer, type(layer), made, {}))
-        layer.__class__ = made
-        for name, value in ((WITHOUT_PADDING, report.padded_calls), (WAY, way), (JUDGED, Judged(layer))):
+        for module in [layer, *(m for m in layer.modules() if m is not layer and _is_authors(m))]:
+            made = packed_class(type(module), ANY_LAYER) if module is layer else watched_class(type(module))
+            report._originals.append((module, type(module), made, {}))
+            module.__class__ = made
+        hold(layer)
+        for name, value in ((WITHOUT_PADDING, report.padded_calls), (WAY, way), (JUDGED, JudgedAsSwapped(layer))):
             _change(report, layer, name, value)
     return Row(path, was, NOW)
 

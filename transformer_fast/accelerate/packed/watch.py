@@ -46,29 +46,37 @@ _PER_POSITION = {
 Signature = tuple[Any, ...]
 
 
-def signature(layer: nn.Module) -> Signature:
-    """Classes and forwards of a layer and of the modules inside it, on which its trial depends."""
-    kinds = [bare(type(module)) for module in layer.modules()]
-    return tuple((kind, kind.forward) for kind in kinds)
-
-
 class Judged:
     """Signature of a layer at its trial. In a copy of the layer, it is that of the copy if it fitted the original."""
 
     def __init__(self, layer: nn.Module | None, fits: bool = True) -> None:
         self._layer, self._fits = layer, fits
-        self.signature = signature(layer) if layer is not None else None
+        self.signature = self.signature_of(layer) if layer is not None else None
+
+    @staticmethod
+    def signature_of(layer: nn.Module) -> Signature:
+        """Classes and forwards of a layer and of the modules inside it, on which its trial depends."""
+        kinds = [bare(type(module)) for module in layer.modules()]
+        return tuple((kind, kind.forward) for kind in kinds)
 
     def fits(self) -> bool:
         """Return True if the layer is as it was tried."""
-        return self._fits and self._layer is not None and self.signature == signature(self._layer)
+        return self._fits and self._layer is not None and self.signature == self.signature_of(self._layer)
 
     def adopt(self, layer: nn.Module) -> None:
         """Take over the layer of a copy."""
-        self._layer, self.signature = layer, signature(layer)
+        self._layer, self.signature = layer, self.signature_of(layer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Judged, (None, self.fits())
+        return type(self), (None, self.fits())
+
+
+class JudgedAsSwapped(Judged):
+    """The same for a layer whose modules must be those that ``accelerate`` has swapped, such as its attention."""
+
+    @staticmethod
+    def signature_of(layer: nn.Module) -> Signature:
+        return tuple((type(module), module.__dict__.get("forward")) for module in layer.modules())
 
 
 class Watch:
