@@ -17,7 +17,8 @@ from ..attention_rows import is_redirected
 from ..made import Made, hold, watched_class
 from ..patterns.base import pattern_of
 from ..report import ALREADY, Attribute, Report, Row
-from .any_layer import ANY_LAYER, WAY, judge_any
+from .any_layer import ANY_LAYER, WAY
+from .any_layer_trial import judge_any
 from .classes import JUDGED, packed_class
 from .layer import LAYER
 from .model import HEAD, MODEL, output_layer
