@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...layers import dropout
 from ...masks import AttentionMask
+from ...masks.checks import broadcasts
 from .base import ANY, LINEAR, Part, parameters_of
 
 QUERY = (
@@ -209,6 +210,21 @@ def scores_of(mask: Tensor, meaning: str, axis: str) -> Tensor | AttentionMask:
         return mask
     kept = mask if mask.dtype == torch.bool and meaning == "keep" else mask != 0 if meaning == "keep" else mask == 0
     return AttentionMask.keep(kept)
+
+
+def fits(mask: Tensor, axis: str, batch: int, queries: int, keys: int) -> bool:
+    """Return True for a mask whose shape is that of its meaning, and of no other.
+
+    With as many queries as sequences, two dimensions may be meant as (B, Lk) or as (Lq, Lk).
+    """
+    shape = mask.shape
+    if axis == "windows":
+        return shape[0] > 0 and batch % shape[0] == 0
+    if not (broadcasts(shape[-2], batch if axis == "keys" else queries) and broadcasts(shape[-1], keys)):
+        return False
+    if len(shape) == 2:
+        return shape[0] == 1 or batch != queries
+    return broadcasts(shape[0], batch) or (len(shape) == 3 and not axis)
 
 
 def table_of(m: nn.Module) -> Tensor:

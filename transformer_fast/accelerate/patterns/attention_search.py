@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,22 +16,28 @@ from torch.overrides import TorchFunctionMode
 
 from .attention_names import HEAD_AXES, LAYOUTS, LISTS, MEANINGS, TABLES, Kind, Reading, heads_and_scales
 
-_LENGTH, _MEMORY = 5, 3
+_BATCH, _LENGTH, _MEMORY = 2, 5, 3
+_SIZES = (1, 1, 0), (3, 1, 0), (3, 67, 0), (1, 193, 0), (1, 7, 7), (3, 1, 67), (1, 67, 193), (1, 193, 7)
+"""Batch, number of queries, and of keys (0: the queries are the keys), at which a formula is compared once more."""
+_SIZES_OF_LARGE_SCORES = (0, _LENGTH, 0), (16, 2, 0)
+"""With two keys, a query often keeps only the one with the smaller score."""
+_SCORES = 300.0
+"""Size of large scores: what still takes part at a score of -50 shows, and -1e4 blocks."""
 CALLED = ("out", "out_dropout", "norm", "q_norm", "k_norm")
 """Roles of children that are called; one that the module's own code does not call has no part in the formula."""
 
 
 class _Inputs:
-    """Random arguments of a module."""
+    """Random arguments of a module. A bias by distance gives the length, and with it the batch has several windows."""
 
-    def __init__(self, m: nn.Module, reading: Reading) -> None:
+    def __init__(self, m: nn.Module, reading: Reading, batch: int = 0, length: int = _LENGTH) -> None:
         self.reading = reading
         linears = [m._modules[name] for name in reading.linears]
         linears = list(linears[0]) if reading.linears[0] in LISTS else linears  # type: ignore[call-overload]
         self.widths = [linears[0].in_features, linears[min(1, len(linears) - 1)].in_features]  # type: ignore[union-attr]
         self.widths.append(linears[min(2, len(linears) - 1)].in_features if len(linears) > 2 else self.widths[1])  # type: ignore[union-attr]
-        self.length = getattr(m, TABLES[1]).shape[0] if reading.table else _LENGTH
-        self.batch = 4 if reading.table else 2
+        self.length = getattr(m, TABLES[1]).shape[0] if reading.table else length
+        self.batch = batch or 2 * _BATCH if reading.table else batch or _BATCH
 
     def call(self, mask: Any = None, memory: int = 0, flag: Any = None) -> tuple[Any, ...]:
         """Arguments of a call.
@@ -44,7 +51,9 @@ class _Inputs:
         memory = memory or (self.length if self.widths[0] != self.widths[1] else 0)
         for place, width, n in zip(reading.places, self.widths, (0, memory, memory)):
             if place == reading.places[0] or (place >= 0 and (memory or place < reading.required)):
-                sizes = {"B": self.batch, "L": n or self.length, "N": 3, "Y": 2, "X": 3, "d": width}
+                rows = math.isqrt(self.length)
+                sizes = {"B": self.batch, "L": n or self.length, "N": 1 if self.batch == 1 else 3, "d": width}
+                sizes |= {"Y": rows, "X": -(-self.length // rows)}
                 args[place] = torch.randn([sizes[axis] for axis in reading.layout[1:-1].split(", ")])
         if reading.places[3] >= 0:
             args[reading.places[3]] = mask
@@ -52,16 +61,18 @@ class _Inputs:
             args[reading.places[4]] = flag or False
         return tuple(args)
 
-    def mask(self, kind: Kind, axis: str, meaning: str, empty: bool) -> Tensor:
+    def mask(self, kind: Kind, axis: str, meaning: str, empty: bool, memory: int = 0) -> Tensor:
         """Random mask; with ``empty`` the first query has no key."""
         n, batch = self.length, self.batch
-        shapes = {"": {2: (n, n), 3: (self.reading.heads, n, n), 4: (batch, 1, n, n)}[kind[1]], "keys": (batch, n)}
-        shape = shapes.get(axis, (batch // 2 if axis == "windows" else batch, n, n))
+        keys = memory or n
+        shapes = {2: (n, keys), 3: (self.reading.heads, n, keys), 4: (batch, 1, n, keys)}
+        front = max(1, batch // 2) if axis == "windows" else batch
+        shape = {"": shapes[kind[1]], "keys": (batch, keys)}.get(axis, (front, n, keys))
         drawn = torch.rand(shape) > 0.4
         drawn[-1] = ~drawn[0]  # the axis of the batch is seen, whatever is drawn
         drawn[..., 0] = True
         if empty:
-            drawn.view(-1, n)[0] = False
+            drawn.view(-1, keys)[0] = False
         if meaning == "blocked":
             drawn = ~drawn
         if kind[0] == "bool":
@@ -101,7 +112,7 @@ class _Search:
         self.trial, self.pattern = trial, pattern
 
     def found(self, reading: Reading) -> Reading | None:
-        for step in (self._formula, self._memory, self._probability):
+        for step in (self._formula, self._memory, self._other_sizes, self._probability):
             found = step(reading)
             if found is None:
                 return None
@@ -183,6 +194,51 @@ class _Search:
         both = (dataclasses.replace(reading, norms_memory=norms) for norms in (False, True))
         return next((candidate for candidate in both if self._is(candidate, args, expected)), None)
 
+    def _other_sizes(self, reading: Reading) -> Reading | None:
+        """Compare at other sizes, and with large scores: a rule for long inputs or one query is another formula."""
+        with self._large_scores(reading):
+            holds = self._holds(reading, _SIZES_OF_LARGE_SCORES)
+        return reading if holds and self._holds(reading, _SIZES) else None
+
+    def _holds(self, reading: Reading, sizes: Iterable[tuple[int, int, int]]) -> bool:
+        """Return True if a reading computes the module's result at all sizes that the module takes, with the reading's
+        mask or without one."""
+        takes_memory = reading.places[1] >= 0 and LAYOUTS[reading.layout] == 3
+        for batch, length, memory in sizes:
+            if memory and not takes_memory:
+                continue
+            inputs, mask = _Inputs(self.trial, reading, batch, length), None
+            for kind, meaning, axis, _ in reading.masks:
+                mask = inputs.mask(kind, axis, meaning, False, memory)
+            args = inputs.call(mask, memory)
+            if (expected := self._own(args)) is not None and not self._is(reading, args, expected):
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def _large_scores(self, reading: Reading) -> Iterator[None]:
+        """Make the scores large in the block, so that a key that has any weight has all of it."""
+        inputs = _Inputs(self.trial, reading).call(memory=_MEMORY if reading.places[1] >= 0 else 0)
+        query, key, value = (None if place < 0 else inputs[place] for place in reading.places[:3])
+        with torch.no_grad():
+            query = query if LAYOUTS[reading.layout] == 3 else query.flatten(0, -3)
+            q, k, _ = self.pattern(reading)._heads(self.trial, query, key, value)
+            size = reading.scale * math.sqrt(q.shape[-1]) * (q.square().mean() * k.square().mean()).sqrt().item()
+        factor = _SCORES / max(size, 1e-9)
+        factors = {name: math.sqrt(factor) for name in reading.linears}
+        factors |= {name: factor for role, name in reading.parts if role == "q_norm"}
+        scaled = [(t, f) for name, f in factors.items() for t in self.trial._modules[name].parameters()]  # type: ignore[union-attr]
+        before = [t.detach().clone() for t, _ in scaled]
+        with torch.no_grad():
+            for t, f in scaled:
+                t.mul_(f)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (t, _), own in zip(scaled, before, strict=True):
+                    t.copy_(own)
+
     def _probability(self, reading: Reading) -> Reading | None:
         """Find whether a number that is named as dropout drops the weights."""
         if not reading.probability:
@@ -217,7 +273,11 @@ class _Search:
                 if _returned(expected := self._own(args)) is None:
                     break
                 again = inputs.call(inputs.mask(kind, axis, meaning, False))
-                if self._is(candidate, args, expected) and self._is(candidate, again, self._own(again)):
+                if not (self._is(candidate, args, expected) and self._is(candidate, again, self._own(again))):
+                    continue
+                with self._large_scores(candidate) if meaning != "added" else contextlib.nullcontext():
+                    holds = self._holds(candidate, _SIZES_OF_LARGE_SCORES)
+                if holds and self._holds(candidate, _SIZES):
                     yield self._with_empty_rows(candidate)
 
     def _with_empty_rows(self, reading: Reading) -> Any:

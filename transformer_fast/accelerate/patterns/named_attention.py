@@ -27,7 +27,7 @@ from ...layers.token_mask import token_mask
 from ...masks import AttentionMask
 from ...masks.packing import PackedMask
 from .attention import padded_weights
-from .attention_names import LAYOUTS, LISTS, Reading, is_default, kind_of, reading_of, scores_of, table_of
+from .attention_names import LAYOUTS, LISTS, Reading, fits, is_default, kind_of, reading_of, scores_of, table_of
 from .attention_search import calls_of, search
 from .base import Pattern
 from .blocks import unsummed
@@ -91,17 +91,25 @@ class NamedAttention(Pattern):
             return out.unflatten(0, leading) if len(leading) == 2 else out.unflatten(1, query.shape[1:3])
         if any(t is not None and not (isinstance(t, Tensor) and t.dim() == axes) for t in (key, value)):
             return None
-        if mask is not None and not self._knows(mask, query):  # before a child is called
+        length, batch = (0, 1) if reading.layout == "(L, B, d)" else (1, 0)
+        given = [t for t in (query, key, value) if t is not None]
+        sequences = query.shape[batch]
+        if any(t.shape[batch] != sequences for t in given):  # broadcast by the module's own code
             return None
+        keys = given[min(1, len(given) - 1)].shape[length]
+        if mask is not None and not self._knows(mask, query, sequences, query.shape[length], keys):
+            return None  # before a child is called
         q, k, v = self._heads(m, query, key, value)
         mask = token_mask(mask, *(t.transpose(1, 2) for t in (q, k, v)))
         if isinstance(mask, PackedMask):
             return self._output(m, query, self._attend_on_tokens(m, q, k, v, mask))
         return self._output(m, query, self._attend(m, q, k, v, *self._meaning(m, mask, q.shape[1])))
 
-    def _knows(self, mask: Any, query: Tensor) -> bool:
+    def _knows(self, mask: Any, query: Tensor, batch: int, queries: int, keys: int) -> bool:
         """Return True for a mask whose meaning was read."""
         if not isinstance(mask, Tensor) or (known := self._masks.get(kind_of(mask))) is None:
+            return False
+        if not fits(mask, known[1], batch, queries, keys):
             return False
         return known[0] != "added" or mask.dtype in (query.dtype, torch.float32)
 
