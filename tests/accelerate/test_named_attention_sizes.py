@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import handwritten_heads as written
+import handwritten_vision as vision
 import pytest
 import torch
 from accelerated import pair, whose
@@ -100,6 +102,35 @@ def test_a_rule_by_size_is_another_formula(kind: type[Plain]) -> None:
     plain, m, _ = pair(kind().eval())
     inputs = of_size(*RULES[kind]) * (30.0 if kind is Capped else 1.0)
     torch.testing.assert_close(m(inputs), plain(inputs), rtol=0, atol=0)
+    assert pattern_of(m) is None
+
+
+class LargeGrid(vision.QkvGrid):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if x.shape[1] * x.shape[2] > 8 else 1.0)
+
+
+class OneGroup(vision.QkvGroups):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if x.shape[1] == 1 else 1.0)
+
+
+class OneWindow(vision.WindowAttention):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x * (2.0 if len(x) == 1 else 1.0), mask)
+
+
+class LongBert(written.BertSelf):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().forward(hidden_states * (2.0 if hidden_states.shape[1] > 8 else 1.0), attention_mask)
+
+
+@pytest.mark.parametrize(
+    "m", [LargeGrid(D, 2), OneGroup(D, 2), OneWindow(D, (2, 3), 2), LongBert(D, 2)], ids=lambda m: type(m).__name__
+)
+def test_a_rule_by_size_in_other_layouts(m: nn.Module) -> None:
+    """Over a grid, in groups, with a bias by distance, and with a mask that is required."""
+    tfast.accelerate(m)
     assert pattern_of(m) is None
 
 
