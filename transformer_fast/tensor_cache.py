@@ -10,6 +10,7 @@ packing says of itself is cached on every device: no other code writes to its te
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,9 @@ T = TypeVar("T")
 
 _INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8
 
+NOT_SAVED = OrderedDict, ()
+"""What an attribute of a tensor reduces to, if it is neither copied nor saved with the tensor. PyTorch pickles a tensor's
+attributes, and ``torch.load`` takes few classes."""
 ENTRIES = 32
 """Maximum number of results per tensor; the oldest is dropped. The limit bounds a buffer that is sliced anew in each
 call."""
@@ -34,6 +38,8 @@ PRIMES = 251, 127, 61, 47, 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2
 """Distances between blocks, in blocks; the first one that leaves a block in every row is used."""
 COLUMN = BLOCK * 31
 """Rows of a weight whose columns are all read. A weight with more rows may have a distance as large as that."""
+FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 over the golden ratio, as a signed integer: a product with it spreads each bit over all higher ones."""
 
 
 def get_or_compute(
@@ -71,7 +77,8 @@ def get_or_compute(
     results.pop(key, None)
     if len(results) >= ENTRIES:
         results.pop(next(iter(results)), None)  # another thread may have removed the entry
-    made_from = [_Source(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)]
+    refs = [weakref.ref(t) if t is not bases[0] or stamp is None else None for t in bases]
+    made_from = [_Source(ref, version) for ref, version in zip(refs, versions, strict=True)]
     results[key] = _Result(value, made_from, stamp)
     return value
 
@@ -100,7 +107,7 @@ def stamp_of(weight: Tensor) -> tuple[int, ...]:
     The bits of the weight are read as integers of up to 64 bits: two values of fp32, four of 16 bits. A weight of up to
     4,096 integers, or with fewer than 8 in a row, is read whole. In a larger one, a block of 8 adjacent integers is
     read in every row, in columns that change from row to row. The stamp is the sum of the integers, or of the blocks,
-    times their positions, modulo 2^64.
+    modulo 2^64, each mixed with its position first: in a plain sum, changes of single bits, such as signs, cancel.
 
     Seen are a write to any whole row, to a whole column of at least 248 rows, to all of the weight, and a permutation
     of rows or columns. In a larger weight, a write to single values is seen only if it changes a block: at worst one
@@ -125,32 +132,37 @@ def _stamp_of(weight: Tensor) -> tuple[int, ...]:
         # Blocks move through all columns unless the width is a multiple of the prime.
         stride = BLOCK * next((p for p in PRIMES if BLOCK * p <= most and width % p), 1)
         read = bits.as_strided((1 + (count - BLOCK) // stride, BLOCK), (stride, 1))
-    positions = torch.arange(1, 2 * len(read) + 1, 2, device=bits.device)
-    return tuple(torch.mv(read.long().t(), positions).tolist())
+    factors = FACTOR * torch.arange(1, 2 * len(read) + 1, 2, device=bits.device)
+    mixed = _upper_to_lower(_upper_to_lower(read.long(), 29) * factors[:, None], 32)
+    return tuple(mixed.sum(0).tolist())
+
+
+def _upper_to_lower(x: Tensor, shift: int) -> Tensor:
+    """Integers of 64 bits, with exclusive or of themselves shifted to the right, as unsigned ones."""
+    return x ^ (x >> shift) & 2 ** (64 - shift) - 1
 
 
 def _bits(weight: Tensor) -> Tensor:
-    """Contiguous values as the widest integers that divide their rows and their offset.
-
-    Values of 64 bits are two integers each: a sum modulo 2^64 would not see an even number of signs change.
-    """
+    """Contiguous values as the widest integers that divide their rows and their offset."""
     size = weight.element_size()
     start, row = size * weight.storage_offset(), size * weight.shape[1]
-    kinds = _INTEGERS if size < 8 else _INTEGERS[1:]
-    return weight.view(next(kind for kind in kinds if not (start % kind.itemsize or row % kind.itemsize)))
+    return weight.view(next(kind for kind in _INTEGERS if not (start % kind.itemsize or row % kind.itemsize)))
 
 
 class _Results(dict[Any, Any]):
     """Results of a tensor; they are neither copied nor saved with the tensor."""
 
     def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[()]]:
-        return dict, ()
+        return NOT_SAVED
 
 
 class _Source(NamedTuple):
-    """A tensor that owns memory, and its version counter at the time of caching."""
+    """A tensor that owns memory, and its version counter at the time of caching.
 
-    tensor: weakref.ref[Tensor]
+    The holder of a result with a stamp needs no reference, and `torch.utils.swap_tensors` refuses tensors that have one.
+    """
+
+    tensor: weakref.ref[Tensor] | None
     version: int
 
 
@@ -165,7 +177,7 @@ class _Result(NamedTuple):
         """Return True if the result was made from these tensors in their current version."""
         for (ref, version), t in zip(self.made_from, tensors):
             base = _base(t)
-            if ref() is not base or version != base._version:
+            if (ref is not None and ref() is not base) or version != base._version:
                 return False
         return True
 

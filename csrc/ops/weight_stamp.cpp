@@ -9,17 +9,20 @@ namespace {
 
 // As in tensor_cache.py.
 constexpr int64_t kWhole = 4096, kBlock = 8, kColumn = kBlock * 31;
+constexpr uint64_t kFactor = 0x9E3779B97F4A7C15;
 constexpr std::array<int64_t, 15> kPrimes{251, 127, 61, 47, 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2};
 
-// Sums of the integers (count, width) in memory times 1, 3, 5, ..., per column, modulo 2^64.
+// Sums of the integers (count, width) in memory, each mixed with its row, per column, modulo 2^64.
 template <typename Integer>
 void add_up(const char* data, int64_t count, int64_t width, int64_t stride, uint64_t* sums) {
   for (int64_t i = 0; i < count; ++i) {
-    const uint64_t position = 2 * static_cast<uint64_t>(i) + 1;
+    const uint64_t factor = (2 * static_cast<uint64_t>(i) + 1) * kFactor;
     for (int64_t column = 0; column < width; ++column) {
       Integer value;
       std::memcpy(&value, data + (i * stride + column) * static_cast<int64_t>(sizeof(Integer)), sizeof(Integer));
-      sums[column] += static_cast<uint64_t>(static_cast<int64_t>(value)) * position;
+      uint64_t bits = static_cast<uint64_t>(static_cast<int64_t>(value));
+      bits = (bits ^ bits >> 29) * factor;
+      sums[column] += bits ^ bits >> 32;
     }
   }
 }
@@ -52,8 +55,7 @@ WeightStamp stamp_of(const at::Tensor& weight) {
   const int64_t rows = dense.size(0);
   const char* data = static_cast<const char*>(dense.const_data_ptr());
   const auto divides = [&](int64_t bytes) { return start % bytes == 0 && row % bytes == 0; };
-  // Values of 64 bits are two integers each: a sum modulo 2^64 would not see an even number of signs change.
-  if (size < 8 && divides(8)) return stamp_as<int64_t>(data, rows, row / 8);
+  if (divides(8)) return stamp_as<int64_t>(data, rows, row / 8);
   if (divides(4)) return stamp_as<int32_t>(data, rows, row / 4);
   if (divides(2)) return stamp_as<int16_t>(data, rows, row / 2);
   return stamp_as<int8_t>(data, rows, row);

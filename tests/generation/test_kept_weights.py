@@ -103,6 +103,29 @@ def test_stamps_see_rows_columns_and_orders(dtype: torch.dtype, shape: tuple[int
         assert [n for n in range(count) if not changed(weight, lambda w, d=dim, n=n: w.select(d, n).add_(1))] == []
 
 
+SIGNS: dict[str, Callable[[Tensor], object]] = {
+    "column 0": lambda w: w[:, 0].neg_(),
+    "column 1": lambda w: w[:, 1].neg_(),
+    "odd columns": lambda w: w[:, 1::2].neg_(),
+    "even columns": lambda w: w[:, ::2].neg_(),
+    "fourth columns": lambda w: w[:, 3::4].neg_(),
+    "pairs of columns": lambda w: (w[:, ::4].neg_(), w[:, 1::4].neg_()),
+    "two rows": lambda w: w[:2].neg_(),
+    "odd rows": lambda w: w[1::2].neg_(),
+    "all": lambda w: w.neg_(),
+}
+
+
+@pytest.mark.parametrize("values", ["random", "equal"])
+@pytest.mark.parametrize("shape", [(2, 8), (4, 8), (16, 32), (32, 16), (256, 64), (512, 512), (2**17, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_stamps_see_signs(dtype: torch.dtype, shape: tuple[int, int], values: str) -> None:
+    """A sign is a single bit of an integer, so in a plain sum an even number of changes cancels."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape).to(dtype) if values == "random" else torch.ones(shape, dtype=dtype)
+    assert [name for name, write in SIGNS.items() if not changed(weight, write)] == []
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 9, 12, 15, 17, 31, 33])
 def test_stamps_see_the_first_and_the_last_rows_of_narrow_weights(width: int) -> None:
     rows = 9001

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from transformer_fast.layers.padded_calls import NO_SOURCE, NO_TOKEN, PaddedCalls, StaysPaddedError, recorded
 from transformer_fast.layers.padder import Padder, without_padding
 from transformer_fast.masks.packing import packing_of
+from transformer_fast.tensor_cache import get_or_compute
 
 KEEP = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 1, 0, 1]]).bool()
 FULL = torch.ones(3, 4, dtype=torch.bool)
@@ -98,3 +102,22 @@ def test_a_call_is_computed_on_tokens_or_says_why_not(
     assert [(each.positions, each.tokens) for each in passes] == [(12, n) for n in tokens]
     assert (result is None) == (tokens != [7])
     assert result is None or torch.equal(result, KEEP[..., None].expand(3, 4, 2).float())
+
+
+@pytest.mark.parametrize("way", ["torch.save", "weights only", "pickle", "deepcopy"])
+def test_files_and_copies_do_not_hold_the_tokens(way: str) -> None:
+    padding = padder(KEEP)
+    padded = padding.restore(torch.randn(7, 2))
+    get_or_compute(padded, ("any",), (), lambda: print)  # a cached result of any class
+    file = io.BytesIO()
+    torch.save(padded, file)
+    file.seek(0)
+    if way == "deepcopy":
+        other = copy.deepcopy(padded)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(padded))
+    else:
+        other = torch.load(file, weights_only=way == "weights only")
+    assert torch.equal(other, padded) and not any(other.__dict__.values())
+    assert torch.equal(padding.remove(other)[0], other[KEEP])
+    assert get_or_compute(other, ("any",), (), lambda: 3) == 3

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import extension
 from ..layers.hooks import is_plain
@@ -32,7 +36,7 @@ class Int8:
     Args:
         keep: paths of modules that stay in fp32, with the wildcards of ``fnmatch``; a path includes the modules inside.
         calibration: a batch for the model: a dictionary of keyword arguments, a tuple, or one argument. The model is
-            called with it once, in fp32. A layer stays in fp32 if its int8 result differs by more than
+            called with it once, in fp32. A layer that it calls stays in fp32 if its int8 result differs by more than
             ``largest_error``.
         largest_error: norm of the difference of a layer's two results over the norm of the result in fp32.
         free: free the fp32 weights of the int8 layers; ``report.undo()`` is then refused.
@@ -89,7 +93,8 @@ class Plan:
             errors = layer_errors(model, self.layers, given.calibration)
             for path, error in errors.items():
                 if not error <= given.largest_error:
-                    self._leave(path, f"its int8 result differs by {error:.1%} on the calibration batch")
+                    how = f"differs by {error:.1%}" if math.isfinite(error) else "is not finite"
+                    self._leave(path, f"its int8 result {how} on the calibration batch")
         unknown = [pattern for pattern in given.keep if not any(_is_in(path, pattern) for path in _paths(model))]
         if unknown:
             raise ValueError(f"accelerate: keep names no module of the model: {', '.join(map(repr, unknown))}")
@@ -98,7 +103,11 @@ class Plan:
     def _found(self) -> Iterator[tuple[str, nn.Module]]:
         heads = output_layers(self.model)
         for path, module in self.model.named_modules():
-            if has_int8(module) or not is_plain(module, nn.Linear, Linear, nn.MultiheadAttention, MultiheadAttention):
+            if has_int8(module):
+                continue
+            if not is_plain(module, nn.Linear, Linear, nn.MultiheadAttention, MultiheadAttention):
+                if _multiplies(module):
+                    self.report.rows.append(Row(path, type(module).__name__, None, "in fp32: it is no plain nn.Linear"))
                 continue
             if any(_is_in(path, pattern) for pattern in self.given.keep):
                 why = "keep names it"
@@ -151,18 +160,24 @@ def obstacle(model: nn.Module) -> str:
 def layer_errors(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any) -> dict[str, float]:
     """Relative error of the int8 result of each layer in a call of the model, which runs in fp32 and in evaluation."""
     errors: dict[str, float] = {}
+    measured: set[str] = set()
 
-    def measure(path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        weight = next(iter(_weights(module).values()))  # of an nn.MultiheadAttention, those of the input
-        x = args[0] if args else None
-        if isinstance(x, Tensor) and x.numel() and x.shape[-1] == weight.shape[1]:
-            product = torch.ops.transformer_fast.quantized_linear(x, pack(weight), None, weight.shape[0], "none")
-            exact = torch.nn.functional.linear(x, weight)
-            error = ((product - exact).norm() / exact.norm()).item() if exact.any() else 0.0
-            errors[path] = max(errors.get(path, 0.0), error)
+    def measure(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path in measured:  # a call that `_products` makes
+            return
+        measured.add(path)
+        for x, weight in _products(module, args, kwargs):
+            if isinstance(x, Tensor) and x.numel() and x.shape[-1] == weight.shape[1]:
+                product = torch.ops.transformer_fast.quantized_linear(x, pack(weight), None, weight.shape[0], "none")
+                exact = F.linear(x, weight)
+                error = ((product - exact).norm() / exact.norm()).item() if exact.any() else 0.0
+                errors[path] = max(errors.get(path, 0.0), math.inf if math.isnan(error) else error)
+        measured.remove(path)
 
     hooks = [
-        layer.register_forward_pre_hook(lambda module, args, path=path: measure(path, module, args))
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs, path=path: measure(path, module, args, kwargs), with_kwargs=True
+        )
         for path, layer in layers.items()
     ]
     modes = {module: module.training for module in model.modules()}
@@ -181,11 +196,35 @@ def layer_errors(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any) 
     return errors
 
 
+def _products(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """Inputs and weights of the products in a call of a layer."""
+    weights = list(_weights(module).values())
+    if not isinstance(module, nn.MultiheadAttention):
+        yield args[0] if args else kwargs.get("input"), weights[0]
+        return
+    *inner, last = weights
+    named = dict(zip(("query", "key", "value"), args)) | kwargs
+    joined = inner[0].chunk(3) if len(inner) == 1 else inner
+    yield from zip((named.get(name) for name in ("query", "key", "value")), joined)
+    # The output layer is not called. Its input is the result with an output layer that changes nothing.
+    nothing = {"out_proj.weight": torch.eye(len(last), dtype=last.dtype)}
+    if module.out_proj.bias is not None:
+        nothing["out_proj.bias"] = last.new_zeros(len(last))
+    yield functional_call(module, nothing, args, kwargs)[0], last
+
+
 def _weights(module: nn.Module) -> dict[str, Tensor]:
     """Weights of a layer, by name."""
     names = "weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
     found = {name: p for name in names if (p := module._parameters.get(name)) is not None}
     return found | ({"out_proj.weight": module.out_proj.weight} if hasattr(module, "out_proj") else {})  # type: ignore[dict-item]
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Return True for a module of another class that seems to be a linear layer, such as GPT-2's Conv1D."""
+    weight = module._parameters.get("weight")
+    others = nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear  # the last is part of nn.MultiheadAttention
+    return type(weight) is nn.Parameter and weight.dim() == 2 and not isinstance(module, others)
 
 
 def _obstacle(module: nn.Module, free: bool) -> str:

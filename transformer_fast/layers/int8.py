@@ -36,12 +36,15 @@ def int8_product(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
 
     Raises:
         RuntimeError: in training mode, if a gradient is needed, under autocast, in an exported or traced call, and for
-            weights or an input that are not fp32 on a CPU.
+            weights or an input that are not fp32 on a CPU, and for an input of another width.
     """
     if reason := _obstacle(module, x, weight):
         raise RuntimeError(f'accelerate(quantize="int8"): {reason}')
     freed = module.__dict__.get(FREED)
-    packed = kept_int8(weight) if freed is None else freed.of(module, weight)
+    inputs = weight.shape[1]
+    if x.shape[-1:] != (inputs,):  # the layout is rounded up to whole words, so the op cannot tell
+        raise RuntimeError(f"int8 layers: x must be of shape (..., {inputs}), got {tuple(x.shape)}")
+    packed = freed.of(module, weight) if freed is not None and weight.is_meta else kept_int8(weight)
     return torch.ops.transformer_fast.quantized_linear(x, packed, bias, weight.shape[0], activation)
 
 
@@ -76,7 +79,7 @@ def kept_int8(weight: Tensor) -> Tensor:
 
 
 class FreedWeights:
-    """Int8 weights of a layer whose fp32 weights are freed.
+    """Int8 weights of a layer whose fp32 weights are freed. A parameter that is assigned later is used itself.
 
     Attributes:
         packed: weights by the parameter's name, in the layout of the kernel.
@@ -164,7 +167,7 @@ def _put_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
     """Put the values of freed weights in a state dict."""
     freed = module.__dict__[FREED]
     for name, packed in freed.packed.items():
-        if prefix + name in state:
+        if prefix + name in state and state[prefix + name].is_meta:
             q, scale = rows_of(packed, freed.inputs[name])
             state[prefix + name] = (q * scale[:, None])[: len(module.get_parameter(name))]
 
@@ -174,6 +177,6 @@ def _take_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     freed = module.__dict__[FREED]
     for name in freed.packed:
         given, hollow = state.get(prefix + name), module.get_parameter(name)
-        if given is not None and given.shape == hollow.shape:  # else nn.Module says what is wrong
+        if given is not None and hollow.is_meta and given.shape == hollow.shape:  # else nn.Module says what is wrong
             freed.packed[name] = pack(given.float())
             state[prefix + name] = hollow

@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from ..masks import AttentionMask
 from ..masks.packing import PackedMask, Packing, take, unpack
-from ..tensor_cache import get_or_compute
+from ..tensor_cache import NOT_SAVED, get_or_compute
 from .padded_calls import NO_SOURCE, NO_TOKEN, PaddedCalls, StaysPaddedError, record
 
 _TOKENS = "_transformer_fast_tokens"
@@ -108,11 +108,14 @@ def without_padding(
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Tokens of a padded tensor of this version."""
+    """Tokens of a padded tensor of this version; they are neither copied nor saved with the tensor."""
 
     tokens: Tensor
     packing: Packing
     version: int = 0
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[()]]:
+        return NOT_SAVED
 
 
 def hand_over(x: Tensor, view: Tensor) -> Tensor:
@@ -123,8 +126,8 @@ def hand_over(x: Tensor, view: Tensor) -> Tensor:
 
 
 def _tokens_of(x: Tensor, packing: Packing) -> Tensor:
-    held: Held | None = getattr(x, _TOKENS, None)
-    if held is None or held.version != x._version or held.packing is not packing:
+    held: Any = getattr(x, _TOKENS, None)
+    if type(held) is not Held or held.version != x._version or held.packing is not packing:
         return take(x, packing)
     return Take.apply(x, held)
 
