@@ -47,8 +47,9 @@ ROWS = (
     Fault(
         name="a result is kept over a write to another tensor that it was made from",
         path="transformer_fast/tensor_cache.py",
-        old="            if ref() is not base or version != base._version:\n                return False\n",
-        new="            return ref() is base and version == base._version\n",
+        old="            if (ref is not None and ref() is not base) or version != base._version:\n"
+        "                return False\n",
+        new="            return (ref is None or ref() is base) and version == base._version\n",
         tests=("tests/interpreter/test_attention_tile_map.py",),
     ),
     Fault(

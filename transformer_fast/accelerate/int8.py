@@ -206,11 +206,11 @@ def _products(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     named = dict(zip(("query", "key", "value"), args)) | kwargs
     joined = inner[0].chunk(3) if len(inner) == 1 else inner
     yield from zip((named.get(name) for name in ("query", "key", "value")), joined)
-    # The output layer is not called. Its input is the result with an output layer that changes nothing.
-    nothing = {"out_proj.weight": torch.eye(len(last), dtype=last.dtype)}
+    # The output layer is not called: the identity as its weight gives its input.
+    identity = {"out_proj.weight": torch.eye(len(last), dtype=last.dtype)}
     if module.out_proj.bias is not None:
-        nothing["out_proj.bias"] = last.new_zeros(len(last))
-    yield functional_call(module, nothing, args, kwargs)[0], last
+        identity["out_proj.bias"] = last.new_zeros(len(last))
+    yield functional_call(module, identity, args, kwargs)[0], last
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
