@@ -38,8 +38,8 @@ PRIMES = 251, 127, 61, 47, 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2
 """Distances between blocks, in blocks; the first one that leaves a block in every row is used."""
 COLUMN = BLOCK * 31
 """Rows of a weight whose columns are all read. A weight with more rows may have a distance as large as that."""
-MIXER = 0x9E3779B97F4A7C15 - 2**64
-"""2^64 over the golden ratio, as a signed integer: its multiples have bits without a pattern."""
+FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 over the golden ratio, as a signed integer: a product with it spreads each bit over all higher ones."""
 
 
 def get_or_compute(
@@ -107,8 +107,7 @@ def stamp_of(weight: Tensor) -> tuple[int, ...]:
     The bits of the weight are read as integers of up to 64 bits: two values of fp32, four of 16 bits. A weight of up to
     4,096 integers, or with fewer than 8 in a row, is read whole. In a larger one, a block of 8 adjacent integers is
     read in every row, in columns that change from row to row. The stamp is the sum of the integers, or of the blocks,
-    modulo 2^64, each with the product of its two halves after exclusive or with a multiple of `MIXER`, by its position.
-    In a sum without products, changes of single bits, such as signs, cancel.
+    modulo 2^64, each mixed with its position first: in a plain sum, changes of single bits, such as signs, cancel.
 
     Seen are a write to any whole row, to a whole column of at least 248 rows, to all of the weight, and a permutation
     of rows or columns. In a larger weight, a write to single values is seen only if it changes a block: at worst one
@@ -133,9 +132,14 @@ def _stamp_of(weight: Tensor) -> tuple[int, ...]:
         # Blocks move through all columns unless the width is a multiple of the prime.
         stride = BLOCK * next((p for p in PRIMES if BLOCK * p <= most and width % p), 1)
         read = bits.as_strided((1 + (count - BLOCK) // stride, BLOCK), (stride, 1))
-    read, half = read.long(), 2**32 - 1
-    mixed = read ^ MIXER * torch.arange(1, len(read) + 1, device=bits.device)[:, None]
-    return tuple((read + (mixed & half) * (mixed >> 32 & half)).sum(0).tolist())
+    factors = FACTOR * torch.arange(1, 2 * len(read) + 1, 2, device=bits.device)
+    mixed = _upper_to_lower(_upper_to_lower(read.long(), 29) * factors[:, None], 32)
+    return tuple(mixed.sum(0).tolist())
+
+
+def _upper_to_lower(x: Tensor, shift: int) -> Tensor:
+    """Integers of 64 bits, with exclusive or of themselves shifted to the right, as unsigned ones."""
+    return x ^ (x >> shift) & 2 ** (64 - shift) - 1
 
 
 def _bits(weight: Tensor) -> Tensor:

@@ -9,19 +9,20 @@ namespace {
 
 // As in tensor_cache.py.
 constexpr int64_t kWhole = 4096, kBlock = 8, kColumn = kBlock * 31;
-constexpr uint64_t kMixer = 0x9E3779B97F4A7C15;
+constexpr uint64_t kFactor = 0x9E3779B97F4A7C15;
 constexpr std::array<int64_t, 15> kPrimes{251, 127, 61, 47, 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2};
 
 // Sums of the integers (count, width) in memory, each mixed with its row, per column, modulo 2^64.
 template <typename Integer, int64_t width>
 void add_up(const char* data, int64_t count, int64_t stride, uint64_t* sums) {
   for (int64_t i = 0; i < count; ++i) {
-    const uint64_t key = (static_cast<uint64_t>(i) + 1) * kMixer;
+    const uint64_t factor = (2 * static_cast<uint64_t>(i) + 1) * kFactor;
     for (int64_t column = 0; column < width; ++column) {
       Integer value;
       std::memcpy(&value, data + (i * stride + column) * static_cast<int64_t>(sizeof(Integer)), sizeof(Integer));
-      const uint64_t bits = static_cast<uint64_t>(static_cast<int64_t>(value)), mixed = bits ^ key;
-      sums[column] += bits + (mixed & UINT32_MAX) * (mixed >> 32);
+      uint64_t bits = static_cast<uint64_t>(static_cast<int64_t>(value));
+      bits = (bits ^ bits >> 29) * factor;
+      sums[column] += bits ^ bits >> 32;
     }
   }
 }

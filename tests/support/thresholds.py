@@ -300,6 +300,7 @@ OTHERS: dict[str, str] = {
     "transformer_fast/accelerate/probe.py:_ROWS": "rows of a trial's embedding",
     "transformer_fast/accelerate/report_text.py:WIDTH": "columns of a printed report",
     "transformer_fast/tensor_cache.py:BLOCK": "values that are read side by side",
+    "transformer_fast/tensor_cache.py:FACTOR": "a constant of a hash",
     "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",
     "transformer_fast/accelerate/held_objects.py:_HEAP_TYPE": "a flag of Python",
     "transformer_fast/accelerate/made.py:_DEPTH": "the depth of a search in containers",
