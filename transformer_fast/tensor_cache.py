@@ -25,7 +25,7 @@ T = TypeVar("T")
 _INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8
 
 NOT_SAVED = OrderedDict, ()
-"""What an attribute of a tensor reduces to, if it is neither copied nor saved with the tensor. PyTorch pickles the
+"""Reduced form of an attribute of a tensor that is neither copied nor saved with the tensor. PyTorch pickles the
 attributes of a tensor, and ``torch.load`` takes few classes."""
 ENTRIES = 32
 """Maximum number of results per tensor; the oldest is dropped. The limit bounds a buffer that is sliced anew in each

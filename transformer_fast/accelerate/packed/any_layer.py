@@ -85,7 +85,7 @@ class Way:
         assert parts is not None and parts.key_keep_mask is not None
         rows = parts.key_keep_mask[:, 0, 0]
         # One packing for all layers of a batch. On a CPU the values are compared, because writes may go unnoticed.
-        stamp = None if mask.is_cuda else rows.numpy().tobytes()
+        stamp = rows.numpy().tobytes() if mask.is_cpu else None
         return get_or_compute(mask, ("tokens", meaning), (), lambda: packing_of(rows, *rows.shape, mask.device), stamp)
 
     def kept(self, mask: Tensor, tokens: int) -> Tensor:

@@ -198,8 +198,8 @@ def _restore(layer: nn.Module, values: list[Tensor]) -> None:
 
 
 def _tensors_of(layer: nn.Module) -> dict[tuple[int, str], Tensor]:
-    """Tensors in attributes of a layer and the modules inside it, also in containers, that are no weights of a last
-    call which are computed when they are read."""
+    """Tensors in attributes of a layer and the modules inside it, also in containers. Attention weights that are
+    computed when they are read are none."""
     found = {}
     for place, module in enumerate(layer.modules()):
         for name, value in own_attributes(module):

@@ -194,8 +194,8 @@ def kind_of(mask: Tensor) -> Kind:
 MEANINGS = ("keep", "blocked", "added")
 """Meanings of a mask: nonzero takes part; nonzero is blocked; added to the scores."""
 HEAD_AXES = {2: ("", "keys"), 3: ("", "heads", "windows"), 4: ("",)}
-"""Where a mask gets its missing axes, by its dimensions: in front, (B, Lk) is for keys, (B, Lq, Lk) for all heads, and
-(windows, Lq, Lk) for every window in turn."""
+"""Places of the missing axes of a mask, by its dimensions: in front, (B, Lk) is for keys, (B, Lq, Lk) for all heads,
+and (windows, Lq, Lk) for every window in turn."""
 
 
 def scores_of(mask: Tensor, meaning: str, axis: str) -> Tensor | AttentionMask:

@@ -102,9 +102,9 @@ class Pattern:
     """Arguments that a named ``fused_forward`` takes in ``**others`` and passes on unchanged."""
 
     reads = False
-    """True if the pattern stands for many formulas, of which :meth:`read` finds that of a module."""
+    """True if the pattern stands for many formulas; :meth:`read` then finds the formula of one module."""
     key: Any
-    """What a pickle stores of the pattern: its name; or (name, reading) for a pattern that was read from a module."""
+    """Name of the pattern in a pickle; (name, reading) for a pattern that was read from a module."""
 
     def __init__(self, name: str = "") -> None:
         self.key = self.name = name or type(self).__name__
