@@ -36,6 +36,7 @@ void choose_continuations(const BeamChoice& params);
 void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
 void step_linear(const StepLinearParams& params);
 QuantizedKernels int8_kernels();
+NarrowKernels narrow_kernels();
 
 namespace {
 
@@ -57,7 +58,7 @@ extern "C" __attribute__((visibility("default"))) const Kernels* transformer_fas
       {typed_kernels<float>(), typed_kernels<double>(), typed_kernels<c10::Half>(), typed_kernels<c10::BFloat16>()},
       &fill_positional_table,
       {&choose_tokens, &choose_continuations},
-      {kStepPanel, &pack_step_weight, &step_linear, int8_kernels()}};
+      {kStepPanel, &pack_step_weight, &step_linear, int8_kernels(), narrow_kernels()}};
   return &kernels;
 }
 

@@ -1,11 +1,8 @@
-// Copies of a linear layer's weight that are kept for later calls. transformer_fast/layers/prepacked.py decides which
-// layers have them, and says which layout is the fastest for how many rows.
-#include "../python_module.h"
+#include "kept_weight.h"
 
 #include "eager_call.h"
 #include "linear.h"
 #include "prepacked_linear.h"
-#include "weight_stamp.h"
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
@@ -46,84 +43,71 @@ Tensor blocked(const Tensor& weight, int64_t rows) {
   return reorder->call(weight.detach().contiguous(), c10::SymInt(rows));
 }
 
-// What a copy was made of.
-struct Source {
-  const void* data;
-  uint32_t version;
-  at::ScalarType type;
-  c10::SmallVector<int64_t, 4> geometry;
-  WeightStamp stamp;
-
-  explicit Source(const Tensor& weight)
-      : data(weight.const_data_ptr()), version(weight._version()), type(weight.scalar_type()),
-        geometry(weight.sizes().begin(), weight.sizes().end()), stamp(stamp_of(weight)) {
-    geometry.append(weight.strides().begin(), weight.strides().end());
-  }
-
-  bool operator==(const Source&) const = default;
-};
-
-class KeptWeight {
- public:
-  KeptWeight(int64_t native_rows, int64_t blocked_rows) : native_rows_(native_rows), blocked_rows_(blocked_rows) {}
-
-  // x weight^T + bias, or None for a call that another product must compute.
-  py::object linear(py::handle x_, py::handle weight_, py::handle bias_) {
-    eager::Arguments arguments;
-    const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
-    const OptionalTensor bias = arguments.optional_floating(bias_);
-    if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
-      return py::none();
-    const int64_t in = weight.size(1), out = weight.size(0);
-    arguments.require(x.size(-1) == in && x.scalar_type() == weight.scalar_type() && x.numel() > 0 && out > 0);
-    if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
-    arguments.require(!weight.is_inference() && !eager::needs_gradient(x, weight, bias));
-    if (!arguments.ok()) return py::none();
-    const int64_t rows = x.numel() / in;
-    const Tensor operand = copy_for(weight, rows);
-    if (!operand.defined()) return py::none();
-    return eager::computed([&] {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      return operand.is_mkldnn() ? onednn_linear(x, operand, bias) : step_linear(x, operand, bias, out, false);
-    });
-  }
-
-  int64_t bytes() const {
-    const auto of = [](const Tensor& copy) { return copy.defined() ? copy.numel() * copy.element_size() : 0; };
-    return of(native_) + of(blocked_);
-  }
-
- private:
-  // Copy of the weight for this many rows, a new one if the weight was written to; undefined if there is no layout.
-  Tensor copy_for(const Tensor& weight, int64_t rows) {
-    const bool native = weight.scalar_type() == at::kFloat && rows <= native_rows_;
-    const bool wide = weight.scalar_type() != at::kFloat || rows <= blocked_rows_ ||
-                      onednn_is_faster(rows, weight.size(1), weight.size(0));
-    if (!native && !wide) return {};
-    Source source(weight);
-    if (!source_ || !(*source_ == source)) {
-      native_ = blocked_ = Tensor();
-      source_ = std::move(source);
-    }
-    if (native) {
-      if (!native_.defined()) native_ = pack_step_weight(weight.detach());
-      return native_;
-    }
-    if (!blocked_.defined()) blocked_ = blocked(weight, blocked_rows_);
-    return blocked_;
-  }
-
-  int64_t native_rows_, blocked_rows_;
-  std::optional<Source> source_;
-  Tensor native_, blocked_;
-};
-
 }  // namespace
+
+KeptWeight::Source::Source(const Tensor& weight)
+    : data(weight.const_data_ptr()), version(weight._version()), type(weight.scalar_type()),
+      geometry(weight.sizes().begin(), weight.sizes().end()), stamp(stamp_of(weight)) {
+  geometry.append(weight.strides().begin(), weight.strides().end());
+}
+
+Tensor KeptWeight::copy_for(const Tensor& weight, int64_t rows) {
+  const bool narrow = weight.scalar_type() == at::kBFloat16;
+  const bool native =
+      narrow ? has_narrow_linear() && rows <= narrow_rows_ : weight.scalar_type() == at::kFloat && rows <= native_rows_;
+  const bool wide = weight.scalar_type() != at::kFloat || rows <= blocked_rows_ ||
+                    onednn_is_faster(rows, weight.size(1), weight.size(0));
+  if (!native && !wide) return {};
+  Source source(weight);
+  if (!source_ || !(*source_ == source)) {
+    native_ = blocked_ = Tensor();
+    source_ = std::move(source);
+  }
+  if (native) {
+    if (!native_.defined()) native_ = narrow ? pack_narrow_weight(weight.detach()) : pack_step_weight(weight.detach());
+    return native_;
+  }
+  if (!blocked_.defined()) blocked_ = blocked(weight, blocked_rows_);
+  return blocked_;
+}
+
+Tensor kept_product(const Tensor& x, const Tensor& copy, const OptionalTensor& bias, int64_t outputs) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  if (copy.is_mkldnn()) return onednn_linear(x, copy, bias);
+  return x.scalar_type() == at::kBFloat16 ? narrow_linear(x, copy, bias, outputs)
+                                          : step_linear(x, copy, bias, outputs, false);
+}
+
+int64_t KeptWeight::bytes() const {
+  const auto of = [](const Tensor& copy) { return copy.defined() ? copy.numel() * copy.element_size() : 0; };
+  return of(native_) + of(blocked_);
+}
+
+// The eager fast path.
+namespace eager {
+namespace {
+
+// x weight^T + bias, or None for a call that another product must compute.
+py::object kept_linear(KeptWeight& kept, py::handle x_, py::handle weight_, py::handle bias_) {
+  Arguments arguments;
+  const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
+  const OptionalTensor bias = arguments.optional_floating(bias_);
+  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
+    return py::none();
+  const int64_t in = weight.size(1), out = weight.size(0);
+  arguments.require(x.size(-1) == in && x.scalar_type() == weight.scalar_type() && x.numel() > 0 && out > 0);
+  if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
+  arguments.require(!weight.is_inference() && !needs_gradient(x, weight, bias));
+  if (!arguments.ok()) return py::none();
+  const Tensor copy = kept.copy_for(weight, x.numel() / in);
+  return copy.defined() ? computed([&] { return kept_product(x, copy, bias, out); }) : py::none();
+}
 
 PYTHON_MODULE_FRAGMENT(m) {
   py::class_<KeptWeight>(m, "KeptWeight")
-      .def(py::init<int64_t, int64_t>(), py::kw_only(), py::arg("native_rows"), py::arg("blocked_rows"))
-      .def("linear", &KeptWeight::linear)
+      .def(py::init<int64_t, int64_t, int64_t>(), py::kw_only(), py::arg("native_rows"), py::arg("narrow_rows"),
+           py::arg("blocked_rows"))
+      .def("linear", &kept_linear)
       .def_property_readonly("bytes", &KeptWeight::bytes);
   m.def(
       "weight_stamp",
@@ -136,4 +120,6 @@ PYTHON_MODULE_FRAGMENT(m) {
       "Stamp of a weight (out, in) on the CPU, as tensor_cache.py defines it.");
 }
 
+}  // namespace
+}  // namespace eager
 }  // namespace transformer_fast

@@ -112,19 +112,56 @@ Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& 
   return out;
 }
 
-Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
-                        std::string_view activation) {
+bool has_narrow_linear() { return kernels().linear.narrow.linear != nullptr; }
+
+Tensor pack_narrow_weight(const Tensor& weight) {
+  const Tensor given = weight.contiguous();
+  const int64_t outputs = given.size(0), depth = given.size(1);
+  const auto* const data = given.const_data_ptr<at::BFloat16>();
+  std::vector<const at::BFloat16*> rows;
+  for (int64_t n = 0; n < outputs; ++n) rows.push_back(data + n * depth);
+  const Tensor packed =
+      at::cpu::empty({panels_of(outputs), (depth + 1) / 2, kernels().linear.panel}, weight.options().dtype(at::kInt));
+  kernels().linear.narrow.pack(rows.data(), outputs, depth, packed.mutable_data_ptr());
+  return packed;
+}
+
+Tensor narrow_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs) {
   const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
-  const int64_t depth = x.size(-1);
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
   const Tensor out = at::cpu::empty(sizes, x.options());
-  if (out.numel() == 0) return out;
-  kernels().linear.int8.linear({input.const_data_ptr<float>(), packed.const_data_ptr(),
-                                bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                                input.numel() / depth, depth, outputs,
-                                activation_of(Checks{"quantized_linear"}, activation)});
+  const int64_t depth = x.size(-1);
+  kernels().linear.narrow.linear({input.const_data_ptr<at::BFloat16>(), packed.const_data_ptr(),
+                                  bias ? added.const_data_ptr<at::BFloat16>() : nullptr,
+                                  out.mutable_data_ptr<at::BFloat16>(), input.numel() / depth, depth, outputs});
   return out;
+}
+
+std::vector<Tensor> quantized_linears(const Tensor& x, c10::ArrayRef<QuantizedWeight> weights) {
+  const Tensor input = x.contiguous();
+  const int64_t depth = x.size(-1);
+  auto sizes = x.sizes().vec();
+  std::vector<Tensor> results, biases;
+  std::vector<QuantizedLayer> layers;
+  for (const QuantizedWeight& weight : weights) {
+    sizes.back() = weight.outputs;
+    results.push_back(at::cpu::empty(sizes, x.options()));
+    biases.push_back(weight.bias ? weight.bias->contiguous() : Tensor());
+    layers.push_back({weight.packed.const_data_ptr(), weight.bias ? biases.back().const_data_ptr<float>() : nullptr,
+                      results.back().mutable_data_ptr<float>(), weight.outputs,
+                      activation_of(Checks{"quantized_linear"}, weight.activation)});
+  }
+  const int64_t rows = depth > 0 ? input.numel() / depth : 0;
+  if (rows > 0)
+    kernels().linear.int8.linear(
+        {input.const_data_ptr<float>(), rows, depth, layers.data(), static_cast<int64_t>(layers.size())});
+  return results;
+}
+
+Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
+                        std::string_view activation) {
+  return quantized_linears(x, QuantizedWeight{packed, bias, outputs, activation})[0];
 }
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {

@@ -1,4 +1,4 @@
-"""An activation in the pass of the linear layer before it, for layers with int8 weights."""
+"""Activations by name; an activation in the pass of the linear layer before it, for layers with int8 weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ _OF_TRANSFORMERS = {
     "transformers.activations.GELUActivation": "gelu",
     "transformers.activations.GELUTanh": "gelu_tanh",
     "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
 }
-"""Activations of transformers with the formulas of ``nn.GELU``."""
+"""Activations of transformers, by class."""
+_OF_PRODUCT = ("relu", "gelu", "gelu_tanh")
+"""Activations of the op ``quantized_linear``."""
 
 
 def activated_linear(linear: nn.Module, x: Tensor, activation: Any) -> Tensor | None:
     """Compute ``activation(linear(x))`` for a function or a module; None if that is not one pass here."""
-    if not has_int8(linear) or type(x) is not Tensor or not is_plain(linear) or not (name := _name_of(activation)):
+    if not has_int8(linear) or type(x) is not Tensor or not is_plain(linear):
+        return None
+    if (name := name_of(activation)) not in _OF_PRODUCT:
         return None
     return int8_product(linear, x, linear.weight, linear.bias, name)
 
 
-def _name_of(activation: Any) -> str:
-    """Name of an activation for the op ``quantized_linear``, "" for another one."""
+def name_of(activation: Any) -> str:
+    """Name of a function or module: "relu", "gelu", "gelu_tanh" or "quick_gelu"; "" for another one."""
     if activation is F.relu or activation is torch.relu:
         return "relu"
     if activation is F.gelu:

@@ -38,14 +38,23 @@ def int8_product(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
         RuntimeError: in training mode, if a gradient is needed, under autocast, in an exported or traced call, and for
             weights or an input that are not fp32 on a CPU, and for an input of another width.
     """
-    if reason := _obstacle(module, x, weight):
-        raise RuntimeError(f'accelerate(quantize="int8"): {reason}')
-    freed = module.__dict__.get(FREED)
+    packed = int8_operand(module, x, weight)
     inputs = weight.shape[1]
     if x.shape[-1:] != (inputs,):  # the layout is rounded up to whole words, so the op cannot tell
         raise RuntimeError(f"int8 layers: x must be of shape (..., {inputs}), got {tuple(x.shape)}")
-    packed = freed.of(module, weight) if freed is not None and weight.is_meta else kept_int8(weight)
     return torch.ops.transformer_fast.quantized_linear(x, packed, bias, weight.shape[0], activation)
+
+
+def int8_operand(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """Int8 weights of a layer for a call with x, in the layout of the kernel.
+
+    Raises:
+        RuntimeError: as :func:`int8_product`, except for the width of x.
+    """
+    if reason := _obstacle(module, x, weight):
+        raise RuntimeError(f'accelerate(quantize="int8"): {reason}')
+    freed = module.__dict__.get(FREED)
+    return freed.of(module, weight) if freed is not None and weight.is_meta else kept_int8(weight)
 
 
 # As torch.compiler.disable does, without importing the compiler: a cache is no part of a graph.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import eager
 from ..ops.linear import projections
 from .by_torch import by_torch
 from .hooks import is_plain
 from .int8 import FREED
-from .prepacked import LAYOUT, has_int8, product_of
+from .prepacked import LAYOUT, has_int8, operand_of, product_of
 from .quantised_as import QuantisedAs
 
 
@@ -67,8 +68,37 @@ def apply_linears(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> lis
     return results
 
 
+def parts_of_product(module: nn.Module, x: Tensor) -> tuple[Any, ...] | None:
+    """Weight, bias and operand (:func:`~.prepacked.operand_of`) of a linear layer in evaluation; None for any other
+    module, which must be called."""
+    if not is_plain(module, nn.Linear, Linear) or module.training:
+        return None
+    if (weight := module._parameters["weight"]) is None:
+        return None
+    return weight, module._parameters["bias"], operand_of(module, x, weight)
+
+
+def evaluated_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
+    """Compute ``module(x)`` for linear layers in one call of the extension, in evaluation on a CPU.
+
+    Args:
+        modules: linear layers with one input.
+        x: (..., in).
+
+    Returns:
+        (..., out) for each layer. None for a call that the modules must compute, as for
+        :func:`~.evaluated_block.block_end`.
+    """
+    direct = eager.native()
+    if direct is None or not x.is_cpu or torch._C._is_tracing():
+        return None
+    parts = [parts_of_product(module, x) for module in modules]
+    return None if None in parts else direct.evaluated_linears(x, tuple(parts))
+
+
 def _of_one_input(modules: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
     linears = [module for module in modules if is_linear(module)]
     if len(linears) != len(modules) or any(LAYOUT in module.__dict__ for module in linears):
-        return [apply_linear(module, x) for module in modules]
+        found = evaluated_linears(modules, x) if len(modules) > 1 else None
+        return found or [apply_linear(module, x) for module in modules]
     return projections(x, [module.weight for module in linears], [module.bias for module in linears])

@@ -6,7 +6,7 @@ Copies that are kept for later calls are stored on the parameters (`tensor_cache
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,12 @@ from .. import extension
 from ..ops import eager
 from ..ops.linear import linear
 from ..tensor_cache import get_or_compute, results_of, stamp_of
-from .int8 import INT8_COPY, int8_product
+from .int8 import INT8_COPY, int8_operand, int8_product
 
 NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
 """Rows up to which the native product is the fastest, by vector unit."""
+NARROW_ROWS = 64
+"""Rows up to which the native product is the fastest in bfloat16, on processors with AVX512-BF16."""
 NARROW = 256
 """Inputs up to which the native product is the fastest for `COPIED_ROWS` too, on these units: oneDNN's call costs
 more than it saves."""
@@ -78,6 +80,12 @@ def has_int8(module: nn.Module) -> bool:
 
 
 def _kept_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    kept = kept_weight(weight)
+    return None if kept is None else kept.linear(x, weight, bias)
+
+
+def kept_weight(weight: Tensor) -> Any | None:
+    """The object of the extension that keeps copies of a parameter, or of a view of one; None if there is none."""
     direct = eager.native()
     if direct is None or not isinstance(weight, Tensor):
         return None
@@ -91,8 +99,21 @@ def _kept_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | No
     kept = results.get(key)
     if kept is None:
         rows = native_rows(0, weight.shape[-1])
-        kept = results[key] = direct.KeptWeight(native_rows=rows, blocked_rows=COPIED_ROWS)
-    return kept.linear(x, weight, bias)
+        kept = direct.KeptWeight(native_rows=rows, narrow_rows=NARROW_ROWS, blocked_rows=COPIED_ROWS)
+        results[key] = kept
+    return kept
+
+
+def operand_of(module: nn.Module, x: Tensor, weight: Tensor) -> Any | None:
+    """Operand of a product in the module's layout, in place of the weight: int8 weights, the object that keeps copies,
+    or None.
+
+    Raises:
+        RuntimeError: for a layout with int8 weights, in a call that it does not take.
+    """
+    if has_int8(module):
+        return int8_operand(module, x, weight)
+    return kept_weight(weight) if LAYOUT in module.__dict__ and not module.training else None
 
 
 def forget_kept(module: nn.Module) -> None:

@@ -104,7 +104,7 @@ def layer_norm(
     if unknown:
         raise unknown_names("layer_norm", unknown)
     if eps is None:
-        eps = _machine_epsilon(x if residual is None else residual)
+        eps = machine_epsilon(x if residual is None else residual)
     extension, by_triton, seed = eager.fast_path("layer_norm", x, dropout_p)
     if extension is not None:
         result = extension.layer_norm(by_triton, x, weight, bias, eps, kind, residual, dropout_p, seed)
@@ -131,11 +131,11 @@ def eager_layer_norm(
     if not (direct := eager.native()):
         return None
     if eps is None:
-        eps = _machine_epsilon(x if residual is None else residual)
+        eps = machine_epsilon(x if residual is None else residual)
     return direct.layer_norm(False, x, weight, bias, eps, kind, residual, 0.0, None)
 
 
-def _machine_epsilon(rows: Any) -> float:
+def machine_epsilon(rows: Any) -> float:
     return 2.0**-52 if getattr(rows, "dtype", None) == torch.float64 else 2.0**-23
 
 

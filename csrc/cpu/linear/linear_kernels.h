@@ -1,6 +1,8 @@
-// Kernels of linear layers with weights in a layout of their own (step_linear.cpp, quantized_linear.cpp), for float, on
+// Kernels of linear layers with weights in a layout of their own (step_linear.cpp, quantized_linear.cpp, narrow_linear.cpp), on
 // contiguous memory.
 #pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
 
 #include <cstdint>
 
@@ -17,13 +19,20 @@ struct StepLinearParams {
 enum class Activation { kNone, kRelu, kGelu, kGeluTanh };
 
 // out (rows, outputs) = activation(x (rows, depth) by quantised weights, plus a bias (outputs) unless it is null).
-struct QuantizedLinearParams {
-  const float* x;
+struct QuantizedLayer {
   const void* packed;
   const float* bias;
   float* out;
-  int64_t rows, depth, outputs;
+  int64_t outputs;
   Activation activation;
+};
+
+// Layers with the same input, which is quantised once.
+struct QuantizedLinearParams {
+  const float* x;
+  int64_t rows, depth;
+  const QuantizedLayer* layers;
+  int64_t count;
 };
 
 // Number of rows of words at the beginning of a panel of quantised weights: scales of the outputs (float), and sums of
@@ -39,6 +48,22 @@ struct QuantizedKernels {
   void (*linear)(const QuantizedLinearParams& params);
 };
 
+// out (rows, outputs) = x (rows, depth) by packed weights, plus a bias (outputs) unless it is null.
+struct NarrowLinearParams {
+  const c10::BFloat16* x;
+  const void* packed;
+  const c10::BFloat16* bias;
+  c10::BFloat16* out;
+  int64_t rows, depth, outputs;
+};
+
+// For weights in bfloat16; null where the vector unit has no such products.
+struct NarrowKernels {
+  // Packs weights to (panels, groups, panel) words; a group is two inputs, in one word.
+  void (*pack)(const c10::BFloat16* const* rows, int64_t outputs, int64_t depth, void* packed);
+  void (*linear)(const NarrowLinearParams& params);
+};
+
 struct LinearKernels {
   // Number of outputs in a panel of packed weights.
   int64_t panel;
@@ -46,6 +71,7 @@ struct LinearKernels {
   void (*pack_step_weight)(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
   void (*step_linear)(const StepLinearParams& params);
   QuantizedKernels int8;
+  NarrowKernels narrow;
 };
 
 }  // namespace transformer_fast

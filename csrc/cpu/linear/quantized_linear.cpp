@@ -23,11 +23,9 @@ using V = Vector<float>;
 using Words = Ahead<int32_t>;
 
 constexpr int64_t kPanel = kStepPanel;
-constexpr int64_t kBlock = 192;  // rows of a task
-constexpr int64_t kAhead = 16;   // number of groups between the fetch of weights and their use
+constexpr int64_t kBlock = 192;   // rows of a task
+constexpr int64_t kFar = 262144;  // results that do not fit a second-level cache of 1 MB
 constexpr int64_t kLine = 64 / sizeof(int32_t);
-// 12 x 2 or 6 x 2 sums, 2 vectors of weights, a broadcast and a product.
-constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
 // A panel of packed weights, and the end of its computation.
 struct Panel {
@@ -38,6 +36,7 @@ struct Panel {
   const float* bias;  // kPanel numbers
   Activation activation;
   int64_t columns;  // of the panel that exist
+  bool far;         // the results do not fit the second-level cache: their lines are fetched before they are written
 };
 
 V activated(V v, Activation activation) {
@@ -58,14 +57,17 @@ V activated(V v, Activation activation) {
 void finish(I sums, float x_scale, const Panel& panel, int half, float* out) {
   const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
   if (count <= 0) return;
-  const V v = __builtin_convertvector(sums, V) * (x_scale * load(panel.scales + n)) + load(panel.bias + n);
-  store_some(out + n, activated(v, panel.activation), count);
+  const V sum = __builtin_convertvector(sums, V) * (x_scale * load(panel.scales + n)) + load(panel.bias + n);
+  const V v = activated(sum, panel.activation);
+  count == kW ? store(out + n, v) : store_some(out + n, v, count);
 }
 
 template <typename Products, int kRows>
 void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, const Words& ahead, float* out,
               int64_t out_stride) {
   const int32_t* const words = x.words + row * x.stride;
+  for (int m = 0; panel.far && m < kRows; ++m)
+    for (int half = 0; half < 2; ++half) __builtin_prefetch(out + (row + m) * out_stride + half * kW, 1);
   I sums[kRows][2];
   for (auto& of_row : sums)
     for (int half = 0; half < 2; ++half) of_row[half] = Products::begin(load_words(panel.sums + half * kW));
@@ -87,14 +89,6 @@ void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, const Wor
   for (int m = 0; m < kRows; ++m)
     for (int half = 0; half < 2; ++half)
       finish(sums[m][half], x.scales[row + m], panel, half, out + (row + m) * out_stride);
-}
-
-template <typename Products, int kRows = kMostRows>
-void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Panel& panel, const Words& ahead,
-                   float* out, int64_t stride) {
-  if constexpr (kRows > 1)
-    if (rows < kRows) return multiply_some<Products, kRows - 1>(x, row, rows, panel, ahead, out, stride);
-  multiply<Products, kRows>(x, row, panel, ahead, out, stride);
 }
 
 #if defined(TRANSFORMER_FAST_TILES)
@@ -131,17 +125,9 @@ void multiply_tiles(const QuantizedRows& x, int64_t row, int64_t rows, const Pan
 template <typename Products>
 void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel& panel, float* out, int64_t stride) {
   if constexpr (Products::kRows == 1) {
-    const int64_t rows = end - row, passes = (rows + kMostRows - 1) / kMostRows;
-    const int64_t share = (kPanel + passes - 1) / passes, words = panel.groups * kPanel;
-    for (int64_t pass = 0; pass < passes; ++pass) {
-      const int64_t from = row + pass * rows / passes, to = row + (pass + 1) * rows / passes;
-      const int64_t fetched = pass * panel.groups * share;
-      // A single pass is limited by reading its weights. With several passes, each fetches a part of the next panel.
-      const Words ahead = passes == 1       ? Words{panel.weights + kAhead * kPanel, kPanel}
-                          : fetched < words ? Words{panel.weights + words + fetched, share}
-                                            : Words{panel.weights, 0};
-      multiply_some<Products>(x, from, to - from, panel, ahead, out, stride);
-    }
+    for_passes(row, end, panel.weights, panel.groups, [&](int64_t from, auto rows, const Words& ahead) {
+      multiply<Products, rows>(x, from, panel, ahead, out, stride);
+    });
   }
 #if defined(TRANSFORMER_FAST_TILES)
   if constexpr (Products::kRows == kTileRows) {
@@ -152,10 +138,13 @@ void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel
 #endif
 }
 
+int64_t panels_of(const QuantizedLayer& layer) { return (layer.outputs + kPanel - 1) / kPanel; }
+
 template <typename Products>
 void linear(const QuantizedLinearParams& p) {
-  const int64_t rows = p.rows, outputs = p.outputs, panels = (outputs + kPanel - 1) / kPanel;
-  const int64_t groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
+  const int64_t rows = p.rows, groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
+  int64_t panels = 0;
+  for (int64_t i = 0; i < p.count; ++i) panels += panels_of(p.layers[i]);
   const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
   const auto start_of = [&](int64_t block) {
     return block == blocks ? rows : block * rows / blocks / Products::kRows * Products::kRows;
@@ -163,19 +152,23 @@ void linear(const QuantizedLinearParams& p) {
   parallel_for(0, blocks * panels, 1, [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const typename Products::Session session(rows);
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % panels * kPanel, columns = std::min(kPanel, outputs - first);
-      const auto words = static_cast<const int32_t*>(p.packed) + task % panels * (kPanelHeader + groups) * kPanel;
+      const QuantizedLayer* layer = p.layers;
+      int64_t of_layer = task % panels;
+      for (; of_layer >= panels_of(*layer); ++layer) of_layer -= panels_of(*layer);
+      const int64_t first = of_layer * kPanel, columns = std::min(kPanel, layer->outputs - first);
+      const auto words = static_cast<const int32_t*>(layer->packed) + of_layer * (kPanelHeader + groups) * kPanel;
       float bias[kPanel] = {};
-      if (p.bias) std::copy_n(p.bias + first, columns, bias);
+      if (layer->bias) std::copy_n(layer->bias + first, columns, bias);
       const Panel panel{reinterpret_cast<const float*>(words),
                         words + kPanel,
                         words + kPanelHeader * kPanel,
                         groups,
                         bias,
-                        p.activation,
-                        columns};
+                        layer->activation,
+                        columns,
+                        rows * layer->outputs >= kFar};
       const int64_t block = task / panels;
-      multiply_rows<Products>(x, start_of(block), start_of(block + 1), panel, p.out + first, outputs);
+      multiply_rows<Products>(x, start_of(block), start_of(block + 1), panel, layer->out + first, layer->outputs);
     }
   });
 }

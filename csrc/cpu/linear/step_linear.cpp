@@ -18,8 +18,6 @@ using V = Vector<float>;
 constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
 constexpr int64_t kDepth = 64;  // inputs per block: weights, next weights and rows fit the first-level cache
 constexpr int64_t kLine = 64 / sizeof(float);
-// 12 x 2 sums, 2 vectors of weights and a broadcast of 32 registers.
-constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
 struct InputRows {
   const float* data;
@@ -78,14 +76,6 @@ void multiply_block(InputRows x, const float* weights, const Ahead<float>& next,
   }
 }
 
-template <int kRows = kMostRows>
-void multiply_some(int64_t rows, InputRows x, const float* weights, const Ahead<float>& next, int64_t depth, float* out,
-                   int64_t out_stride, const Edges& edges) {
-  if constexpr (kRows > 1)
-    if (rows < kRows) return multiply_some<kRows - 1>(rows, x, weights, next, depth, out, out_stride, edges);
-  multiply_block<kRows>(x, weights, next, depth, out, out_stride, edges);
-}
-
 // Copies rows for a thread, because rows a power of two apart would share a few sets of the cache.
 InputRows copy_rows(const float* x, int64_t rows, int64_t depth) {
   if (rows == 1) return {x, depth};
@@ -140,7 +130,9 @@ void step_linear(const StepLinearParams& p) {
           float* result = to + m * outputs + panel * kPanel;
           const int64_t fetched = pass * count * share;  // a part in each pass
           const Ahead<float> ahead{next + fetched, fetched < count * kPanel ? share : 0};
-          multiply_some(until - m, part, block, ahead, count, result, outputs, edges);
+          with_rows(until - m, [&](auto constant) {
+            multiply_block<constant>(part, block, ahead, count, result, outputs, edges);
+          });
           m = until;
         }
       }
