@@ -46,12 +46,13 @@ def torchs() -> nn.Module:
 TEXTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "bert": (bert, """\
 attention: fused in 2 of 2 modules (BertSelfAttention, through transformers' interface)
-20 modules swapped, 12 left; nothing to gain in 14 Linear, 1 ModuleList, 1 Tanh
- 3 nn.Embedding               -> layers.Embedding                 bert.embeddings.word_embeddings and 2 more
- 5 nn.LayerNorm               -> layers.LayerNorm                 bert.embeddings.LayerNorm and 4 more
- 8 nn.Dropout                 -> layers.Dropout                   bert.embeddings.dropout and 7 more
- 4 BertSelfOutput, BertOutput -> fused dense, dropout, LayerNorm  bert.encoder.layer.*.attention.output and 2 more
-12 of 8 classes               left: unknown structure (the model, bert.embeddings, bert.encoder and 9 more)
+28 modules swapped, 6 left; nothing to gain in 14 Linear, 1 ModuleList, 1 Tanh
+3 nn.Embedding               -> layers.Embedding                 bert.embeddings.word_embeddings and 2 more
+5 nn.LayerNorm               -> layers.LayerNorm                 bert.embeddings.LayerNorm and 4 more
+8 nn.Dropout                 -> layers.Dropout                   bert.embeddings.dropout and 7 more
+8 of 4 classes               -> fused BERT layer                 bert.encoder.layer.* and 6 more
+4 BertSelfOutput, BertOutput -> fused dense, dropout, LayerNorm  bert.encoder.layer.*.attention.output and 2 more
+6 of 5 classes               left: unknown structure (the model, bert.embeddings, bert.encoder and 3 more)
 """),
     "whisper": (whisper, """\
 attention: fused in 9 of 9 modules (WhisperAttention, through transformers' interface)

@@ -28,7 +28,7 @@ from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, Watching, output_layers
 from .packed import pack
 from .padding_notes import padding_notes
-from .patterns import INT8_PATTERNS, PATTERNS
+from .patterns import PATTERNS
 from .patterns.base import Pattern, accelerated_class
 from .probe import probe, read, signature
 from .rebinding import Obstacle
@@ -230,7 +230,7 @@ class _Walk:
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
-        for known in (*PATTERNS, *INT8_PATTERNS) if self.int8 else PATTERNS:
+        for known in PATTERNS:
             if not _matches(known, module):
                 continue
             obstacle, pattern = self._obstacle(module, "attention"), known
@@ -242,7 +242,7 @@ class _Walk:
             if not difference:
                 for child in pattern.inlined_children(module):
                     self._watch(child)
-                self._swap(path, module, accelerated_class(pattern, module), f"fused {pattern.name}")
+                self._swap(path, module, accelerated_class(pattern, module), f"fused {pattern.title or pattern.name}")
                 hold(module)
                 return
             if obstacle or not family:  # else it has these names from torch's class

@@ -12,15 +12,7 @@ from .base import Pattern, declared
 
 _FILES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 
-
-def _patterns(name: str) -> tuple[Pattern, ...]:
-    """The patterns that a list of this name holds in some file, in the order of their declaration."""
-    return tuple(pattern for pattern in declared() if any(pattern in getattr(file, name, ()) for file in _FILES))
-
-
-PATTERNS = _patterns("PATTERNS")
-INT8_PATTERNS = _patterns("INT8_PATTERNS")
-"""Patterns that are of use with int8 weights alone."""
+PATTERNS = tuple(pattern for pattern in declared() if any(pattern in getattr(file, "PATTERNS", ()) for file in _FILES))
 KNOWS: tuple[tuple[str, str], ...] = tuple(row for file in _FILES for row in getattr(file, "KNOWS", ()))
 
-__all__ = ["INT8_PATTERNS", "KNOWS", "PATTERNS", "Pattern"]
+__all__ = ["KNOWS", "PATTERNS", "Pattern"]

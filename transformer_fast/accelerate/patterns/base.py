@@ -101,6 +101,8 @@ class Pattern:
     passed_on: tuple[str, ...] = ()
     """Arguments that a named ``fused_forward`` takes in ``**others`` and passes on unchanged."""
 
+    title = ""
+    """Name of several patterns in a report: parts of one structure; "" for the pattern's own name."""
     reads = False
     """True if the pattern stands for many formulas; :meth:`read` then finds the formula of one module."""
     key: Any

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.activated import activated_linear
-from ...layers.dropout import apply_dropout
+from ...layers.dropout import apply_dropout, fused_p
+from ...layers.evaluated_block import block_end
 from ...layers.feed_forward import linear_relu_dropout
 from ...layers.hooks import is_plain
 from ...layers.norm import Unsummed, norm_and_sum
@@ -36,17 +37,42 @@ def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
     return norm_unsummed(x, y, drop)
 
 
-def run(x: Tensor, steps: Iterable[Step], *, norm_first: bool) -> Tensor:
-    """Compute ``x + dropout(function(norm(x)))`` or ``norm(x + dropout(function(x)))`` per step, in order."""
+Network = tuple[nn.Module, Any, nn.Module]
+"""A feed-forward network: a linear layer, an activation, and a linear layer."""
+
+
+def run(x: Tensor, steps: Iterable[Step], *, norm_first: bool, network: Network | None = None) -> Tensor:
+    """Compute ``x + dropout(function(norm(x)))`` or ``norm(x + dropout(function(x)))`` per step, in order.
+
+    Args:
+        x: (B, L, d_model).
+        steps: attention first.
+        norm_first: True for the first formula.
+        network: parts of the second and last step, if they are known.
+    """
+    (norm, attend, drop), *rest = steps
+    attended = attend(norm(x) if norm_first else x)
+    if network is not None:
+        ((last_norm, _, last_drop),) = rest
+        if is_off(drop) and is_off(last_drop):
+            out = block_end(x, attended, None, norm, *network, last_norm, norm_first=norm_first)
+            if out is not None:
+                return out
+    last = unsummed(x, attended, drop)
     if not norm_first:
-        for norm, function, drop in steps:
+        x, _ = norm_and_sum(norm, last)
+        for norm, function, drop in rest:
             x, _ = norm_and_sum(norm, unsummed(x, function(x), drop))
         return x
-    last: Tensor | Unsummed = x
-    for norm, function, drop in steps:
+    for norm, function, drop in rest:
         normed, summed = norm_and_sum(norm, last)
         last = unsummed(summed, function(normed), drop)
-    return last.summed() if isinstance(last, Unsummed) else last
+    return last.summed()
+
+
+def is_off(drop: nn.Module | float) -> bool:
+    """Return True for a dropout that drops nothing now."""
+    return (fused_p(drop) if isinstance(drop, nn.Module) else drop) == 0.0
 
 
 def activated(linear: nn.Module, activation: Any, x: Tensor, drop: nn.Module | float) -> Tensor:
@@ -77,20 +103,6 @@ def block_calls(width: int, *names: str) -> Iterable[tuple[Any, ...]]:
     given = {name: value for name, value in others.items() if name in ("attention_mask", *names)}
     alone = {name: value for name, value in given.items() if "encoder" not in name}
     return (x, Keywords(given)), (x, Keywords({**given, "of_no_name": 0.7})), (x, Keywords(alone)), (x, mask), (x, None)
-
-
-class DenseNorm(Pattern):
-    """``norm(dropout(dense(x)) + residual)``."""
-
-    def __init__(self, norm: str) -> None:
-        super().__init__(f"dense, dropout, {norm}")
-        self.norm, self.parts = norm, {"dense": LINEAR, "dropout": DROPOUT, norm: NORM}
-
-    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        return [(torch.randn(2, 5, m.dense.in_features), torch.randn(2, 5, m.dense.out_features))]
-
-    def fused_forward(self, m: Any, x: Tensor, residual: Tensor) -> Tensor:
-        return norm_and_sum(getattr(m, self.norm), unsummed(residual, m.dense(x), m.dropout))[0]
 
 
 class BartEncoderLayer(Pattern):
@@ -127,7 +139,8 @@ class BartEncoderLayer(Pattern):
         if cross is not None:
             steps.append((m.encoder_attn_layer_norm, lambda x: m.encoder_attn(x, **cross)[0], p))
         steps.append((m.final_layer_norm, lambda x: m.fc2(activated(m.fc1, m.activation_fn, x, inner_p)), p))
-        return run(x, steps, norm_first=self.norm_first)
+        network = (m.fc1, m.activation_fn, m.fc2) if cross is None and inner_p == 0.0 else None
+        return run(x, steps, norm_first=self.norm_first, network=network)
 
 
 class BartDecoderLayer(BartEncoderLayer):
@@ -166,22 +179,31 @@ class BartDecoderLayer(BartEncoderLayer):
 class FeedForward(Pattern):
     """``dropout(second(activation(first(x))))``; the surrounding block fuses the dropout with the next sum."""
 
-    def __init__(self, name: str, first: str, second: str, activation: str) -> None:
+    def __init__(self, name: str, first: str, second: str, activation: str, *, dropout: bool = True) -> None:
         super().__init__(name)
         self.names = first, second, activation
-        self.parts = {first: ANY, second: ANY, activation: ANY, "dropout": DROPOUT}
+        self.parts = {first: ANY, second: ANY, activation: ANY, **({"dropout": DROPOUT} if dropout else {})}
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         first = getattr(m, self.names[0])
         return [(torch.randn(2, 5, first.in_features if hasattr(first, "in_features") else first.nx),)]
 
     def fused_forward(self, m: Any, x: Tensor) -> Tensor | None:
-        return None if in_chunks(m) else apply_dropout(m.dropout, self.undropped(m, x))
+        return None if in_chunks(m) else apply_dropout(self.dropout(m), self.undropped(m, x))
+
+    def dropout(self, m: Any) -> nn.Module | float:
+        """Dropout of the output."""
+        return m.dropout if "dropout" in self.parts else 0.0
 
     def undropped(self, m: Any, x: Tensor) -> Tensor:
         """Compute the output before the dropout."""
-        first, second, activation = (getattr(m, name) for name in self.names)
+        first, activation, second = self.network(m)
         return second(activated(first, activation, x, 0.0))
+
+    def network(self, m: Any) -> Network:
+        """Parts of the network."""
+        first, second, activation = (getattr(m, name) for name in self.names)
+        return first, activation, second
 
 
 def in_chunks(m: Any) -> bool:
@@ -194,7 +216,15 @@ def feed_forward_step(norm: nn.Module, m: nn.Module) -> Step:
     pattern = pattern_of(m)
     if not isinstance(pattern, FeedForward) or in_chunks(m):
         return norm, m, 0.0
-    return norm, lambda x: pattern.undropped(m, x), m.dropout
+    return norm, lambda x: pattern.undropped(m, x), pattern.dropout(m)
+
+
+def network_of(m: nn.Module) -> Network | None:
+    """Parts of a feed-forward network; None for a module that must be called."""
+    pattern = pattern_of(m)
+    if not isinstance(pattern, FeedForward) or in_chunks(m) or not is_plain(m) or not pattern.fits(m):
+        return None
+    return pattern.network(m)
 
 
 class Gpt2Block(Pattern):
@@ -285,15 +315,23 @@ class EncoderBlock(Pattern):
         """Compute the block, given its attention as a function."""
         _, norm, mlp, last_norm = (getattr(m, name) for name in self.names)
         drop: nn.Module | float = m.dropout if self.dropout else 0.0
-        first: Step = (norm, followed(attend, m, self.after[0]), drop)
-        network: Step = (last_norm, followed(mlp, m, self.after[1]), drop)
-        last = feed_forward_step(last_norm, mlp) if self.dropout is False else network
-        return run(x, (first, last), norm_first=self.norm_first)
+        after = [following(m, names) for names in self.after]
+        first: Step = (norm, followed(attend, after[0]), drop)
+        last: Step = (last_norm, followed(mlp, after[1]), drop)
+        if self.dropout is False:
+            last = feed_forward_step(last_norm, mlp)
+        network = None if m.training or after[1] else network_of(mlp)
+        return run(x, (first, last), norm_first=self.norm_first, network=network)
 
 
-def followed(function: Callable[[Tensor], Tensor], m: nn.Module, names: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
-    """The function, followed by those children of a module that it has."""
-    modules = [m._modules[name] for name in names if m._modules.get(name) is not None]
+def following(m: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """The children of these names that a module has and that compute something."""
+    children = [m._modules[name] for name in names if m._modules.get(name) is not None]
+    return [child for child in children if not is_plain(child, nn.Identity)]
+
+
+def followed(function: Callable[[Tensor], Tensor], modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+    """The function, followed by modules."""
     if not modules:
         return function
 
@@ -325,28 +363,14 @@ _DINO = (("layer_scale1", "drop_path"), ("layer_scale2", "drop_path"))
 _PLAIN = (("drop_path",), ("drop_path",))
 
 
-class Intermediate(Pattern):
-    """``intermediate_act_fn(dense(x))``."""
-
-    parts = children(dense=LINEAR, intermediate_act_fn=ANY)
-
-    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        return [(torch.randn(2, 5, m.dense.in_features),)]
-
-    def fused_forward(self, m: Any, x: Tensor) -> Tensor:
-        return activated(m.dense, m.intermediate_act_fn, x, 0.0)
-
-
-INT8_PATTERNS = (Intermediate("dense, activation"),)
-
 PATTERNS = (
-    *(DenseNorm(name) for name in ("LayerNorm", "layer_norm", "norm")),
     BartEncoderLayer("BartEncoderLayer", norm_first=False),
     BartEncoderLayer("PreNormBartEncoderLayer", norm_first=True),
     BartDecoderLayer("BartDecoderLayer", norm_first=False),
     BartDecoderLayer("PreNormBartDecoderLayer", norm_first=True),
     FeedForward("DistilBertFeedForward", "lin1", "lin2", "activation"),
     FeedForward("Gpt2FeedForward", "c_fc", "c_proj", "act"),
+    FeedForward("ClipFeedForward", "fc1", "fc2", "activation_fn", dropout=False),
     Gpt2Block("Gpt2Block"),
     EncoderBlock(
         "DistilBertBlock", "attention", "sa_layer_norm", "ffn", "output_layer_norm", norm_first=False, dropout=False
