@@ -16,6 +16,7 @@ from benchmarks.elsewhere import page
 
 ANSWERS: dict[str, list[dict[str, Any]]] = json.loads(page.ANSWERS.read_text())
 TESTS = Path(__file__).parents[1]
+GUESSES = TESTS.parent / "findings/guesses.md"
 HELD: dict[str, tuple[str, ...]] = {
     "PyTorch 2.13 on a CPU joins a mask": (
         "ops/test_scaled_dot_product_attention.py::test_a_mask_and_is_causal",
@@ -80,6 +81,19 @@ HELD: dict[str, tuple[str, ...]] = {
         "ops/test_linear_compiled.py::test_a_compiler_that_says_it_exports_gets_the_op",
         "ops/test_linear_compiled.py::test_three_products_go_to_the_op_and_are_those_of_eager_code",
     ),
+    "eager and sdpa attention": (
+        "ops/test_every_op.py::test_manual_seed_governs_the_dropout_of_every_backend",
+        "ops/test_scaled_dot_product_attention.py::test_the_seed_of_torch_governs_dropout",
+    ),
+    "a row of `F.linear`": ("elsewhere/test_calls.py::test_a_row_of_an_int8_layer_depends_on_no_other",),
+    "AdamW decays": ("elsewhere/test_calls.py::test_what_has_no_gradient_has_none",),
+    "norms take float32": ("elsewhere/test_calls.py::test_norms_keep_the_dtype_of_the_plain_ones",),
+    "LayerNorm of values": ("ops/test_norm.py::test_a_large_offset_costs_no_accuracy",),
+    "SDPA of jagged": (
+        "elsewhere/test_calls.py::test_layers_take_jagged_tensors_as_torch_does",
+        "elsewhere/test_calls.py::test_attention_of_jagged_tensors_is_that_of_torch",
+    ),
+    "the gradient of q": ("ops/test_every_op.py::test_two_runs_agree_bit_for_bit_on_any_number_of_threads",),
 }
 """Tests of what happens here, by the first words of a row about a guess."""
 AGAIN = "python -m benchmarks.elsewhere --page"
@@ -109,9 +123,20 @@ def test_every_probe_is_in_the_list() -> None:
 
 
 def test_each_row_about_a_guess_has_tests() -> None:
-    table = page.PAGE.read_text().partition("| in the library | here |\n| --- | --- |\n")[2]
-    rows = [line.removeprefix("| ") for line in table.splitlines()]
-    assert [next((words for words in HELD if row.startswith(words)), row) for row in rows] == list(HELD)
+    table = page.PAGE.read_text().partition("| | in the library | here |\n| --- | --- | --- |\n")[2]
+    for number, (words, row) in enumerate(zip(HELD, table.splitlines(), strict=True), 1):
+        assert row.startswith(f"| {number} | {words}")
+
+
+def test_each_guess_that_missed_has_its_row() -> None:
+    """A dash is for what no part of this package touches."""
+    named = set()
+    for line in GUESSES.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) == 8 and cells[4] in ("yes", "no", "half"):
+            assert cells[4] == "yes" or cells[5], line
+            named |= {*cells[5].split(", ")} - {"", "-"}
+    assert named == {str(number) for number, _ in enumerate(HELD, 1)}
 
 
 @pytest.mark.parametrize("test", sorted({test for tests in HELD.values() for test in tests}))

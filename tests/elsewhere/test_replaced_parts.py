@@ -121,3 +121,4 @@ def test_adapters_of_peft(names: list[str], first: bool) -> None:
         tfast.accelerate(model)
     model.load_state_dict(plain.state_dict())
     check(model, plain)
+    check(model.merge_and_unload(), plain.merge_and_unload())

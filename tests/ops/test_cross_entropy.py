@@ -58,8 +58,8 @@ def test_large_and_infinite_logits(device):
 
 
 def test_all_ignored_and_no_rows(device):
-    for reduction in ("mean", "sum"):
-        call = loss_call(device, shape=(3, 2), reduction=reduction)
+    for reduction, smoothing in (("mean", 0.0), ("mean", 0.1), ("sum", 0.0), ("sum", 0.1)):
+        call = loss_call(device, shape=(3, 2), reduction=reduction, label_smoothing=smoothing)
         loss, *grads = call.trained(target=torch.full_like(call.tensors["target"], -100))
         assert loss.isnan() if reduction == "mean" else loss == 0
         assert not any(grad.any() for grad in grads)
