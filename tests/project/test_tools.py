@@ -61,6 +61,18 @@ def test_sessions_of_nox_are_those_of_make_of_ci_and_of_the_page_on_installing()
         assert row["python"] in table and ".".join(row["call_spec"]["torch"].split(".")[:2]) in table
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_a_workflow_runs_what_is_there(path: Path) -> None:
+    workflow = path.read_text()
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    made = re.findall(r"\bmake ([\w-]+)", workflow)
+    sessions = re.findall(r'nox -s "?(\w+)', workflow)
+    scripts = re.findall(r"run: (\S+/\S+)$|python (tools/\S+)", workflow, re.MULTILINE)
+    assert made or sessions or scripts
+    assert {*made} <= {*targets} and all(hasattr(noxfile, name) for name in sessions)
+    assert all((ROOT / (first or second)).is_file() for first, second in scripts)
+
+
 def test_what_sessions_run_is_there() -> None:
     for name in (*noxfile.KERNEL_TESTS, *noxfile.ROW_TESTS, *noxfile.ROW_INTERPRETED):
         assert list(ROOT.glob(name)), name
