@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # CTranslate2's converter of transformers' models: does it take each option of a config that changes the numbers?
 #
-# Versions: ctranslate2 4.8.5, transformers 5.23.0, torch 2.13.0 (Python 3.11, CPU, float32).
+# Versions: ctranslate2 4.8.5, transformers 5.23.0, torch 2.13.0 (Python 3.11 and 3.12, CPU, float32).
 # Guess: it takes the activation, the epsilon of norms, the size of heads, biases and sliding windows, or it refuses them.
 # Behaviour: log probabilities differ from transformers' for Llama, Mistral and Qwen2 with another hidden_act than SiLU, for
 #   GPT-2 with another epsilon than 1e-5 (RMS norms take theirs from the config), for a head_dim that is not the width by the

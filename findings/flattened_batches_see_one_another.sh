@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DataCollatorWithFlattening of transformers, with sdpa or eager attention: do the sentences of a row stay apart?
 #
-# Versions: transformers 5.23.0, torch 2.13.0 (Python 3.11 and 3.13, CPU).
+# Versions: transformers 5.23.0, torch 2.13.0 (Python 3.11 to 3.13, CPU).
 # Guess: for causal models yes, since they read the sentences from position_ids; for encoders no.
 # Behaviour: for causal models only with use_cache=False. With the default of their configs a cache is made, in training
 #   mode too, and a mask that has a cache looks at no position_ids. OPT never looks at them. Encoders (BERT, RoBERTa,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A tied table (embedding and output layer) exported to ONNX and quantised: how often is it stored, and what multiplies?
 #
-# Versions: torch 2.13.0, onnx 1.23.2, onnxscript 0.7.2, onnxruntime 1.32.0 (Python 3.11, CPU).
+# Versions: torch 2.13.0, onnx 1.23.2, onnxscript 0.7.2, onnxruntime 1.32.0 (Python 3.11 to 3.13, CPU).
 # Guess: both exporters store it once; after quantize_dynamic both graphs multiply int8 numbers.
 # Behaviour: the newer exporter stores it once, and transposes it in the graph. The older one stores it twice, once
 #   transposed. quantize_dynamic finds no constant behind the newer graph's Transpose. It stores the table in int8, and
@@ -57,7 +57,7 @@ for name, dynamo in (("newer", True), ("older", False)):
 PY
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q --disable-pip-version-check torch==2.13.0 onnx==1.23.2 onnxscript==0.7.2 \
-    onnxruntime==1.32.0 sympy
+    onnxruntime==1.32.0 sympy==1.14.0
 seen=$(FOLDER="$folder" "$folder/venv/bin/python" "$folder/tied.py" 2> /dev/null | sed -n 's/^result //p')
 echo "$seen"
 expected=$(sed -n '/^# Output seen/,/^# The script/p' "$0" | sed '1d;$d;s/^#   //')

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # openvino.save_model: what becomes of constants that float16 cannot hold?
 #
-# Versions: openvino 2026.4.1 (Python 3.11 and 3.13, CPU).
+# Versions: openvino 2026.4.1 (Python 3.11 to 3.13, CPU).
 # Guess: weights are stored in float16 by default; values beyond 65504 become inf, NaN stays, and an epsilon of 1e-12 becomes
 #   0, so that a LayerNorm of equal values gives NaN.
 # Behaviour: a constant whose values mostly fit is stored in float16, and what does not fit is moved to the nearest value

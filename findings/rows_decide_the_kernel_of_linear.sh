@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # F.linear on a CPU: does a row of the result depend on how many other rows there are?
 #
-# Versions: torch 2.11.0, 2.13.0, 2.14.1 (Python 3.11 and 3.12; AMD EPYC with AVX-512 and bfloat16, one thread). The sizes
-#   at which MKL changes its kernel may be others on another processor.
+# Versions: torch 2.13.0 (Python 3.11 to 3.13), and once 2.11.0 and 2.14.1; AMD EPYC with AVX-512 and bfloat16, one thread.
+#   The sizes at which MKL changes its kernel may be others on another processor.
 # Guess: in float32 one row alone, which is a product of a matrix and a vector; from two rows on all bits are equal. In
 #   bfloat16 all are equal.
 # Behaviour: in float32 there are three kernels: one row, two or three, and four or more. Each adds in another order. The

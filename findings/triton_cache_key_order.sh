@@ -4,8 +4,8 @@
 # Versions: triton 3.6.0 and 3.9.0 (Python 3.11 to 3.13, Linux, no GPU needed: nothing is compiled).
 # Guess: the key depends on the sources and the constants alone, so every process finds what another one compiled.
 # Behaviour: in 3.6.0 the kernel's key has the helper's constants only if the helper's key was computed before, say since
-#   another kernel that calls it ran first. The same kernel is then compiled and stored twice, and a cache that one
-#   program filled misses in another. 3.9.0 has one key.
+#   another kernel that calls it ran first. 3.9.0 has one key.
+# Why it matters: the same kernel is compiled and stored twice, and a cache that one program filled misses in another.
 # Output seen:
 #   3.6.0: two keys
 #   3.9.0: one key

@@ -4,6 +4,7 @@
 # Versions: triton 3.6.0 and 3.7.1 (Python 3.11 to 3.13, Linux, no GPU needed: compiled for sm_90).
 # Guess: both compile it, since a kernel may be given None for an argument, hand None on, and test it.
 # Behaviour: 3.6.0 makes a tensor of every constant in a returned tuple and raises a CompilationError; 3.7.1 compiles it.
+# Why it matters: kernels whose arguments may be None run with the newer version alone. The error names no argument.
 # Output seen:
 #   3.6.0: CompilationError: TypeError("cannot convert None of type <class 'NoneType'> to tensor")
 #   3.7.1: compiled

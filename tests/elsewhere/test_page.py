@@ -94,6 +94,9 @@ HELD: dict[str, tuple[str, ...]] = {
         "elsewhere/test_calls.py::test_attention_of_jagged_tensors_is_that_of_torch",
     ),
     "the gradient of q": ("ops/test_every_op.py::test_two_runs_agree_bit_for_bit_on_any_number_of_threads",),
+    "peft's adapter or copy of `shared`": (
+        "elsewhere/test_replaced_parts.py::test_a_table_of_an_encoder_and_a_decoder",
+    ),
 }
 """Tests of what happens here, by the first words of a row about a guess."""
 AGAIN = "python -m benchmarks.elsewhere --page"

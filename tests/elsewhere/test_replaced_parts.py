@@ -122,3 +122,44 @@ def test_adapters_of_peft(names: list[str], first: bool) -> None:
     model.load_state_dict(plain.state_dict())
     check(model, plain)
     check(model.merge_and_unload(), plain.merge_and_unload())
+
+
+class OwnTable(nn.Module):
+    """Table of its own in the place of an embedding, as peft's copy of a module."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.copy = nn.Embedding.from_pretrained(base.weight.detach() * 1.5, freeze=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.copy(ids)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("part", ["shared", "embed_tokens"])
+@pytest.mark.parametrize("name", ["T5", "Bart", "Marian"])
+def test_a_table_of_an_encoder_and_a_decoder(name: str, part: str, first: bool) -> None:
+    """Both call `embed_tokens` of their own: what stands in the place of `shared` gets no gradient."""
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 32, "d_model": 16, "decoder_start_token_id": 0, "pad_token_id": 0}
+    kind = getattr(transformers, "MarianMTModel" if name == "Marian" else f"{name}ForConditionalGeneration")
+    sides = "layers", "ffn_dim", "attention_heads"
+    sizes = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in zip(sides, (1, 32, 2), strict=True)}
+    more = {"num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 32} if name == "T5" else sizes
+    ids, models = torch.arange(3, 9)[None], []
+    for accelerated in (False, True):
+        torch.manual_seed(0)
+        model = kind(kind.config_class(**settings, **more)).eval()
+        if accelerated and first:
+            tfast.accelerate(model)
+        for parent in [m for m in model.modules() if part in m._modules]:
+            setattr(parent, part, OwnTable(getattr(parent, part)))
+        if accelerated and not first:
+            tfast.accelerate(model)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads = {key: p.grad for key, p in model.named_parameters() if key.endswith("copy.weight")}
+        models.append((loss.detach(), grads))
+    torch.testing.assert_close(*models)
+    assert [grad is None for grad in models[0][1].values()] == ([True] if part == "shared" else [False, False])
