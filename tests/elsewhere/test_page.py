@@ -97,6 +97,10 @@ HELD: dict[str, tuple[str, ...]] = {
     "peft's adapter or copy of `shared`": (
         "elsewhere/test_replaced_parts.py::test_a_table_of_an_encoder_and_a_decoder",
     ),
+    "`F.linear` in float32": (
+        "accelerate/test_kept_weights.py::test_as_exact_as_the_plain_model",
+        "accelerate/test_kept_weights.py::test_every_weight_has_a_copy",
+    ),
 }
 """Tests of what happens here, by the first words of a row about a guess."""
 AGAIN = "python -m benchmarks.elsewhere --page"
