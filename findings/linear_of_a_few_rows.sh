@@ -3,10 +3,11 @@
 #
 # Versions: torch 2.13.0 (Python 3.11 and 3.13; AMD EPYC with AVX-512 and bfloat16, one thread). MKL and oneDNN choose by
 #   processor: on another one the script may fail.
-# Guess: the weights are read once for all rows, so a row more costs little: four rows take less than three single ones, and
-#   each row adds some time. bfloat16, with half the bytes, takes half the time of float32 for one row as well.
-# Behaviour: in float32 three rows take 2.9 times as long as one, and seven take longer than eight. In bfloat16 eight rows take
-#   less than twice as long as one, but one row takes longer than in float32 (1,024 x 1,024: 96 and 72 microseconds).
+# Guess: each row adds some time, but for the fourth, where another kernel begins: four rows take less than three. For one row
+#   bfloat16 is 1.9 times as fast as float32, as it is for many.
+# Behaviour: in float32 three rows take 2.9 times as long as one, and it is seven that take longer than eight. In bfloat16
+#   eight rows take less than twice as long as one, but one row takes longer than in float32 (1,024 x 1,024: 96 and 72
+#   microseconds).
 # Why it matters: a float32 decoder reads its weights again for each of a few sentences. A batch that shrinks from eight to
 #   seven gets slower, and a comparison of dtypes at one sentence has the other winner at two.
 # Output seen, the last line for 1,024 x 1,024 alone:
