@@ -91,7 +91,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "dinov2": lambda: of_transformers("Dinov2Model", "image", **SHAPE, **IMAGE),
     "clip": lambda: of_transformers("CLIPVisionModel", "image", **SHAPE, **IMAGE),
     "vit": lambda: of_transformers("ViTModel", "image", **SHAPE, **IMAGE),
-    "esm": lambda: of_transformers("EsmModel", "ids", **SHAPE, vocab_size=99, pad_token_id=1),
+    "esm": lambda: of_transformers("EsmModel", "ids", **SHAPE, vocab_size=99, pad_token_id=1,
+        attention_probs_dropout_prob=0.0),
     "whisper": lambda: (
         of_transformers("WhisperModel", "sound", d_model=D, **WHISPER, max_source_positions=256, vocab_size=99,
             pad_token_id=0, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2)[0].encoder,
