@@ -188,7 +188,8 @@ def test_a_packing_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
 def test_dropout_is_drawn_for_tokens_and_repeats_with_its_seed() -> None:
     for kind, as_mask in (LAYERS[name] for name in list(LAYERS)[:4]):
         model = Stack(lambda kind=kind: kind(0.5))
-        tfast.accelerate(model, packed=True)
+        report = tfast.accelerate(model, packed=True)
+        assert [row.now for row in report.rows if row.path == "layers"] == ["without padding"]
         found = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)

@@ -51,6 +51,9 @@ def test_the_figures_are_those_of_the_records(beginning: str) -> None:
     assert figures == [f"{value:.{n}f}" for value, n in zip(measured, places, strict=True)]
 
 
+WAYS = ("ours", "ours packed", "ours kept", "ours packed, kept", "eager", "compiled, frozen", "onnxruntime", "OpenVINO",
+        "OpenVINO by sentence", "CTranslate2")  # fmt: skip
+"""Rows of the table of docs/runtimes.md, as the record names them."""
 GPU_ROWS = {"64 sentences": "sentences-b64h16k256-p0.1", "4 sequences": "long-b4h16k4096-p0.1"}
 """Beginning of each row of the GPU's table: its case in the record."""
 
@@ -106,3 +109,22 @@ def test_the_figures_of_what_is_swapped_on_a_gpu_are_those_of_its_record() -> No
     ):
         ratios = [us[peer] / us["ours"] for case, us in times.items() if case.startswith(kinds)]
         assert words.format(min(ratios), max(ratios)) in page
+
+
+def test_the_times_beside_runtimes_are_those_of_the_record() -> None:
+    record = json.loads((ROOT / "benchmarks/results/cpu-runtimes/benchmarks.json").read_text())
+    cases = {of["params"]["size"] + ", " + of["params"]["dtype"]: of["extra_info"]["times"] for of in record["benchmarks"]}
+    lines = (ROOT / "docs/runtimes.md").read_text().partition("## Times")[2].partition("\n\n")[2].splitlines()
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
+    columns = [cases[name.replace(" x ", "x")] for name in header[1:]]
+    ways = next(iter(cases.values()))
+    assert len(rows) == len(ways)
+    for way, (_, *cells) in zip(WAYS, rows, strict=True):
+        for times, cell in zip(columns, cells, strict=True):
+            if way not in times:
+                assert cell == "-"
+                continue
+            ms = 1000 * times[way]["median"]
+            is_least = times[way]["median"] == min(of["median"] for of in times.values())
+            shown = f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
+            assert cell == (f"**{shown}**" if is_least else shown), way

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...layers.padded_calls import WITHOUT_PADDING, PaddedCalls
+from ...ops import seeds
 from ..made import own_attributes
 from .any_layer import ANY_LAYER, LOWEST, WAY, Way, kind_of
 from .classes import packed_class, positional_names
@@ -165,12 +167,13 @@ class _Trial:
 
 
 class _Draws(TorchFunctionMode):
-    """Notes draws of random numbers but those of ``F.dropout``."""
+    """Notes draws of random numbers but those of ``F.dropout`` and of the seeds of our dropout."""
 
     found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= getattr(func, "__name__", "") in _DRAWS
+        draws = getattr(func, "__name__", "") in _DRAWS
+        self.found |= draws and sys._getframe(1).f_globals.get("__name__") != seeds.__name__
         return func(*args, **(kwargs or {}))
 
 
