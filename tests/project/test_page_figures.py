@@ -113,7 +113,7 @@ def test_the_figures_of_what_is_swapped_on_a_gpu_are_those_of_its_record() -> No
 
 def test_the_times_beside_runtimes_are_those_of_the_record() -> None:
     record = json.loads((ROOT / "benchmarks/results/cpu-runtimes/benchmarks.json").read_text())
-    cases = {of["params"]["size"] + ", " + of["params"]["dtype"]: of["extra_info"]["times"] for of in record["benchmarks"]}
+    cases = {"{size}, {dtype}".format(**of["params"]): of["extra_info"]["times"] for of in record["benchmarks"]}
     lines = (ROOT / "docs/runtimes.md").read_text().partition("## Times")[2].partition("\n\n")[2].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
     columns = [cases[name.replace(" x ", "x")] for name in header[1:]]
