@@ -69,6 +69,20 @@ def test_a_step_is_that_of_the_plain_model(name: str, padding: str) -> None:
             assert not output[key][~call.tokens].any()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith(("ForConditionalGeneration", "MTModel"))])
+def test_a_decoder_without_padding_beside_an_encoder_with_some(name: str, attention: str) -> None:
+    """With sdpa such a decoder gets no mask, and its layers say that they are causal."""
+    sides = packed.Sides(packed.make(name, attention, **SETTINGS.get(name, {}), **SEQ2SEQ.get(name, {})))
+    call = packed.batch(name, "right")
+    target = call.given.pop("labels").clamp(min=1)
+    call = packed.Batch(call.given | {"decoder_input_ids": target}, torch.ones_like(target, dtype=torch.bool))
+    for training in (True, False):
+        sides.hold(call, training=training)
+    assert sides.is_packed()
+
+
 def test_the_table_has_every_family() -> None:
     assert len(MODELS) >= 25
 

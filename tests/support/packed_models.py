@@ -67,10 +67,10 @@ def _ids(length: int, generator: torch.Generator) -> Tensor:
     return torch.randint(4, models.VOCABULARY - 4, (3, length), generator=generator)
 
 
-def make(name: str, **settings: Any) -> nn.Module:
+def make(name: str, attention: str = "eager", **settings: Any) -> nn.Module:
     """Return a tiny model of a class with large weights, so that padding has an effect, and without dropout unless a
     setting names it."""
-    model = models.make(models.named(name), "eager", **settings)
+    model = models.make(models.named(name), attention, **settings)
     return with_large_weights(model, dropout=any("dropout" in setting for setting in settings))
 
 

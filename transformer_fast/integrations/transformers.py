@@ -126,8 +126,8 @@ def attention_forward(
     if sizes(query)[0] != sizes(key)[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
-    if attention_mask is None and sizes(query)[2] > 1:
-        mask = AttentionMask.causal() if _looks_back(module, is_causal) else mask
+    if _is_left_to_the_layer(attention_mask, query) and _looks_back(module, is_causal):
+        mask = AttentionMask.causal() if mask is None else mask & AttentionMask.causal()
     if isinstance(position_bias, LazyBias) and position_bias.shape[2:] == (query.shape[2], key.shape[2]):
         mask = position_bias.mask if mask is None else mask & position_bias.mask
     elif position_bias is not None:
@@ -291,6 +291,11 @@ def _normal_form(
         if unpadded.has_padding(keys):
             mask = mask & AttentionMask.keep(keys[:, None, None])
     return mask
+
+
+def _is_left_to_the_layer(mask: Tensor | None, query: Tensor) -> bool:
+    """Return True for a call without a mask, where the layer says if it is causal; also of packed tokens."""
+    return mask.by_layer if isinstance(mask, PackedLazyMask) else mask is None and sizes(query)[2] > 1
 
 
 def _looks_back(module: nn.Module, is_causal: bool | None) -> bool:
