@@ -232,6 +232,18 @@ def test_frozen_weights_need_no_block() -> None:
 
 
 @torch.no_grad()
+def test_a_write_between_calls_of_a_compiled_model() -> None:
+    model = made("author's code")
+    tfast.accelerate(model, quantize="int8")
+    compiled = torch.compile(model, backend="eager")
+    compiled(X)
+    for write in (lambda p: p.data.mul_(1.5), lambda p: p.mul_(0.5)):
+        for parameter in model.parameters():
+            write(parameter)
+        assert torch.equal(compiled(X), call(model))
+
+
+@torch.no_grad()
 def test_recorded_calls() -> None:
     model = made("author's code")
     tfast.accelerate(model, quantize="int8")

@@ -4,6 +4,7 @@ modules, bit for bit, and None where the modules must be called."""
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import transformer_fast as tfast
 from transformer_fast import extension
 from transformer_fast.layers import LayerNorm, RMSNorm
 from transformer_fast.layers.activated import _OF_TRANSFORMERS, name_of
@@ -93,6 +95,50 @@ def activations() -> list[Any]:
     named = [getattr(transformers.activations, name.rpartition(".")[2]) for name in _OF_TRANSFORMERS]
     modules = [nn.ReLU(), nn.GELU(), nn.GELU(approximate="tanh")]
     return [F.relu, torch.relu, F.gelu, *modules, *(kind() for kind in named)]
+
+
+def test_an_activation_with_a_function_of_another_formula_has_no_name() -> None:
+    pytest.importorskip("transformers")
+    for activation in activations():
+        if hasattr(activation, "act"):
+            activation.act = torch.tanh
+            assert not name_of(activation)
+
+
+class Mlp(nn.Module):
+    """Network with a dropout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin1, self.lin2, self.activation = nn.Linear(D, INNER), nn.Linear(INNER, D), nn.GELU()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.lin2(self.activation(self.lin1(x))))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Sequential(nn.Linear(D, D)), Mlp()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+@torch.no_grad()
+def test_a_dropout_of_the_network_that_trains_by_itself() -> None:
+    model = Block().eval()
+    fast = copy.deepcopy(model)
+    report = tfast.accelerate(fast)
+    assert any(row.now == "fused ImageBlock" for row in report.rows)
+    for one in (model, fast):
+        one.mlp.dropout.p = 1.0
+        one.mlp.dropout.train()
+    x = torch.randn(2, 5, D)
+    torch.testing.assert_close(fast(x), model(x))
 
 
 @pytest.mark.parametrize("layout", ["plain", "int8"])

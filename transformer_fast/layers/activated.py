@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -45,4 +46,12 @@ def name_of(activation: Any) -> str:
         return "relu"
     if kind is nn.GELU:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
-    return _OF_TRANSFORMERS.get(f"{kind.__module__}.{kind.__qualname__}", "")
+    name = _OF_TRANSFORMERS.get(f"{kind.__module__}.{kind.__qualname__}", "")
+    return name if _calls(activation.__dict__.get("act"), name) else ""
+
+
+def _calls(act: Any, name: str) -> bool:
+    """Return True if the function that some activations of transformers hold is none, or PyTorch's own of this name."""
+    if name == "gelu_tanh" and isinstance(act, functools.partial):
+        return act.func is F.gelu and not act.args and act.keywords == {"approximate": "tanh"}
+    return act is None or (name == "gelu" and act is F.gelu)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 from ..tensor_cache import get_or_compute, stamp_of
 from ..tracing import is_traced
@@ -45,6 +46,14 @@ def int8_product(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
     return torch.ops.transformer_fast.quantized_linear(x, packed, bias, weight.shape[0], activation)
 
 
+# As torch.compiler.disable does, without importing the compiler: a cache is no part of a graph. The last line is for
+# calls from code that is not compiled, and for the functions that are called inside.
+int8_product._torchdynamo_disable = True  # type: ignore[attr-defined]
+int8_product._torchdynamo_disable_msg = "int8 layers cannot be exported or traced"  # type: ignore[attr-defined]
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+eval_frame.set_code_exec_strategy(int8_product.__code__, _SKIP)
+
+
 def int8_operand(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     """Int8 weights of a layer for a call with x, in the layout of the kernel.
 
@@ -55,11 +64,6 @@ def int8_operand(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
         raise RuntimeError(f'accelerate(quantize="int8"): {reason}')
     freed = module.__dict__.get(FREED)
     return freed.of(module, weight) if freed is not None and weight.is_meta else kept_int8(weight)
-
-
-# As torch.compiler.disable does, without importing the compiler: a cache is no part of a graph.
-int8_product._torchdynamo_disable = True  # type: ignore[attr-defined]
-int8_product._torchdynamo_disable_msg = "int8 layers cannot be exported or traced"  # type: ignore[attr-defined]
 
 
 def _obstacle(module: nn.Module, x: Tensor, weight: Tensor) -> str:

@@ -220,11 +220,11 @@ def feed_forward_step(norm: nn.Module, m: nn.Module) -> Step:
 
 
 def network_of(m: nn.Module) -> Network | None:
-    """Parts of a feed-forward network; None for a module that must be called."""
+    """Parts of a feed-forward network that drops nothing; None for a module that must be called."""
     pattern = pattern_of(m)
     if not isinstance(pattern, FeedForward) or in_chunks(m) or not is_plain(m) or not pattern.fits(m):
         return None
-    return pattern.network(m)
+    return pattern.network(m) if is_off(pattern.dropout(m)) else None
 
 
 class Gpt2Block(Pattern):
