@@ -25,10 +25,12 @@ from transformer_fast.accelerate.lazy_logits import LazyLogits
 from transformer_fast.generation.sampling import Sampler
 from transformer_fast.generation.weights import prepack
 from transformer_fast.layers import Linear
+from transformer_fast.layers.int8 import pack
 from transformer_fast.layers.prepacked import WeightLayout
 from transformer_fast.ops.attention_call import check_head_dim
 from transformer_fast.ops.cross_entropy import CHUNK_ELEMENTS
 from transformer_fast.ops.dropout import dropout
+from transformer_fast.reference.quantized_linear import int8_linear
 from transformer_fast.tensor_cache import WHOLE, stamp_of
 from transformer_fast.testing import ULPS, assert_as_exact_as_eager, fixed_dropout_seed
 
@@ -156,6 +158,35 @@ def int8_outputs(outputs: int) -> None:
     assert len(report.int8) == (outputs >= FEW_OUTPUTS)
 
 
+def int8_results(count: int) -> None:
+    """Test int8 products with this many results."""
+    x, linear = torch.randn(count, 4), nn.Linear(4, 1).requires_grad_(False)
+    found = torch.ops.transformer_fast.quantized_linear(x, pack(linear.weight), linear.bias, 1, "none")
+    torch.testing.assert_close(found, int8_linear(x, linear.weight, linear.bias), rtol=0, atol=0)
+
+
+def int8_block(rows: int) -> None:
+    """Test the end of a block with int8 weights, on this many rows."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    transformers = pytest.importorskip("transformers")
+    layer = transformers.models.bert.modeling_bert.BertLayer(transformers.BertConfig(**sizes)).eval()
+    layer.attention.self.config._attn_implementation = "eager"
+    x = torch.randn(rows, 1, 32)
+    with torch.no_grad():
+        exact = layer(x)
+        tfast.accelerate(layer, quantize="int8")
+        torch.testing.assert_close(layer(x), exact, rtol=0.1, atol=0.1)
+
+
+def kept_bf16(rows: int) -> None:
+    """Test a linear layer with a kept weight in bf16, on this many rows."""
+    layer, x = nn.Sequential(nn.Linear(40, 33)).eval().bfloat16(), torch.randn(rows, 40).bfloat16()
+    with torch.no_grad():
+        exact = layer(x)
+        tfast.accelerate(layer, keep_weights=True)
+        torch.testing.assert_close(layer(x), exact, rtol=2e-2, atol=2e-2)
+
+
 def stamped(pairs: int) -> None:
     """Test a weight of this many pairs of values: one value, then all, are written to in a way that is not counted."""
     weight = torch.randn(1, 2 * pairs)
@@ -260,6 +291,9 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "transformer_fast/ops/cross_entropy.py:CHUNK_ELEMENTS": lambda n: loss(scaled(n, 2**17), 2**17),
     # decoding
     "csrc/cpu/linear/quantized_linear.cpp:kBlock": step_linear,
+    "csrc/cpu/linear/quantized_linear.cpp:kFar": int8_results,
+    "csrc/ops/block.cpp:kChunk": int8_block,
+    "transformer_fast/layers/prepacked.py:NARROW_ROWS": kept_bf16,
     "csrc/cpu/linear/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
     "csrc/ops/decoder_session.cpp:kLogitRows": lambda n: generated(n, 4),
     "transformer_fast/generation/decoding.py:ENCODED_TOKENS": lambda n: generated(4, 3, scaled(n, 4)),
@@ -287,7 +321,7 @@ OTHERS: dict[str, str] = {
     "csrc/cpu/attention/tile.h:kWorthAThread": "the number of threads, which changes no result",
     "csrc/cpu/attention/few_queries.h:kVectors": "the size of a block of registers",
     "csrc/cpu/linear/linear_kernels.h:kPanelHeader": "a layout in memory",
-    "csrc/cpu/linear/quantized_linear.cpp:kAhead": "how far memory is fetched ahead",
+    "csrc/cpu/linear/ahead.h:kGroupsAhead": "how far memory is fetched ahead",
     "csrc/cpu/simd/prefault.h:kAheadBytes": "how far memory is fetched ahead",
     "csrc/cpu/simd/prefault.h:kPageBytes": "the size of a page",
     "csrc/cpu/linear/quantized_rows.h:kGroup": "bytes in a word",
