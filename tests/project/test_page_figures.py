@@ -114,7 +114,8 @@ def test_the_figures_of_what_is_swapped_on_a_gpu_are_those_of_its_record() -> No
 def test_the_times_beside_runtimes_are_those_of_the_record() -> None:
     record = json.loads((ROOT / "benchmarks/results/cpu-runtimes/benchmarks.json").read_text())
     cases = {"{size}, {dtype}".format(**of["params"]): of["extra_info"]["times"] for of in record["benchmarks"]}
-    lines = (ROOT / "docs/runtimes.md").read_text().partition("## Times")[2].partition("\n\n")[2].splitlines()
+    table = (ROOT / "docs/runtimes.md").read_text().partition("| milliseconds")
+    lines = "".join(table[1:]).partition("\n\n")[0].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
     columns = [cases[name.replace(" x ", "x")] for name in header[1:]]
     ways = next(iter(cases.values()))

@@ -1,5 +1,5 @@
-// Products of rows with a panel of packed weights: as many rows at a time as registers hold sums for, and the prefetch of
-// weights while others are multiplied.
+// Products of rows with a panel of packed weights: as many rows at a time as registers hold sums for, and the prefetch
+// of weights while others are multiplied.
 #pragma once
 
 #include "linear_kernels.h"
@@ -37,8 +37,8 @@ void with_rows(int64_t rows, const Body& body) {
   body(std::integral_constant<int, kRows>());
 }
 
-// Calls body(first row, number of rows, ahead) for passes over the rows [begin, end), each with a panel of `groups` rows
-// of words. A single pass is limited by reading its weights. With several passes, each fetches a part of the next panel.
+// Calls body(first row, number of rows, ahead) for passes over the rows [begin, end), each with a panel of `groups`
+// rows of words. A single pass is limited by reading its weights. With several passes, each fetches a part of the next panel.
 template <typename Body>
 void for_passes(int64_t begin, int64_t end, const int32_t* weights, int64_t groups, const Body& body) {
   const int64_t rows = end - begin, passes = (rows + kMostRows - 1) / kMostRows;

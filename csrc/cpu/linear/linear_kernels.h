@@ -1,5 +1,5 @@
-// Kernels of linear layers with weights in a layout of their own (step_linear.cpp, quantized_linear.cpp, narrow_linear.cpp), on
-// contiguous memory.
+// Kernels of linear layers with weights in a layout of their own, on contiguous memory: in float (step_linear.cpp), int8
+// (quantized_linear.cpp) and bfloat16 (narrow_linear.cpp).
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
