@@ -11,14 +11,12 @@ Each side runs in its own process (apart.py). All answers have exactly ``length`
 CTranslate2 have the same weights, and their answers are compared before anything is timed. Weights are laid out for
 decoding before timing, in ours as in CTranslate2. Marian has random weights of the same sizes (post-norm). On a CPU,
 ours and CTranslate2 also run with int8 weights, and each is compared with the other's side of the same weights. BLEU of
-answers is against ours in fp32; with random weights many tokens are nearly tied, so it is low for both. "ours drafted"
-is ours in fp32 with ``draft_tokens``; its answers are the same.
+answers is against ours in fp32; with random weights many tokens are nearly tied, so it is low for both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import records
 import torch
 from apart import Apart, from_thread_that_ends
 from torch import Tensor
 
 import transformer_fast as tfast
-from transformer_fast import extension
 from transformer_fast.generation import decoding, weights
 from transformer_fast.reference import layers as reference
 
@@ -63,11 +61,7 @@ class Case(NamedTuple):
     length: int
 
 
-SIDES = ("ours", "ours drafted", "eager uncached", "Marian", "CTranslate2", "ours int8", "CTranslate2 int8")
-DRAFT_TOKENS = 4
-"""Of the side "ours drafted", which is of greedy search for a few sentences: int8 weights draft, fp32 checks."""
-
-
+SIDES = ("ours", "eager uncached", "Marian", "CTranslate2", "ours int8", "CTranslate2 int8")
 PATHS = {
     "the cache": "ours",
     "several steps in a call": "ours",
@@ -85,8 +79,6 @@ def ways(case: Case, device: str, uncached: bool = True, paths: bool = False) ->
     left_out = [] if uncached else ["eager uncached"]
     if device != "cpu":
         left_out += ["ours int8", "CTranslate2 int8"]
-    if device != "cpu" or case.search != "greedy" or case.batch * DRAFT_TOKENS > 16:
-        left_out.append("ours drafted")
     names = [name for name in SIDES if name not in left_out]
     if paths:
         names = [name for name in names if name.startswith("ours")] + [f"without {path}" for path in PATHS]
@@ -135,10 +127,9 @@ def make_side(name: str, case: Case, device: str, threads: int | None = None) ->
         model = tfast.Transformer(*sizes, d_ff=size.d_ff, norm="layer").to(device).eval()
         model.load_state_dict(slow.state_dict())
     model.requires_grad_(False)
-    options: dict[str, Any] = {"quantize": quantize, "draft_tokens": DRAFT_TOKENS if name == "ours drafted" else 0}
-    options |= {"keep_weights": not path.startswith("kept weights"), "cache": path != "the cache"}
+    options = {"keep_weights": not path.startswith("kept weights"), "cache": path != "the cache"}
     leave_out(path)
-    config = tfast.GenerationConfig(beam=beam, max_length=case.length, **options)
+    config = tfast.GenerationConfig(beam=beam, max_length=case.length, quantize=quantize, **options)
     return lambda src: [h[0].tokens for h in tfast.generate(model, src, bos=BOS, eos=EOS, config=config)]
 
 
@@ -383,17 +374,13 @@ def main() -> None:
             print(result.row(of_case["ours int8" if is_int8(name) else "ours"], args.length), flush=True)
         results += of_case.values()
     if args.out:
-        report = {
+        run = {
             "what": f"sentences translated to answers of one length, in {'CPU ' * args.paths}seconds per round",
             "size": args.size,
             "length": args.length,
-            "threads": torch.get_num_threads(),
-            "vector_unit": extension.build_info().get("instruction_set"),
-            "versions": {"torch": torch.__version__, "transformer_fast": tfast.__version__},
             "results": [asdict(result) for result in results],
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "bench_generation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        records.save(args.out / "bench_generation.json", run)
 
 
 if __name__ == "__main__":

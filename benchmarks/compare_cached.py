@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import importlib
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +24,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from torch import Tensor, nn
 
-import transformer_fast
 from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation import Hypothesis
 from transformer_fast.generation.beam import Search
@@ -53,16 +52,14 @@ class MarginSearch(Search):
     def _candidates_per_row(self) -> int:
         return self.candidates + 1
 
-    def _best_per_unit(
-        self, rows: Tensor, unit: Tensor, rank: Tensor, total: Tensor, token: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        width = rank.shape[1]
-        grid = rank.new_full((len(self.found), self.width, width), -torch.inf)
-        grid[unit, self.slot[rows]] = rank.masked_fill(rank.isnan(), -torch.inf)
+    def _best_per_sentence(self, total: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        width = total.shape[1]
+        grid = total.new_full((len(self.found), self.width, width), -torch.inf)
+        grid[self.sentence, self.slot] = total.masked_fill(total.isnan(), -torch.inf)
         best = grid.flatten(1).topk(min(self.candidates + 1, self.width * width), dim=1).values
         for index, scores in enumerate(best.tolist()):
             self._close(index, scores)
-        return super()._best_per_unit(rows, unit, rank, total, token)
+        return super()._best_per_sentence(total, token)
 
     def run(self) -> list[list[Hypothesis]]:
         found = super().run()
@@ -199,13 +196,12 @@ def main() -> int:
     lines = read_lines(args.source)[: args.sentences]
     sources = tokenizer.encode_source(lines)
     batches = make_batches(sources, args.batch, bos=tokenizer.bos, eos=tokenizer.eos)
-    report: dict[str, Any] = {
+    run: dict[str, Any] = {
         "what": "cached against uncached decoding; seconds of the process, all threads together",
         "sentences": len(lines),
         "dtype": args.dtype,
         "tie": tie,
         "model": {name: getattr(trained.config, name) for name in ("d_model", "heads", "layers", "d_ff")},
-        "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
         "results": [],
     }
     failed = False
@@ -224,10 +220,9 @@ def main() -> int:
             print(f"  line {d.sentence + 1}, margin {d.margin:.1e}, score {d.score:+.1e}: {lines[d.sentence]}")
             for kind, tokens in (("cached", d.cached), ("uncached", d.uncached)):
                 print(f"    {kind:8} {tokenizer.decode([tokens])[0]}")
-        report["results"].append({**asdict(outcome), "ties": ties, "wrong": wrong})
+        run["results"].append({**asdict(outcome), "ties": ties, "wrong": wrong})
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "compare_cached.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        records.save(args.out / "compare_cached.json", run)
     return int(failed)
 
 

@@ -69,12 +69,11 @@ struct BeamSteps {
 };
 
 struct SessionCache {
-  Tensor own;              // (layers, most slots, 2, H, capacity, D); a slot has `span` rows, one per new position
-  Tensor cross;            // (layers, sentences, 2, H, S, D)
-  Tensor positions;        // (at least length, d), positional table, added to embeddings
-  int64_t length;          // number of positions in the longest slot
-  OptionalTensor lengths;  // int32 (slots, span), keys per row, its own included; none: length + 1, span 1
-  OptionalTensor cells;    // int32 (slots, capacity), place per position, in units of D; none: in its own slot
+  Tensor own;            // (layers, most slots, 2, H, capacity, D)
+  Tensor cross;          // (layers, sentences, 2, H, S, D)
+  Tensor positions;      // (at least length, d), positional table, added to embeddings
+  int64_t length;        // number of positions in every slot
+  OptionalTensor cells;  // int32 (slots, capacity), place per position, in units of D; none: in its own slot
   OptionalTensor source_lengths;
   OptionalTensor row_of_slot, slot_of_row;  // all sentences have equally many slots; none: a row is a slot
 };
@@ -101,10 +100,9 @@ class DecoderSession {
     out_ = std::move(out), out_bias_ = std::move(out_bias), vocabulary_ = vocabulary;
   }
 
-  void set_cache(Tensor own, Tensor cross, Tensor positions, int64_t length, OptionalTensor lengths,
-                 OptionalTensor cells, OptionalTensor source_lengths, OptionalTensor row_of_slot,
-                 OptionalTensor slot_of_row) {
-    cache_ = {own, cross, positions, length, lengths, cells, source_lengths, row_of_slot, slot_of_row};
+  void set_cache(Tensor own, Tensor cross, Tensor positions, int64_t length, OptionalTensor cells,
+                 OptionalTensor source_lengths, OptionalTensor row_of_slot, OptionalTensor slot_of_row) {
+    cache_ = {own, cross, positions, length, cells, source_lengths, row_of_slot, slot_of_row};
   }
 
   // Runs the layers on ids (rows,), the newest per row -> output of the last layer, (rows, d), before the last norm.
@@ -120,7 +118,6 @@ class DecoderSession {
     RECORD_USER_SCOPE("DecoderSession.greedy");
     const BelowDispatch below;
     SessionCache cache = cache_;
-    if (cache.lengths) cache.lengths = cache.lengths->clone();
     most = std::min(most, room());
     const int64_t rows = newest.size(0);
     const Tensor token = at::cpu::empty({most, rows}, newest.options().dtype(at::kLong));
@@ -135,7 +132,6 @@ class DecoderSession {
       for (int64_t r = 0; r < rows; ++r)
         open = open && to.token[r] != eos_ && std::isfinite(to.best[r]) && !std::isnan(to.normalizer[r]);
       ids = token.select(0, steps++);
-      if (cache.lengths) cache.lengths->add_(1);
     }
     const auto by_row = [steps](const Tensor& of_steps) { return of_steps.narrow(0, 0, steps).t().contiguous(); };
     return {by_row(token), by_row(best), by_row(normalizer)};
@@ -151,7 +147,7 @@ class DecoderSession {
     RECORD_USER_SCOPE("DecoderSession.beam");
     const BelowDispatch below;
     SessionCache cache = cache_;
-    TORCH_CHECK(cache.cells && !cache.lengths, "DecoderSession.beam: expected a cache with cells and without lengths");
+    TORCH_CHECK(cache.cells, "DecoderSession.beam: expected a cache with cells");
     most = std::min(most, room());
     const int64_t rows = newest.size(0), units = rows / width, k = std::min(candidates, vocabulary_);
     const int64_t considered = std::min(candidates, width * k);
@@ -191,8 +187,8 @@ class DecoderSession {
         open = open && !std::isnan(step.normalizer[at]);
         for (int64_t i = 0; i < k; ++i) step.best[at * k + i] += known[at] - step.normalizer[at];
       }
-      kernels().generation.choose_continuations({step.best, step.best, step.token, unit.data(), rank.data(), rows, k,
-                                                 units, width, considered, totals, parents, tokens});
+      kernels().generation.choose_continuations({step.best, step.token, unit.data(), rank.data(), rows, k, units, width,
+                                                 considered, totals, parents, tokens});
       for (int64_t r = 0; r < rows; ++r) open = open && tokens[found(r)] != eos_ && totals[found(r)] > -INFINITY;
       if (!open) break;
       std::copy_n(table, rows * capacity, earlier.data());
@@ -234,9 +230,8 @@ class DecoderSession {
   }
 
   Tensor through_layers(const Tensor& ids, const SessionCache& cache) const {
-    const OptionalTensor at = cache.lengths ? OptionalTensor(cache.lengths->view(-1).sub(1)) : std::nullopt;
-    const Tensor entering = embedding_op::embed(ids.unsqueeze(1), embedding_, cache.positions, scale_,
-                                                at ? 0 : cache.length, at, std::nullopt, 0, {}, false);
+    const Tensor entering = embedding_op::embed(ids.unsqueeze(1), embedding_, cache.positions, scale_, cache.length,
+                                                std::nullopt, std::nullopt, 0, {}, false);
     Tensor x = entering.squeeze(1);
     for (int64_t layer = 0; layer < cache.own.size(0); ++layer) x = through(layer, x, cache);
     return x;
@@ -275,29 +270,26 @@ class DecoderSession {
     return activation_ == "swish" ? at::silu(inner) : at::gelu(inner);
   }
 
-  // Self-attention of states (rows, 3 d); their keys and values are stored in the cache. The rows of a slot are the
-  // queries of one batch entry.
+  // Self-attention of states (rows, 3 d); their keys and values are stored in the cache.
   static Tensor of_own(int64_t layer, const Tensor& states, const SessionCache& cache) {
     const Tensor& own = cache.own;
     const int64_t rows = states.size(0), H = own.size(3), capacity = own.size(4), D = own.size(5), d = H * D;
-    const int64_t head = capacity * D, slot = 2 * H * head, span = cache.lengths ? cache.lengths->size(1) : 1;
+    const int64_t head = capacity * D, slot = 2 * H * head, position = cache.length;
     const float* const from = states.const_data_ptr<float>();
     float* const to = own.mutable_data_ptr<float>() + layer * own.stride(0);
-    const int32_t* const keys = cache.lengths ? cache.lengths->const_data_ptr<int32_t>() : nullptr;
     int32_t* const places = cache.cells ? cache.cells->mutable_data_ptr<int32_t>() : nullptr;
     at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / d), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const int64_t position = keys ? keys[r] - 1 : cache.length, s = r / span;
         for (int64_t h = 0; h < 2 * H; ++h)
-          std::copy_n(from + r * 3 * d + d + h * D, D, to + s * slot + h * head + position * D);
-        if (places) places[s * capacity + position] = static_cast<int32_t>(s * 2 * H * capacity + position);
+          std::copy_n(from + r * 3 * d + d + h * D, D, to + r * slot + h * head + position * D);
+        if (places) places[r * capacity + position] = static_cast<int32_t>(r * 2 * H * capacity + position);
       }
     });
     AttentionKernelParams<float, float> p;
-    p.B = rows / span, p.H = p.Hkv = H, p.Lq = span, p.Lk = cache.length + span, p.D = D;
-    p.q = {from, {span * 3 * d, D, 3 * d, 1}};
+    p.B = rows, p.H = p.Hkv = H, p.Lq = 1, p.Lk = position + 1, p.D = D;
+    p.q = {from, {3 * d, D, 3 * d, 1}};
     p.k = {to, {slot, head, D, 1}}, p.v = {to + H * head, {slot, head, D, 1}};
-    p.lengths = {keys, {span, 0, 1, 0}}, p.cells = {places, {capacity, 0, 0, 1}};
+    p.cells = {places, {capacity, 0, 0, 1}};
     return attend(p, states);
   }
 
@@ -369,7 +361,7 @@ PYTHON_MODULE_FRAGMENT(m) {
       .def("set_end", &DecoderSession::set_end, py::kw_only(), arg("norm_weight"), arg("norm_bias"), arg("out"),
            arg("out_bias"), arg("vocabulary"))
       .def("set_cache", &DecoderSession::set_cache, py::kw_only(), arg("own"), arg("cross"), arg("positions"),
-           arg("length"), arg("lengths"), arg("cells"), arg("source_lengths"), arg("row_of_slot"), arg("slot_of_row"))
+           arg("length"), arg("cells"), arg("source_lengths"), arg("row_of_slot"), arg("slot_of_row"))
       .def("step", &DecoderSession::step, Unlocked())
       .def("greedy", &DecoderSession::greedy, Unlocked())
       .def("beam", &DecoderSession::beam, Unlocked());

@@ -46,18 +46,17 @@ void check_tokens(const Tensor& logits, int64_t k, at::IntArrayRef suppressed, b
   check.require(std::is_sorted(suppressed.begin(), suppressed.end()), "suppressed must rise, got ", suppressed);
 }
 
-void check_continuations(const Tensor& rank, const Tensor& total, const Tensor& token, const Tensor& unit,
-                         const Tensor& slot, int64_t units, int64_t width, int64_t candidates) {
+void check_continuations(const Tensor& total, const Tensor& token, const Tensor& unit, const Tensor& slot,
+                         int64_t units, int64_t width, int64_t candidates) {
   constexpr Checks check{"choose_continuations"};
-  check("rank", rank).type({at::kFloat}).rank(2, "(rows, k)");
-  check("total", total).like(rank);
-  check("token", token).type({at::kLong}).sizes(rank.sym_sizes());
+  check("total", total).type({at::kFloat}).rank(2, "(rows, k)");
+  check("token", token).type({at::kLong}).sizes(total.sym_sizes());
   constexpr int64_t kMost = 1 << 20;
   for (const auto& [name, number] :
        {std::pair("units", units), std::pair("width", width), std::pair("candidates", candidates)})
     check.require(number >= 0 && number <= kMost, name, " must lie in [0, ", kMost, "], got ", number);
   for (const auto& [name, numbers, count] : {std::tuple("unit", unit, units), std::tuple("slot", slot, width)}) {
-    check(name, numbers).type({at::kLong}).sizes({rank.sym_size(0)});
+    check(name, numbers).type({at::kLong}).sizes({total.sym_size(0)});
     const Tensor dense = numbers.contiguous();
     check_below(check, name, {dense.const_data_ptr<int64_t>(), static_cast<size_t>(dense.numel())}, count);
   }
@@ -97,19 +96,18 @@ std::tuple<Tensor, Tensor, Tensor> choose_tokens(const Tensor& logits, int64_t k
 }
 
 // The best continuations per unit of a beam, (units, candidates) each; see BeamChoice.
-std::tuple<Tensor, Tensor, Tensor> choose_continuations(const Tensor& rank, const Tensor& total, const Tensor& token,
-                                                        const Tensor& unit, const Tensor& slot, int64_t units,
-                                                        int64_t width, int64_t candidates) {
-  const Tensor ranks = rank.contiguous(), totals = total.contiguous(), tokens = token.contiguous();
+std::tuple<Tensor, Tensor, Tensor> choose_continuations(const Tensor& total, const Tensor& token, const Tensor& unit,
+                                                        const Tensor& slot, int64_t units, int64_t width,
+                                                        int64_t candidates) {
+  const Tensor totals = total.contiguous(), tokens = token.contiguous();
   const Tensor of_unit = unit.contiguous(), at_slot = slot.contiguous();
   const Tensor best = at::empty({units, candidates}, total.options());
   const Tensor parent = at::empty({units, candidates}, token.options());
   const Tensor chosen = at::empty({units, candidates}, token.options());
-  kernels().generation.choose_continuations({ranks.const_data_ptr<float>(), totals.const_data_ptr<float>(),
-                                             tokens.const_data_ptr<int64_t>(), of_unit.const_data_ptr<int64_t>(),
-                                             at_slot.const_data_ptr<int64_t>(), tokens.size(0), tokens.size(1), units,
-                                             width, candidates, best.mutable_data_ptr<float>(),
-                                             parent.mutable_data_ptr<int64_t>(), chosen.mutable_data_ptr<int64_t>()});
+  kernels().generation.choose_continuations(
+      {totals.const_data_ptr<float>(), tokens.const_data_ptr<int64_t>(), of_unit.const_data_ptr<int64_t>(),
+       at_slot.const_data_ptr<int64_t>(), tokens.size(0), tokens.size(1), units, width, candidates,
+       best.mutable_data_ptr<float>(), parent.mutable_data_ptr<int64_t>(), chosen.mutable_data_ptr<int64_t>()});
   return {best, parent, chosen};
 }
 
@@ -121,8 +119,7 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "choose_tokens(Tensor logits, int k, int[] suppressed, bool renormalize) -> (Tensor best, Tensor token, Tensor "
       "normalizer)");
   m.def(
-      "choose_continuations(Tensor rank, Tensor total, Tensor token, Tensor unit, Tensor slot, int units, int width, "
-      "int "
+      "choose_continuations(Tensor total, Tensor token, Tensor unit, Tensor slot, int units, int width, int "
       "candidates) -> (Tensor best, Tensor parent, Tensor chosen)");
 }
 

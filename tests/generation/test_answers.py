@@ -56,7 +56,6 @@ SEARCHES: dict[str, dict] = {
     "beam": {"beam": 5, **LONGER},
     "n-best": {"beam": 4, "n_best": 4, **SHORT},
     "wide beam": {"beam": 3, "n_best": 2, "slots": "keep", "early_stop": "now", **SHORT},
-    "groups": {"beam": 4, "beam_groups": 2, "n_best": 2, **SHORT},
     "lengths": {"beam": 3, "min_length": (0.5, 2), "suppress": (4, 5), **SHORT},
     "repeats": {"beam": 2, "no_repeat_ngram": 2, "repetition_penalty": 1.5, **SHORT},
     "patience": {"beam": 3, "patience": 2.0, "early_stop": True, **SHORT},
@@ -65,21 +64,18 @@ SEARCHES: dict[str, dict] = {
 PREFIX = [[7, 7], [], [3], [4, 5, 6, 7, 8]]
 
 
-WAYS = "cached", "by modules", "kept weights", "drafts", "int8"
+WAYS = "cached", "by modules", "kept weights", "int8"
 
 
-def possible(form: str, search: str, way: str) -> bool:
-    """Return True if a model of this form supports the search."""
-    options = SEARCHES[search]
-    if way in ("drafts", "int8") and (form == "the layers differ" or not extension.load()):  # need a cache
-        return False
-    return way != "drafts" or not {"beam", "sample"} & options.keys()
+def possible(form: str, way: str) -> bool:
+    """Return True if a model of this form can decode in this way."""
+    return way != "int8" or (form != "the layers differ" and extension.load())  # needs a cache
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize with form, search and way; unsupported combinations are left out."""
     if "way" in metafunc.fixturenames:
-        rows = [row for row in itertools.product(FORMS, SEARCHES, WAYS) if possible(*row)]
+        rows = [(form, *rest) for form, *rest in itertools.product(FORMS, SEARCHES, WAYS) if possible(form, rest[-1])]
         metafunc.parametrize(("form", "search", "way"), rows)
 
 
@@ -94,11 +90,6 @@ def test_every_way_has_the_answers_of_the_modules(form: str, search: str, way: s
     if way == "int8":  # the reference has no cache, so its sums of attention round differently
         found = answers(model, given, prefix=prefix, quantize=way, **options)
         assert_same(found, expected, tolerance=0.05)
-    elif way == "drafts":
-        for count in (1, 3, 6):
-            assert_same(answers(model, given, prefix=prefix, draft_tokens=count, **options), expected, count)
-        with by_modules():
-            assert_same(answers(model, given, prefix=prefix, draft_tokens=3, **options), expected, "by modules")
     else:
         with by_modules() if way == "by modules" else contextlib.nullcontext():
             for _ in range(2):
@@ -107,7 +98,7 @@ def test_every_way_has_the_answers_of_the_modules(form: str, search: str, way: s
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("search", ["greedy", "drafts", "beam"])
+@pytest.mark.parametrize("search", ["greedy", "beam"])
 @pytest.mark.parametrize("form", ["pre-norm", "post-norm", "two models"])
 def test_past_blocks_of_the_cache_and_the_positional_table(form: str, search: str) -> None:
     """Search answers of many lengths with the fused step and with modules."""
@@ -115,15 +106,14 @@ def test_past_blocks_of_the_cache_and_the_positional_table(form: str, search: st
     model, growth = (models, 10.0) if form == "two models" else (models[0], 20.0)
     given, options = (batch(3)[0], torch.tensor([7, 1, 3])), {"max_length": (growth, 10)}
     options |= {"beam": 3, "n_best": 2} if search == "beam" else {}
-    drafts = {"draft_tokens": 4} if search == "drafts" and form != "two models" else {}
     expected = answers(model, given, cache=False, **options)
     assert [len(each[0].tokens) for each in expected] == [growth * n + 10 for n in (7, 1, 3)]
-    assert_same(answers(model, given, **drafts, **options), expected)
+    assert_same(answers(model, given, **options), expected)
     with by_modules():
-        assert_same(answers(model, given, **drafts, **options), expected)
+        assert_same(answers(model, given, **options), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_tokens": 4}, {"beam": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"beam": 3}], ids=str)
 def test_a_mask_that_is_no_length_and_a_source_with_nothing_to_read(options: dict) -> None:
     """Finished sentences leave the cache and others take their slots; the caller's mask must not change."""
     model, (src, _) = tiny(5), batch(6, seed=2)
@@ -132,8 +122,7 @@ def test_a_mask_that_is_no_length_and_a_source_with_nothing_to_read(options: dic
     kept = mask.clone()
     config = {"max_length": 15, **options}
     found = generate(model, src, src_mask=mask, config=GenerationConfig(**config), **MARKS)
-    plain = {name: value for name, value in config.items() if name != "draft_tokens"}
-    expected = generate(model, src, src_mask=mask, config=GenerationConfig(cache=False, **plain), **MARKS)
+    expected = generate(model, src, src_mask=mask, config=GenerationConfig(cache=False, **config), **MARKS)
     assert_same(found, expected)
     assert torch.equal(mask, kept) and len({len(each[0].tokens) for each in found}) > 1
 
@@ -147,7 +136,7 @@ def test_two_models(options: dict) -> None:
     assert_same(answers(models, given, **options), expected, tolerance=0.05 if plain != options else 1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}, {"beam": 2}, {"quantize": "int8"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"beam": 2}, {"quantize": "int8"}], ids=str)
 def test_an_empty_batch(options: dict) -> None:
     nothing = torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, dtype=torch.long)
     assert answers(tiny(), nothing, **options) == []

@@ -36,12 +36,12 @@ WRITES: dict[str, Callable[[Parameters, Parameters], object]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"beam": 3}, {"quantize": "int8"}, {"draft_tokens": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"beam": 3}, {"quantize": "int8"}], ids=str)
 @pytest.mark.parametrize("part", ["", "encoder", "decoder", "out"])
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_is_seen(write: str, part: str, options: dict[str, object]) -> None:
     """The answers are those of a new model with the current weights."""
-    if not extension.load() and "beam" not in options and options:
+    if not extension.load() and "quantize" in options:
         pytest.skip("needs the C++ extension")
     model, other = tiny(1).requires_grad_(False), tiny(2).requires_grad_(False)
     kept = {"keep_weights": True, **options}

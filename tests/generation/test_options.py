@@ -108,22 +108,7 @@ def test_renormalized_probabilities_are_of_what_may_follow():
         assert first.log_prob == pytest.approx(without.log_prob(source, said), abs=1e-4)
 
 
-# Scores, weights and words that come with an answer
-
-
-def test_coverage_penalty_is_in_the_score():
-    """Compute the penalty from the returned attention, without padding."""
-    torch.manual_seed(3)
-    model = Transformer(12, 12, 16, 2, 2, 0.0, d_ff=24)
-    src, lengths = torch.randint(2, 12, (4, 6)), torch.tensor([6, 1, 4, 3])
-    config = GenerationConfig(beam=3, n_best=3, coverage_penalty=0.7, alignments=True, max_length=8, suppress=(7,))
-    for hypotheses, length in zip(generate(model, src, src_lengths=lengths, config=config, **MARKS), lengths.tolist()):
-        cut = [h for h in hypotheses if not h.finished]  # all attention of these is known
-        assert cut
-        for h in cut:
-            coverage = h.alignment.double().sum(0)[:length].clamp(max=1).log().sum().item()
-            expected = h.log_prob / ((5 + len(h.tokens)) / 6) ** 0.6 + 0.7 * coverage
-            assert h.score == pytest.approx(expected, abs=1e-4)
+# Weights that come with an answer
 
 
 def test_alignments_are_the_last_layers_attention():

@@ -66,11 +66,9 @@ WRONG_CONFIGS = {
     "no beam": ({"beam": 0}, "beam must be an int >= 1, got 0"),
     "fractional beam": ({"beam": 2.5}, "beam must be an int >= 1, got 2.5"),
     "n_best beyond the beam": ({"beam": 2, "n_best": 3}, "n_best is 3, but a beam of 2"),
-    "groups": ({"beam": 5, "beam_groups": 2}, "beam_groups must divide the beam, got 2 groups and beam 5"),
     "penalty": ({"length_penalty": math.nan}, "length_penalty must be a finite number, got nan"),
     "infinite penalty": ({"length_penalty": math.inf}, "length_penalty must be a finite number, got inf"),
     "norm": ({"length_norm": "wu"}, 'length_norm must be "gnmt" or "power", got \'wu\''),
-    "coverage": ({"coverage_penalty": -1.0}, "coverage_penalty must be a number >= 0, got -1.0"),
     "patience": ({"patience": 0.0}, "patience must be a number > 0, got 0.0"),
     "temperature": ({"temperature": 0}, "temperature must be a number > 0, got 0"),
     "top_p": ({"top_p": 1.2}, r"top_p must be a number in \(0, 1\], got 1.2"),
@@ -88,7 +86,7 @@ WRONG_CONFIGS = {
     "now without slots": ({"early_stop": "now"}, 'early_stop "now" needs slots "keep", got slots \'close\''),
     "slots and patience": (
         {"beam": 2, "slots": "keep", "patience": 2.0},
-        'slots "keep" supports neither groups nor patience',
+        'slots "keep" supports no patience; expected patience 1, got 2.0',
     ),
     "flag": ({"alignments": 1}, "alignments must be True or False, got 1"),
 }

@@ -101,38 +101,6 @@ def test_a_vocabulary_smaller_than_a_beam_that_stays_wide():
     assert all(len(set(map(tuple, tokens))) > 3 for tokens in got)
 
 
-def test_diverse_groups_against_the_definition():
-    """Two groups of two, computed with lists: the second pays for every token that the first chose at this step."""
-    model, src, strength = Oracle(6), sources(10, seed=2), 1.5
-
-    def slow(source):
-        groups, finished = [[((), 0.0)], [((), 0.0)]], [[], []]
-        for _ in range(6):
-            chosen = []
-            for g in (0, 1):
-                grown = []
-                for tokens, log_prob in groups[g]:
-                    step = model.logits(source, tokens).double().log_softmax(-1)
-                    for token in range(model.vocab):
-                        value = log_prob + step[token].item()
-                        grown.append((value - strength * chosen.count(token), value, (*tokens, token)))
-                kept = sorted(grown, key=lambda entry: -entry[0])[: 2 - len(finished[g])]
-                if g == 0:
-                    chosen = [tokens[-1] for _, _, tokens in kept]
-                finished[g] += [(value, tokens) for _, value, tokens in kept if tokens[-1] == EOS]
-                groups[g] = [(tokens, value) for _, value, tokens in kept if tokens[-1] != EOS]
-        return [(v / ((5 + len(t)) / 6) ** 0.6, list(t[:-1])) for part in finished for v, t in part]
-
-    options = {"beam": 4, "n_best": 4, "beam_groups": 2, "max_length": 6}
-    got, found = search(model, src, diversity=strength, **options)
-    for source, hypotheses in zip(src.sum(1).tolist(), found, strict=True):
-        expected = sorted(slow(source), key=lambda pair: -pair[0])
-        complete = [h for h in hypotheses if h.finished]
-        assert [h.tokens for h in complete] == [tokens for _, tokens in expected]
-        assert [h.score for h in complete] == pytest.approx([score for score, _ in expected], abs=1e-4)
-    assert got != search(model, src, diversity=0.0, **options)[0]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_takes_the_best_token_and_a_beam_of_one_agrees(seed):
     model, src = Oracle(6, seed), sources(12, seed=seed)

@@ -114,7 +114,6 @@ def test_beams(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict,
         ({"force_eos": True}, 7, True),
         ({"min_length": 4}, 7, False),
         ({"no_repeat_ngram": 2}, 7, False),
-        ({"beam": 4, "beam_groups": 2}, 7, False),
         ({"max_length": 200}, 7, True),  # past two blocks of the cache
         ({"length_norm": "power", "keep_weights": True}, 7, True),
         # Some beams have ended: steps of several with fewer units than there were sentences.

@@ -121,9 +121,7 @@ def test_continuations_of_a_beam(candidates: int) -> None:
         if rows > 1 and case % 4 == 1:
             log_prob[1] = NAN
         total = (log_prob - normalizer)[:, None] + best
-        found = torch.ops.transformer_fast.choose_continuations(
-            total, total, token, unit, slot, units, width, candidates
-        )
+        found = torch.ops.transformer_fast.choose_continuations(total, token, unit, slot, units, width, candidates)
         for u in range(units):
             order = sorted((int(slot[r]), r) for r in range(rows) if unit[r] == u)
             all_of_unit = [(total[r, i].item(), r, token[r, i].item()) for _, r in order for i in range(k)]
@@ -142,7 +140,6 @@ def test_a_beam_chooses_as_its_tensors_say(monkeypatch: pytest.MonkeyPatch) -> N
         {"slots": "keep"},
         {"no_repeat_ngram": 1},
         {"suppress": (4,)},
-        {"beam_groups": 2, "n_best": 3},
     ):
         config = GenerationConfig(beam=4, **options)
         given = {"src_lengths": lengths, "config": config, **MARKS}

@@ -108,7 +108,7 @@ def _other_calls() -> None:
     ops.copy_cache_rows(draw.floats(2, 4, 2, 3, 5, 8), [0, 1], [2, 3], 4)
     best, token, _ = ops.choose_tokens(draw.floats(4, 11), 3, [2, 5], True)
     unit, slot = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
-    ops.choose_continuations(best, best + 1, token, unit, slot, 2, 2, 3)
+    ops.choose_continuations(best, token, unit, slot, 2, 2, 3)
 
 
 def changed_at_random(call: Recorded, chance: random.Random, times: int) -> tuple[Recorded, list[str]]:

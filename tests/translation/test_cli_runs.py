@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import pytest
 from small_training import TINY, Messages, flags_of
@@ -78,6 +79,14 @@ def test_translate_takes_what_the_recipe_of_its_run_says(numbers, monkeypatch, c
     assert command(*training, "--recipe", recipe, "--max-steps=3")[0] == 0
     assert load_trained(save).generation == dataclasses.replace(kept, beam=4)
     saved = json.loads((save / "config.json").read_text())
+    former = {**saved["translation"], "coverage_penalty": 0.0, "beam_groups": 1, "diversity": 0.7, "draft_tokens": 4}
+    (save / "config.json").write_text(json.dumps({**saved, "translation": former}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_trained(save).generation == dataclasses.replace(kept, beam=4)
+    (save / "config.json").write_text(json.dumps({**saved, "translation": {**former, "coverage_penalty": 0.2}}))
+    with pytest.warns(UserWarning, match="saved with coverage_penalty 0.2, which is no option any more"):
+        assert load_trained(save).generation == dataclasses.replace(kept, beam=4)
     (save / "config.json").write_text(json.dumps({**saved, "translation": {"beem": 3}}))
     code, _, err = command(*translated, data=said)
     assert code == 2 and "config.json does not hold options of translation: beem: no such option" in err

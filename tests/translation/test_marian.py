@@ -205,6 +205,16 @@ def test_the_commands(opus: tuple[Path, Trained], tmp_path: Path, command: Calla
     assert len(translate("--sample", "--seed", "1")) == len(TEXT)
 
 
+def test_a_run_that_an_earlier_version_imported(opus: tuple[Path, Trained], tmp_path: Path) -> None:
+    """The config.json holds all options of that version."""
+    import_marian(opus[0], tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    saved = json.loads(path.read_text())
+    former = {"coverage_penalty": 0.0, "beam_groups": 1, "diversity": 0.5, "graph": False, "draft_tokens": 0}
+    path.write_text(json.dumps({**saved, "generation": {**saved["generation"], **former}}))
+    assert load_trained(tmp_path / "run").generation == opus[1].generation
+
+
 def test_positions_past_the_table(tmp_path: Path) -> None:
     """transformers fails past the table; transformer_fast computes these positions, in the layout of the table."""
     folder = write_marian(tmp_path / "hf", max_position_embeddings=8, generation={"max_length": 30, "min_length": 20})

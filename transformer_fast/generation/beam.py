@@ -6,8 +6,8 @@ So at most `beam` hypotheses finish, and a beam of 1 is greedy decoding. Finishe
 
     score = log P(tokens, EOS | source) / ((5 + length) / 6) ** length_penalty        (EOS counts in the length)
 
-from Wu et al. 2016, "Google's Neural Machine Translation System", section 7; `generate` has the coverage term and
-the other options. A sentence stops as soon as no continuation of an open hypothesis can reach a better score.
+from Wu et al. 2016, "Google's Neural Machine Translation System", section 7; `generate` has the other options. A
+sentence stops as soon as no continuation of an open hypothesis can reach a better score.
 
 With slots "keep" the beam stays wide: 2 * beam continuations are considered, and the best `beam` that do not end
 continue. Only the best `beam` of the 2 * beam may finish. A sentence stops when `beam` have finished and, depending on
@@ -30,7 +30,7 @@ from .rules import Rules
 from .scores import length_penalty as length_penalty_of
 from .scores import scored_hypothesis
 from .search import SearchState
-from .topk import best_tokens, log_normalizer, use_native
+from .topk import use_native
 
 
 def beam_search(
@@ -78,29 +78,24 @@ def beam_search(
 
 
 class Search(SearchState):
-    """State of a beam search. A unit is one group of a sentence's beam (the whole beam if there are no groups). Rows
-    are the open hypotheses of all units, best first. Use the search within `evaluating`."""
+    """State of a beam search. Rows are the open hypotheses of all sentences, best first. Use the search within
+    `evaluating`."""
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
         super().__init__(models, request, config, rules, rows=config.beam)
-        batch, device, self.groups = len(self.found), request.src.device, config.beam_groups
-        units = batch * self.groups
-        self.width = config.beam // self.groups  # most open hypotheses of a unit
+        batch, device = len(self.found), request.src.device
+        self.width = config.beam  # most open hypotheses of a sentence
         self.keeps_slots = config.slots == "keep"
         self.candidates = 2 * self.width if self.keeps_slots else self.width  # continuations considered
         self.quota = math.inf if self.keeps_slots else math.ceil(config.patience * self.width)
         self.enough = self.width if self.keeps_slots else config.n_best  # finished hypotheses that can end a sentence
-        self.unit = torch.arange(units, device=device)
-        self.slot = torch.zeros(units, dtype=torch.long, device=device)
-        self.finished = torch.zeros(units, dtype=torch.long, device=device)
-        self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if config.reads_attention else None
-        if self.groups > 1:
-            rows = self.sentences()
-            self.decoding.select(rows)
-            self.tokens, self.log_prob = self.tokens[rows], self.log_prob[rows]
+        self.sentence = torch.arange(batch, device=device)
+        self.slot = torch.zeros(batch, dtype=torch.long, device=device)
+        self.finished = torch.zeros(batch, dtype=torch.long, device=device)
+        self.attention = torch.zeros(batch, 0, request.src.shape[1], device=device) if config.alignments else None
 
     def sentences(self) -> Tensor:
-        return self.unit // self.groups
+        return self.sentence
 
     def answers(self, sentence: int) -> list[Hypothesis]:
         return sorted(self.found[sentence], key=self._rank)[: self.config.n_best]
@@ -111,7 +106,7 @@ class Search(SearchState):
 
     def step(self) -> None:
         total, parent, token = self._best_continuations()
-        last = self._per_unit(self.limits) <= self.tokens.shape[1]
+        last = self.limits <= self.tokens.shape[1]
         if self._all_continue(total, token, last):
             return self._continue(torch.ones_like(token, dtype=torch.bool), total, parent, token)
         valid = self._may_continue(total, self.finished)
@@ -132,30 +127,26 @@ class Search(SearchState):
         self._continue(alive, total, parent, token)
 
     def _all_continue(self, total: Tensor, token: Tensor, last: Tensor) -> bool:
-        """Return True if all units keep all slots, so that there is nothing to record or decide. last (units,): True
-        where answers may not be longer."""
+        """Return True if all sentences keep all slots, so that there is nothing to record or decide. last
+        (sentences,): True where answers may not be longer."""
         if total.shape[1] != self.width:
             return False
         stop = (token == self.request.eos) | (total == -torch.inf) | (last | (self.finished > 0))[:, None]
         return not bool(stop.any())
-
-    def _per_unit(self, sentences: Tensor) -> Tensor:
-        """Repeat values per sentence (sentences,) for each unit -> (units,)."""
-        return sentences if self.groups == 1 else sentences.repeat_interleave(self.groups)
 
     def _continue(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
         """Make the continuations with `alive` True the open hypotheses."""
         rows = parent[alive]
         self.tokens = torch.cat([self.tokens[rows], token[alive][:, None]], dim=1)
         self.log_prob = total[alive]
-        self.unit = self.unit[rows]
+        self.sentence = self.sentence[rows]
         self.slot = (alive.cumsum(dim=1) - 1)[alive]
         self.attention = None if self.attention is None else self.attention[rows]
         self.decoding.select(rows)
 
     def _may_continue(self, total: Tensor, finished: Tensor) -> Tensor:
-        """Mask (units, candidates), bool: True for continuations that get a slot. A closed slot stays closed, and a
-        score of -inf is no hypothesis."""
+        """Mask (sentences, candidates), bool: True for continuations that get a slot. A closed slot stays closed, and
+        a score of -inf is no hypothesis."""
         if self.keeps_slots:
             return total > -torch.inf
         slots = max(self.quota, self.width) - finished
@@ -165,11 +156,11 @@ class Search(SearchState):
         """Run as many fused steps as possible and return the `_best_continuations` of the last one; None if
         unsupported."""
         width = self.width
-        supported = self.groups == 1 and self._candidates_per_row == self.candidates and len(self.unit) % width == 0
-        if not supported or self.attention is not None or not len(self.unit):
+        supported = self._candidates_per_row == self.candidates and len(self.sentence) % width == 0
+        if not supported or self.attention is not None:
             return None
-        unit = self.unit.view(-1, width)
-        if bool((unit != unit[:, :1]).any()) or self._needs_bookkeeping(unit[:, 0]):
+        sentence = self.sentence.view(-1, width)
+        if bool((sentence != sentence[:, :1]).any()) or self._needs_bookkeeping(sentence[:, 0]):
             return None
         most = self._most_steps()
         found = self.decoding.beam(self.tokens, self.log_prob, width, self.candidates, most) if most else None
@@ -179,49 +170,28 @@ class Search(SearchState):
         self.log_prob = found.reached
         refuse_nan(found.normalizer, self.tokens)
         last = found.total, found.parent, found.token
-        if len(unit) == len(self.found):
+        if len(sentence) == len(self.found):
             return last
         total = found.total.new_full((len(self.found), found.total.shape[1]), -torch.inf)
         parent, token = (torch.zeros(total.shape, dtype=torch.long) for _ in range(2))
         for whole_one, own in zip((total, parent, token), last, strict=True):
-            whole_one[unit[:, 0]] = own
+            whole_one[sentence[:, 0]] = own
         return total, parent, token
 
-    def _needs_bookkeeping(self, units: Tensor) -> bool:
-        """Return True if a step of one of these units does more than keep its best continuations, even if none ends."""
-        return bool((self.finished[units] >= (self.width if self.keeps_slots else 1)).any())
+    def _needs_bookkeeping(self, sentences: Tensor) -> bool:
+        """Return True if a step of one of these sentences does more than keep its best continuations, even if none
+        ends."""
+        return bool((self.finished[sentences] >= (self.width if self.keeps_slots else 1)).any())
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Best continuations per unit, each (units, candidates), best first: cumulative log-probability, the row
-        that is continued, and the added token."""
+        """Best continuations per sentence, each (sentences, candidates), best first: cumulative log-probability, the
+        row that is continued, and the added token."""
         if (found := self._fused_steps()) is not None:
             return found
-        rows = torch.arange(len(self.unit), device=self.unit.device)
-        if self.groups == 1:
-            best, token, normalizer = self._choose(self._candidates_per_row)
-            self._record_attention()
-            total = (self.log_prob.to(best.dtype) - normalizer)[:, None] + best
-            return self._best_per_unit(rows, self.unit, total, total, token)
-        logits = self.decoding.next_logits(self.tokens)
-        self._record_attention()
-        logits, probable = self.rules.apply(logits, self.tokens, self.sentences(), self.start)
-        known = self.log_prob.to(logits.dtype) - log_normalizer(probable)
-        width = min(self._candidates_per_row, logits.shape[1])
-        chosen = logits.new_zeros(len(self.found), logits.shape[1])  # number of choices by earlier groups
-        each = []
-        for group in range(self.groups):
-            rows = (self.unit % self.groups == group).nonzero().squeeze(1)
-            sentence = self.unit[rows] // self.groups
-            given = logits[rows]
-            best, token = best_tokens(given - self.config.diversity * chosen[sentence], width)
-            rank = known[rows, None] + best
-            possible = (known[rows, None] + given.gather(1, token)).masked_fill(best == -torch.inf, -torch.inf)
-            total, parent, token = self._best_per_unit(rows, sentence, rank, possible, token)
-            taken = self._may_continue(total, self.finished[group :: self.groups])
-            chosen.scatter_add_(1, token, taken.to(chosen.dtype))
-            each.append((total, parent, token))
-        total, parent, token = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
-        return total, parent, token
+        best, token, normalizer = self._choose(self._candidates_per_row)
+        if self.attention is not None:
+            self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
+        return self._best_per_sentence((self.log_prob.to(best.dtype) - normalizer)[:, None] + best, token)
 
     @property
     def _candidates_per_row(self) -> int:
@@ -229,63 +199,49 @@ class Search(SearchState):
         one more."""
         return self.candidates
 
-    def _record_attention(self) -> None:
-        if self.attention is not None:
-            self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
+    def _best_per_sentence(self, total: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Best continuations of the rows, merged per sentence.
 
-    def _best_per_unit(
-        self, rows: Tensor, unit: Tensor, rank: Tensor, total: Tensor, token: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Best continuations of some rows, merged per unit.
-
-        rank, total, token: (rows, width), sort key, cumulative log-probability and token of each row's best
-        continuations; the token of a -inf is arbitrary.
+        total, token: (rows, width), cumulative log-probability and token of each row's best continuations; the token
+        of a -inf is arbitrary.
         """
         width = token.shape[1]
-        units, slot, candidates = len(self.found), self.slot[rows], min(self.candidates, self.width * width)
-        if len(rows) and use_native(rank):
-            where = unit, slot, units, self.width, candidates
-            best, parent, chosen = torch.ops.transformer_fast.choose_continuations(rank, total, token, *where)
-            return best, rows[parent], chosen
+        sentences, candidates = len(self.found), min(self.candidates, self.width * width)
+        if use_native(total):
+            where = self.sentence, self.slot, sentences, self.width, candidates
+            return torch.ops.transformer_fast.choose_continuations(total, token, *where)
         # NaN: all logits of the row are -inf, so it has no continuation.
-        total, rank = (t.masked_fill(t.isnan(), -torch.inf) for t in (total, rank))
-        grid = total.new_full((2, units, self.width, width), -torch.inf)
-        grid[0, unit, slot], grid[1, unit, slot] = rank, total
-        row = torch.zeros(units, self.width, dtype=torch.long, device=total.device)
-        row[unit, slot] = torch.arange(len(rows), device=total.device)
-        flat = grid[0].flatten(1).topk(candidates, dim=1).indices
-        best, parent = grid[1].flatten(1).gather(1, flat), row.gather(1, flat // width)
-        if not len(rows):
-            return best, parent, torch.zeros_like(parent)
-        return best, rows[parent], token[parent, flat % width]
+        grid = total.new_full((sentences, self.width, width), -torch.inf)
+        grid[self.sentence, self.slot] = total.masked_fill(total.isnan(), -torch.inf)
+        row = torch.zeros(sentences, self.width, dtype=torch.long, device=total.device)
+        row[self.sentence, self.slot] = torch.arange(len(total), device=total.device)
+        best, flat = grid.flatten(1).topk(candidates, dim=1)
+        parent = row.gather(1, flat // width)
+        return best, parent, token[parent, flat % width]
 
     def _is_decided(self, open_log_prob: Tensor, last: Tensor) -> Tensor:
-        """Return (units,) bool: True if the `enough` best finished hypotheses are at least as good as any
-        continuation of the open ones. last (units,): True where answers may not be longer.
+        """Return (sentences,) bool: True if the `enough` best finished hypotheses are at least as good as any
+        continuation of the open ones. last (sentences,): True where answers may not be longer.
 
-        With groups nothing is decided early, because what one group chooses changes what the next one does. A beam that
-        stays wide is not decided in its last step, whose hypotheses are all recorded.
+        A beam that stays wide is not decided in its last step, whose hypotheses are all recorded.
         """
         config = self.config
-        if self.groups > 1 and not config.early_stop:
-            return torch.zeros_like(last)
         bar = [-torch.inf] * len(self.found)
-        for index in set(self.sentences().tolist()):
+        for index in set(self.sentence.tolist()):
             scores = sorted((h.score for h in self.found[index] if h.finished), reverse=True)
             if len(scores) >= self.enough:
                 bar[index] = torch.inf if config.early_stop is True else scores[self.enough - 1]
-        # log P only falls, and the coverage penalty only lowers a score. So the best possible score has the current
-        # log P, no coverage penalty, and the length with the smallest penalty.
-        lengths = self._per_unit(self.limits)
+        # log P only falls. So the best possible score has the current log P, and the length with the smallest penalty.
+        lengths = self.limits
         if config.length_penalty <= 0 or config.early_stop == "now":
             lengths = torch.full_like(lengths, self.tokens.shape[1] + (not self.keeps_slots))
         reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
-        least = self._per_unit(torch.tensor(bar, dtype=torch.float64, device=reachable.device))
+        least = torch.tensor(bar, dtype=torch.float64, device=reachable.device)
         return (least >= reachable) & (least > -torch.inf) & ~(last & self.keeps_slots)
 
     def _record_stuck(self, valid: Tensor) -> None:
-        """Record the hypotheses of units without a possible continuation, as cut off."""
-        stuck = ~valid.any(dim=1)[self.unit]
+        """Record the hypotheses of sentences without a possible continuation, as cut off."""
+        stuck = ~valid.any(dim=1)[self.sentence]
         if bool(stuck.any()):
             rows = stuck.nonzero().squeeze(1)
             self._record(rows, None, self.log_prob[rows], finished=False, stuck=True)
@@ -300,9 +256,7 @@ class Search(SearchState):
         tokens = self.tokens[rows]
         answers = (tokens if last is None else torch.cat([tokens, last[:, None]], dim=1)).tolist()
         maps = [None] * len(answers) if self.attention is None else self.attention[rows].unbind()
-        known = self.sentences()[rows].tolist(), log_prob.tolist()
+        known = self.sentence[rows].tolist(), log_prob.tolist()
         length = self.tokens.shape[1] - stuck
         for index, value, ids, attention in zip(*known, answers, maps, strict=True):
-            self.found[index].append(
-                scored_hypothesis(self.config, self.request, index, ids[1:], value, length, finished, attention)
-            )
+            self.found[index].append(scored_hypothesis(self.config, ids[1:], value, length, finished, attention))

@@ -13,7 +13,6 @@ that wrote it. All slots hold the same number of positions, so a slot never over
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Sequence
 
@@ -44,11 +43,9 @@ class DecoderCache:
         layers: pair of caches per layer.
         weights: with `record`, (rows, S) attention of the newest position to the source, the mean of the heads.
         cross: (layers, sentences, 2, heads, S, d_k), keys and values of the source.
-        span: number of new positions per slot and step; more than one in a `SpanCache`.
     """
 
     weights: Tensor
-    span = 1
 
     def __init__(
         self, decoder: nn.Module, memory: Tensor, mask: Tensor | None, *, rows: int, record: bool = False
@@ -109,10 +106,6 @@ class DecoderCache:
         """Count `steps` more positions in every row."""
         self.length += steps
 
-    def keys(self) -> Tensor | None:
-        """Number of keys that each newest position sees, int32 (slots, span); None if all see `length` + 1."""
-        return None
-
     def own(self, rows: int) -> Tensor:
         """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for the newest
         positions.
@@ -134,10 +127,6 @@ class DecoderCache:
             self._cells = self._own_cells()
         return states, self._cells
 
-    def position(self, rows: int) -> tuple[int | Tensor, int]:
-        """Position of the newest ids, for this number of rows, and the required length of the positional table."""
-        return self.length, self.length + 1
-
     def attend_own(self, layer: int, q: Tensor, states: Tensor) -> Tensor:
         """Attend from q (rows, heads, 1, d_k) to all positions so far -> (rows, heads, 1, d_k).
 
@@ -151,7 +140,7 @@ class DecoderCache:
         """Attend from q (rows, 1, heads, d_k) to the source -> (rows, 1, heads, d_k)."""
         heads, width = q.shape[2:]
         if self.grid is None:
-            q = q.view(-1, self.span, heads, width)
+            q = q.view(-1, 1, heads, width)
         else:
             slots, entries, queries = self.grid
             q = q.index_select(0, slots).view(-1, queries, heads, width)
@@ -172,11 +161,10 @@ class DecoderCache:
         return torch.stack([states.permute(0, 2, 3, 1, 4) for states in source])
 
     def _states_with_room(self, rows: int) -> Tensor:
-        """States of self-attention, with room for `span` more positions."""
+        """States of self-attention, with room for one more position."""
         capacity = 0 if self._states is None else self._states.shape[4]
-        if capacity < self.length + self.span:
-            needed = max(2 * capacity, BLOCK * math.ceil((self.length + self.span) / BLOCK))
-            self._grow(rows, needed)
+        if capacity <= self.length:
+            self._grow(rows, max(2 * capacity, BLOCK))
         return self._states
 
     def _own_cells(self) -> Tensor:

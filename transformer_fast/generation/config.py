@@ -19,8 +19,6 @@ class GenerationConfig:
         n_best: number of hypotheses returned per sentence, at most `beam`; with `sample`, the number of draws.
         length_penalty: alpha of the penalty by which log P is divided; 0 ranks by probability only.
         length_norm: "gnmt", ((5 + length) / 6) ** alpha, or "power", length ** alpha. EOS counts.
-        coverage_penalty: beta of Wu et al. 2016, section 7: beta * sum over the source's tokens of
-            log(min(total attention to the token, 1)) is added to a hypothesis's final score.
         slots: use of a finished hypothesis's slot. "close": the slot is closed, so that at most `beam` finish. "keep":
             the next best continuation takes the slot, as in Hugging Face transformers; see `beam.py`.
         early_stop: True with slots "close": stop a sentence at its first n_best finished hypotheses, even if an open
@@ -29,9 +27,6 @@ class GenerationConfig:
         patience: a sentence ends when ceil(patience * beam) hypotheses have finished (Kasai et al. 2022, "A Call for
             Clarity in Beam Search"). Up to 1, a finished hypothesis closes its slot; above 1, the beam stays wide
             longer.
-        beam_groups: number of groups, which must divide the beam. The groups are searched one after the other at each
-            step; a group pays `diversity` for each choice of the same token by an earlier group (Vijayakumar et al.
-            2018, "Diverse Beam Search"). Final scores do not contain these payments.
         sample: draw tokens instead of searching; `beam` must be 1.
         temperature: logits are divided by it before a draw. A temperature needs `sample`, as `top_k` and `top_p` do.
         top_k: draw from the k most likely tokens only; 0 is all.
@@ -49,14 +44,8 @@ class GenerationConfig:
         renormalize: divide the probabilities by the sum over the tokens that may follow.
         alignments: return the attention of each answer's tokens to the source (last layer, mean of its heads).
         cache: keep keys and values between the steps, if the model supports it.
-        graph: record the cached steps as CUDA graphs and replay them, which saves the host's launches. On a GPU, for
-            decoders of `transformer_fast` and padded sources, without alignments and coverage penalty.
         quantize: "int8" multiplies with int8 weights, on a CPU, for fp32 models whose decoder takes a cache. Weights
             are quantised when `generate` is called, with one scale per output; inputs are quantised per row.
-        draft_tokens: greedy decoding in fewer steps, for one fp32 model on a CPU. The same model with int8 weights
-            proposes this many tokens, and one fp32 step checks which of them it would have chosen (Leviathan et al.
-            2023, "Fast Inference from Transformers via Speculative Decoding"). The answers stay the same. Drafts help
-            for batches of few sentences, whose steps spend their time on reading weights. 0 is off.
         keep_weights: keep the copies of weights that a call makes for its steps on a CPU, quantised or not, on the
             model's parameters for the next call. The copies take the memory of the weights once more. Parameters must
             not require gradients. A write between two calls is noticed if PyTorch counts it, such as loading a state.
@@ -80,12 +69,9 @@ class GenerationConfig:
     n_best: int = 1
     length_penalty: float = 0.6
     length_norm: str = "gnmt"
-    coverage_penalty: float = 0.0
     slots: str = "close"
     early_stop: bool | str = False
     patience: float = 1.0
-    beam_groups: int = 1
-    diversity: float = 0.5
     sample: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -100,26 +86,23 @@ class GenerationConfig:
     renormalize: bool = False
     alignments: bool = False
     cache: bool = True
-    graph: bool = False
     quantize: str | None = None
-    draft_tokens: int = 0
     keep_weights: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suppress", tuple(self.suppress))
         checks: list[tuple[str, Callable[[Any], bool], str]] = [
-            ("beam n_best beam_groups", lambda v: _is_int(v, 1), "an int >= 1"),
-            ("top_k no_repeat_ngram draft_tokens", lambda v: _is_int(v, 0), "an int >= 0"),
+            ("beam n_best", lambda v: _is_int(v, 1), "an int >= 1"),
+            ("top_k no_repeat_ngram", lambda v: _is_int(v, 0), "an int >= 0"),
             ("seed", lambda v: v is None or (_is_int(v, 0) and v < 2**63), "None or an int >= 0, below 2**63"),
             (
-                "sample force_eos renormalize alignments cache graph keep_weights",
+                "sample force_eos renormalize alignments cache keep_weights",
                 lambda v: isinstance(v, bool),
                 "True or False",
             ),
             ("early_stop", lambda v: isinstance(v, bool) or v == "now", 'True, False or "now"'),
             ("slots", lambda v: v in ("close", "keep"), '"close" or "keep"'),
             ("length_penalty", _is_number, "a finite number"),
-            ("coverage_penalty diversity", lambda v: _is_number(v) and v >= 0, "a number >= 0"),
             ("patience temperature repetition_penalty", lambda v: _is_number(v) and v > 0, "a number > 0"),
             ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
             ("quantize", lambda v: v in (None, "int8"), 'None or "int8"'),
@@ -141,28 +124,12 @@ class GenerationConfig:
             raise ValueError(f"n_best is {self.n_best}, but a beam of {self.beam} holds only {self.beam} hypotheses")
         if self.early_stop == "now" and self.slots != "keep":
             raise ValueError(f'early_stop "now" needs slots "keep", got slots {self.slots!r}')
-        if self.slots == "keep" and (self.beam_groups > 1 or self.patience != 1):
-            raise ValueError(
-                f'slots "keep" supports neither groups nor patience; expected beam_groups 1 and patience 1, got '
-                f"{self.beam_groups} and {self.patience}"
-            )
-        if self.beam % self.beam_groups:
-            raise ValueError(f"beam_groups must divide the beam, got {self.beam_groups} groups and beam {self.beam}")
-
+        if self.slots == "keep" and self.patience != 1:
+            raise ValueError(f'slots "keep" supports no patience; expected patience 1, got {self.patience}')
         if isinstance(self.min_length, int) and isinstance(self.max_length, int) and self.min_length > self.max_length:
             raise ValueError(f"min_length is {self.min_length}, more than max_length {self.max_length}")
         if self.quantize and not self.cache:
             raise ValueError(f"quantize {self.quantize!r} needs cached steps; expected cache True, got False")
-        if self.draft_tokens:
-            wanted = {"beam": 1, "sample": False, "cache": True, "graph": False, "quantize": None, "alignments": False}
-            for name, value in (wanted | {"coverage_penalty": 0}).items():
-                if getattr(self, name) != value:
-                    raise ValueError(f"draft_tokens needs {name} {value!r}, got {getattr(self, name)!r}")
-
-    @property
-    def reads_attention(self) -> bool:
-        """True if the attention to the source must be known at every step."""
-        return self.alignments or self.coverage_penalty > 0
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -1,13 +1,12 @@
 """Decoding: the open hypotheses of a batch, one per row, and the model that continues them.
 
 `UncachedDecoding` runs the decoder over the whole prefix. `CachedDecoding` runs the decoder over the newest position.
-On a CPU one call computes all layers of a decoder if they are plain (`session.py`); on a GPU CUDA graphs can replay a
-step (`graphs.py`). `Ensemble` has several models. A search chooses the rows that continue by `select`.
+On a CPU one call computes all layers of a decoder if they are plain (`session.py`). `Ensemble` has several models. A
+search chooses the rows that continue by `select`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,13 +21,12 @@ from .. import ops
 from ..layers.attention import layer_mask
 from ..layers.prepacked import WeightLayout
 from ..models import Decoder
-from . import graphs, quantization
+from . import quantization
 from .cache import DecoderCache, as_lengths
 from .config import GenerationConfig
 from .forms import Form, form_of
 from .request import Request
 from .session import new_session
-from .span_cache import SpanCache
 from .topk import Choice
 from .weights import prepack
 
@@ -41,22 +39,18 @@ def start(models: Sequence[nn.Module], request: Request, config: GenerationConfi
 
     Args:
         models: models of forms that `form_of` knows; the mean of their probabilities counts.
-        config: its options decide if keys and values are cached (for models that support it, see `forms`), if cached
-            steps are replayed as CUDA graphs, if weights are quantised, if tokens are drafted, and if the attention to
-            the source is recorded.
+        config: its options decide if keys and values are cached (for models that support it, see `forms`), if weights
+            are quantised, and if the attention to the source is recorded.
         rows: largest number of rows.
 
     Raises:
-        ValueError: if `config.graph`, `config.quantize`, `config.draft_tokens` or `config.keep_weights` is not
-            possible; the message has the reason.
+        ValueError: if `config.quantize` or `config.keep_weights` is not possible; the message has the reason.
     """
     if config.keep_weights and _is_trained(models):
         raise ValueError(
             "keep_weights=True needs parameters that do not require gradients; expected model.requires_grad_(False) "
             "before the call"
         )
-    if config.draft_tokens and len(models) > 1:
-        raise ValueError(f"draft_tokens={config.draft_tokens} is not possible: expected one model, got {len(models)}")
     layout = WeightLayout(config.quantize, config.keep_weights)
     forms = [quantization.apply(form_of(model), layout) for model in models]
     each = [_start_one(form, request, config, rows) for form in forms]
@@ -64,18 +58,14 @@ def start(models: Sequence[nn.Module], request: Request, config: GenerationConfi
 
 
 def _start_one(form: Form, request: Request, config: GenerationConfig, rows: int) -> Decoding:
-    mask, attention = request.src_mask, config.reads_attention
+    mask = request.src_mask
     memory = _encode(form, request.src, mask)
     longest = int(request.limits.max()) if len(request.limits) else 1
     decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
-    if config.graph and (reason := graphs.obstacle(request.src.device, mask, decoder is not None, attention)):
-        raise ValueError(f"graph=True is not possible: {reason}")
     if config.quantize and decoder is None:
         raise ValueError(f"quantize={config.quantize!r} is not possible: {form.no_cache()}")
-    if config.draft_tokens and (reason := form.no_cache() if decoder is None else quantization.obstacle(form.model)):
-        raise ValueError(f"draft_tokens={config.draft_tokens} is not possible: {reason}")
     if decoder is None:
-        return UncachedDecoding(form, memory, mask, attention=attention)
+        return UncachedDecoding(form, memory, mask, attention=config.alignments)
     return CachedDecoding(decoder, form.out, memory, request, config, rows=rows)
 
 
@@ -156,10 +146,6 @@ class CachedDecoding(Decoding):
         memory: (B, S, d_model), the encoder's outputs.
         request, config: arguments of the call; the options of the config must be possible.
         rows: largest number of rows.
-        spans: steps are calls of `span_logits`, with several positions per sentence and one hypothesis per sentence.
-
-    Attributes:
-        draft: with `config.draft_tokens`, the same decoder with int8 weights.
     """
 
     def __init__(
@@ -171,25 +157,12 @@ class CachedDecoding(Decoding):
         config: GenerationConfig,
         *,
         rows: int,
-        spans: bool = False,
     ) -> None:
-        self.draft: CachedDecoding | None = None
-        if config.draft_tokens:
-            int8, spans = dataclasses.replace(config, draft_tokens=0, quantize="int8"), True
-            self.draft = CachedDecoding(decoder, out, memory, request, int8, rows=2 * len(memory), spans=True)
-        rows = max(rows * (config.draft_tokens + 1), len(memory))
-        rows = graphs.row_class(rows) if config.graph else rows
+        rows = max(rows, len(memory))
         layout = WeightLayout(config.quantize, config.keep_weights)
         self._decoder, self._out = (prepack(module, rows, layout) for module in (decoder, out))
-        self._cache: DecoderCache
-        self._graphs, self._session = None, None
-        if config.graph:
-            self._cache = cache = graphs.StaticCache(self._decoder, memory, request.src_mask, rows=rows)
-            self._graphs = graphs.StepGraphs(cache)
-        else:
-            kind, most = (SpanCache, len(memory)) if spans else (DecoderCache, rows)
-            self._cache = kind(self._decoder, memory, request.src_mask, rows=most, record=config.reads_attention)
-            self._session = new_session(self._decoder, self._out, self._cache, request.eos, config)
+        self._cache = DecoderCache(self._decoder, memory, request.src_mask, rows=rows, record=config.alignments)
+        self._session = new_session(self._decoder, self._out, self._cache, request.eos, config)
 
     def greedy(self, tokens: Tensor, most: int) -> Choice | None:
         session, cache = self._prepared_session(len(tokens), most), self._cache
@@ -213,47 +186,16 @@ class CachedDecoding(Decoding):
 
     def select(self, rows: Tensor) -> None:
         self._cache.select(rows.tolist())
-        if self.draft is not None:
-            self.draft.select(rows)
-
-    def span_logits(self, ids: Tensor, held: Tensor, *, newest: bool = False) -> Tensor:
-        """Return the logits (sentences, span, vocabulary) after each of the ids (sentences, span), or after the
-        newest one only.
-
-        held: (sentences,) number of positions before the ids. Only for `spans`. Positions that an earlier call wrote
-            past these lengths are forgotten.
-        """
-        assert isinstance(self._cache, SpanCache)
-        self._cache.hold(held, ids.shape[1])
-        hidden = self._hidden(ids.flatten()).unflatten(0, ids.shape)
-        return self._out(hidden[:, -1:] if newest else hidden)
-
-    def span_steps(self, newest: Tensor, held: Tensor, most: int) -> Tensor | None:
-        """Return the tokens of greedy steps after `newest` (sentences,), as `greedy` does: (sentences, steps).
-
-        held: (sentences,) number of positions before the newest.
-        """
-        assert isinstance(self._cache, SpanCache)
-        self._cache.hold(held, 1)
-        session = self._prepared_session(len(newest), most)
-        if session is None:
-            return None
-        tokens = session.greedy(newest, most).token
-        self._cache.hold(held, tokens.shape[1])  # `select` keeps what the last step has written: all of these
-        return tokens
 
     def _prepared_session(self, rows: int, steps: int = 0, *, cells: bool = False) -> Any | None:
         """Return the result of `Session.prepare`; None if there is no session."""
         return None if self._session is None else self._session.prepare(rows, steps, cells=cells)
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        newest = tokens[:, -1]
-        logits = self._step(newest) if self._graphs is None else self._graphs(self._step, newest)
+        hidden = self._hidden(self._cache.enter(tokens[:, -1]))
+        logits = self._out(self._cache.leave(hidden))
         self._cache.stepped()
         return logits
-
-    def _step(self, newest: Tensor) -> Tensor:
-        return self._out(self._cache.leave(self._hidden(self._cache.enter(newest))))
 
     def _hidden(self, ids: Tensor) -> Tensor:
         """Run the decoder on ids (rows,) in the order of the slots -> (rows, d_model)."""

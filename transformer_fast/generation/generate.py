@@ -17,7 +17,6 @@ from .greedy import GreedySearch
 from .request import Hypothesis, Request, check_request
 from .rules import Rules
 from .search import SearchState
-from .speculative import SpeculativeSearch
 
 
 def generate(
@@ -144,8 +143,6 @@ def length_obstacle(config: GenerationConfig, length: int) -> str | None:
 
 def _new_search(models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> SearchState:
     """Return the search that the config requests. Call this function within `evaluating`."""
-    if config.draft_tokens:
-        return SpeculativeSearch(models, request, config, rules)
     if config.sample or config.beam == 1:
         return GreedySearch(models, request, config, rules)
     return Search(models, request, config, rules)

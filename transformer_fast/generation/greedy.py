@@ -90,7 +90,7 @@ class GreedySearch(SearchState):
         self._draw = Sampler(config, request.streams) if config.sample else None
         self._scored = scored
         self.log_prob = torch.full((rows,), 0.0 if scored else torch.nan, dtype=torch.float64, device=device)
-        self._attention = torch.zeros(rows, 0, request.src.shape[1], device=device) if config.reads_attention else None
+        self._attention = torch.zeros(rows, 0, request.src.shape[1], device=device) if config.alignments else None
 
     def sentences(self) -> Tensor:
         return self._sentence
@@ -130,7 +130,7 @@ class GreedySearch(SearchState):
             best, token, normalizer = self._choose(1) if choice is None else choice
             return token, best - normalizer.view_as(best), best[:, -1] == -torch.inf
         tokens = self.tokens
-        allowed, logits = self.rules.apply(self.decoding.next_logits(tokens), tokens, self._sentence, self.start)
+        allowed, logits = self.rules.apply(self.decoding.next_logits(tokens), tokens, self._sentence)
         token = self._draw(allowed, self._row)
         log_prob = logits.gather(1, token[:, None]).squeeze(1) - log_normalizer(logits)
         return token[:, None], log_prob[:, None], allowed.amax(dim=1) == -torch.inf
@@ -151,6 +151,4 @@ class GreedySearch(SearchState):
         for index, ids, without_last, was_stuck, value, weights in zip(*columns, maps, strict=True):
             body, length = ids[:-1] if without_last else ids, len(ids) - was_stuck
             finished = without_last and not was_stuck
-            self.found[index].append(
-                scored_hypothesis(self.config, self.request, index, body, value, length, finished, weights)
-            )
+            self.found[index].append(scored_hypothesis(self.config, body, value, length, finished, weights))

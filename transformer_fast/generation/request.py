@@ -34,9 +34,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One translation. tokens: target ids without BOS and EOS. score: log_prob divided by the length penalty, plus the
-    coverage penalty. log_prob: the natural log of its probability. finished: False if max_length cut the answer off
-    before EOS. alignment: (len(tokens), S) attention to the source, if it was requested."""
+    """One translation. tokens: target ids without BOS and EOS. score: log_prob divided by the length penalty.
+    log_prob: the natural log of its probability. finished: False if max_length cut the answer off before EOS.
+    alignment: (len(tokens), S) attention to the source, if it was requested."""
 
     tokens: list[int]
     score: float

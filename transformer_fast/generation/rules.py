@@ -57,48 +57,45 @@ class Rules:
             return 0
         return min(most, self._first_limit - length) if self._config.force_eos else most
 
-    def apply(self, logits: Tensor, tokens: Tensor, sentence: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the rules to the logits (rows, vocabulary) of the prefixes `tokens` (rows, t).
+    def apply(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the rules to the logits (rows, vocabulary) of the prefixes `tokens` (rows, t), BOS first.
 
-        sentence: (rows,), sentence of each row; the column of its BOS is start[sentence].
+        sentence: (rows,), sentence of each row.
         Returns logits that are -inf where a token may not follow, and logits whose softmax gives the probabilities.
         """
         if not self._active:
             return logits, logits
-        begin = start[sentence]
-        known = self._force_end(self._penalise_repetition(logits, tokens, begin), tokens, sentence, begin)
-        allowed = self._block_forbidden(known, tokens, sentence, begin)
+        known = self._force_end(self._penalise_repetition(logits, tokens), tokens, sentence)
+        allowed = self._block_forbidden(known, tokens, sentence)
         return allowed, allowed if self._config.renormalize else known
 
-    def _force_end(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
+    def _force_end(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
         """Allow only EOS, with probability 1, where an answer has one token left."""
         if not self._config.force_eos or tokens.shape[1] < self._first_limit:
             return logits
-        last = (self._limits[sentence] <= tokens.shape[1] - begin)[:, None]
+        last = (self._limits[sentence] <= tokens.shape[1])[:, None]
         end = torch.full_like(logits[:1], -torch.inf)
         end[0, self._eos] = 0
         return torch.where(last, end, logits)
 
-    def _penalise_repetition(self, logits: Tensor, tokens: Tensor, begin: Tensor) -> Tensor:
+    def _penalise_repetition(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits with the repetition penalty."""
         penalty = self._config.repetition_penalty
         if penalty == 1.0 or tokens.shape[1] == 1:
             return logits
-        chosen = _is_chosen(tokens, begin)
-        # Columns that were not chosen take the newest token, which was chosen unless it is BOS (then none was).
-        ids = torch.where(chosen, tokens, tokens[:, -1:])
-        before = logits.gather(1, ids)
+        chosen = tokens[:, 1:]
+        before = logits.gather(1, chosen)
         after = torch.where(before > 0, before / penalty, before * penalty)
-        return logits.scatter(1, ids, torch.where(chosen[:, -1:], after, before))
+        return logits.scatter(1, chosen, after)
 
-    def _block_forbidden(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
+    def _block_forbidden(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
         """Return the logits with -inf where a token may not follow."""
-        n, steps = self._config.no_repeat_ngram, tokens.shape[1] - 1 - begin  # tokens chosen so far, (rows,)
-        newest = int(steps.min()) if self._forced is not None or self._most > 1 else 0
+        n, chosen = self._config.no_repeat_ngram, tokens[:, 1:]
+        steps = chosen.shape[1]
         forced = None
-        if self._forced is not None and newest < self._forced.shape[1] - 1:
-            forced = self._forced[sentence, steps.clamp(max=self._forced.shape[1] - 1)]
-        early, repeats = newest + 1 < self._most, 0 < n < tokens.shape[1]
+        if self._forced is not None and steps < self._forced.shape[1] - 1:
+            forced = self._forced[sentence, steps]
+        early, repeats = steps + 1 < self._most, 0 < n <= steps
         if self._suppress is None and not early and forced is None and not repeats:
             return logits
         allowed = logits.clone()
@@ -107,10 +104,9 @@ class Rules:
         if early:
             allowed[self._least[sentence] > steps + 1, self._eos] = -torch.inf
         if repeats:
-            chosen = tokens.masked_fill(~_is_chosen(tokens, begin), -1)
-            windows = chosen.unfold(1, n, 1)  # (rows, t - n + 1, n)
-            newest_ids = chosen[:, chosen.shape[1] - n + 1 :]
-            same = (windows[:, :, : n - 1] == newest_ids[:, None]).all(dim=2) & (windows >= 0).all(dim=2)
+            windows = chosen.unfold(1, n, 1)  # (rows, steps - n + 1, n)
+            newest = chosen[:, steps - n + 1 :]
+            same = (windows[:, :, : n - 1] == newest[:, None]).all(dim=2)
             row, at = same.nonzero(as_tuple=True)
             allowed[row, windows[row, at, n - 1]] = -torch.inf
         if forced is not None:
@@ -119,8 +115,3 @@ class Rules:
             wanted = forced[rows, None]
             allowed[rows] = only.scatter(1, wanted, logits[rows].gather(1, wanted))
         return allowed
-
-
-def _is_chosen(tokens: Tensor, begin: Tensor) -> Tensor:
-    """Mask (rows, t), bool: True for tokens to the right of BOS, whose column is begin (rows,)."""
-    return torch.arange(tokens.shape[1], device=tokens.device) > begin[:, None]

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from .config import GenerationConfig
-from .request import Hypothesis, Request
+from .request import Hypothesis
 
 Length = TypeVar("Length", float, Tensor)
-
-LEAST_COVERAGE = 1e-10
-"""Smallest attention that a source token counts with."""
 
 
 def length_penalty(length: Length, config: GenerationConfig) -> Length:
@@ -24,8 +21,6 @@ def length_penalty(length: Length, config: GenerationConfig) -> Length:
 
 def scored_hypothesis(
     config: GenerationConfig,
-    request: Request,
-    sentence: int,
     tokens: list[int],
     log_prob: float,
     length: int,
@@ -35,12 +30,5 @@ def scored_hypothesis(
     """Return the hypothesis with its score. length: tokens with EOS. attention: (at least length, S), or None."""
     # Without a token there is nothing to normalise.
     score = log_prob / length_penalty(float(max(length, 1)), config)
-    alignment = None
-    if attention is not None:
-        if config.coverage_penalty > 0:
-            got = attention[:length].sum(dim=0)
-            got = got if request.src_mask is None else got[request.src_mask[sentence, 0]]
-            score += config.coverage_penalty * float(got.clamp(LEAST_COVERAGE, 1.0).log().sum())
-        if config.alignments:
-            alignment = attention[: len(tokens)].to("cpu", torch.float32, copy=True)
+    alignment = None if attention is None else attention[: len(tokens)].to("cpu", torch.float32, copy=True)
     return Hypothesis(tokens, score, log_prob, finished, alignment)

@@ -30,7 +30,6 @@ class SearchState:
 
     Attributes:
         tokens, log_prob: (rows, t) and (rows,), of the open hypotheses.
-        start: (sentences,) column of BOS: 0, except in rows of drafted tokens, which end in the same column.
         limits: (sentences,) largest number of tokens of an answer.
         found: recorded hypotheses per sentence.
     """
@@ -43,7 +42,6 @@ class SearchState:
         self.decoding = start(models, request, config, rows=batch * rows)
         self.tokens = torch.full((batch, 1), request.bos, device=device)
         self.log_prob = torch.zeros(batch, device=device)
-        self.start = torch.zeros(batch, dtype=torch.long, device=device)
         self.limits = request.limits
         self.found: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
@@ -59,22 +57,15 @@ class SearchState:
 
     def _choose(self, k: int) -> Choice:
         """Choose the k best next tokens of every row by the rules."""
-        tokens, shows_nan = self.tokens, self.rules.only_suppress(self.tokens.shape[1])
-        choice = self._choice(self.decoding.next_logits(tokens, check=not shows_nan), tokens, k)
-        if shows_nan:
+        tokens, rules = self.tokens, self.rules
+        only_suppress = rules.only_suppress(tokens.shape[1])
+        logits = self.decoding.next_logits(tokens, check=not only_suppress)
+        k = min(k, logits.shape[1])
+        if only_suppress:
+            choice = choose(logits, k, rules.suppressed, renormalize=self.config.renormalize)
             refuse_nan(choice.normalizer, tokens)
-        return choice
-
-    def _choice(self, logits: Tensor, tokens: Tensor, k: int) -> Choice:
-        """Choose the k best next tokens of `tokens` from their logits (rows, vocabulary).
-
-        A row with NaN logits gets a NaN normalizer if the rules only suppress tokens; then only the length of
-        `tokens` is used.
-        """
-        k, rules = min(k, logits.shape[1]), self.rules
-        if rules.only_suppress(tokens.shape[1]):
-            return choose(logits, k, rules.suppressed, renormalize=self.config.renormalize)
-        allowed, probable = rules.apply(logits, tokens, self.sentences(), self.start)
+            return choice
+        allowed, probable = rules.apply(logits, tokens, self.sentences())
         return Choice(*best_tokens(allowed, k), log_normalizer(probable))
 
     def _most_steps(self) -> int:

@@ -78,9 +78,8 @@ class Session:
         self._native.set_cache(
             own=own,
             cross=cache.cross,
-            positions=self._positions.table(cache.length + max(cache.span, steps)),
+            positions=self._positions.table(cache.length + max(1, steps)),
             length=cache.length,
-            lengths=cache.keys(),
             cells=table,
             source_lengths=cache.source_lengths,
             row_of_slot=slots,

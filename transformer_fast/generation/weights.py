@@ -63,7 +63,7 @@ def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> An
     if not children and not is_plain(module, *DROPOUTS):
         return module
     clone = _shallow_copy(module)
-    # Own buffers, because another call that extends a positional table must not free one that a CUDA graph reads.
+    # Own buffers, so that a positional table that a call extends is not the model's.
     clone.__dict__.update(_modules={**module._modules, **children}, _buffers=dict(module._buffers), training=False)
     return clone
 

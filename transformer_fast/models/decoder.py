@@ -13,12 +13,10 @@ from .stack import Stack
 
 
 class DecoderCache(Protocol):
-    """Generation cache of a decoder: one cache per layer."""
+    """Generation cache of a decoder: one cache per layer, and the number of positions held."""
 
     layers: list[LayerCache]
-
-    def position(self, rows: int) -> tuple[int | Tensor, int]:
-        """Position of the newest ids, for this number of rows, and the required length of the positional table."""
+    length: int
 
 
 class Decoder(Stack):
@@ -43,8 +41,7 @@ class Decoder(Stack):
         is the newest id per row, (rows, 1); the cache replaces e_outputs and the masks, and grows by one position.
         """
         if cache is not None:
-            offset, length = cache.position(trg.shape[0])
-            x = embed_with_positions(self.embed, self.pe, trg, offset, length=length)
+            x = embed_with_positions(self.embed, self.pe, trg, cache.length)
             for layer, known in zip(self.layers, cache.layers, strict=True):
                 x = layer(x, e_outputs, src_mask, trg_mask, cache=known)
             return self.norm(x)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from .errors import ConfigError
 
 UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 DURATION = re.compile(r"(?:\d+(?:\.\d+)?[hms])+")
+FORMER_OPTIONS = {"coverage_penalty": 0, "beam_groups": 1, "diversity": ..., "graph": ..., "draft_tokens": ...}
+"""Search options that earlier versions saved in run folders, and the value that changed no answer; ...: every value."""
 
 
 def parse_duration(text: str | float) -> float:
@@ -51,6 +54,20 @@ def generation_config(settings: Mapping[str, Any], default: GenerationConfig | N
         return dataclasses.replace(default or GenerationConfig(), **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from None
+
+
+def saved_generation_config(settings: Mapping[str, Any], default: GenerationConfig | None = None) -> GenerationConfig:
+    """Search options of a run folder, as `generation_config`, which an earlier version may have saved.
+
+    Options that this version no longer has are left out. The function warns if the translations may differ then.
+    """
+    if isinstance(settings, Mapping):
+        for name, harmless in FORMER_OPTIONS.items():
+            if harmless is not ... and (value := settings.get(name, harmless)) != harmless:
+                message = f"the run was saved with {name} {value!r}, which is no option any more; answers may differ"
+                warnings.warn(message, stacklevel=2)
+        settings = {name: value for name, value in settings.items() if name not in FORMER_OPTIONS}
+    return generation_config(settings, default)
 
 
 def _option(default: Any, text: str, *, free: bool = False, **flag: Any) -> Any:

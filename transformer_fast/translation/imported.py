@@ -26,7 +26,7 @@ from torch import nn
 from ..generation import GenerationConfig
 from ..models import Transformer
 from .checkpoint import FORMAT, SCRATCH, RunFolder, Tensors, flush_folder, to_json, write_atomically
-from .config import generation_config
+from .config import saved_generation_config
 from .errors import CheckpointError, os_error_as_checkpoint_error
 from .pair_tokenizer import PairFiles, PairTokenizer
 from .text import PathLike
@@ -132,7 +132,7 @@ def load_imported(root: Path, saved: dict[str, Any]) -> tuple[ModelConfig, PairT
         CheckpointError: a file is missing or altered.
     """
     try:
-        config, generation = ModelConfig(**saved["model"]), generation_config(saved["generation"])
+        config, generation = ModelConfig(**saved["model"]), saved_generation_config(saved["generation"])
         digests, options = dict(saved["files"]), dict(saved["tokenizer"])
         parts = {part: _verified(root / name, digests[name]) for part, name in FILES.items() if name in digests}
         for part in ("vocab", "target_vocab"):

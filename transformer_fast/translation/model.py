@@ -13,7 +13,7 @@ from ..generation import GenerationConfig
 from ..models import Transformer
 from .averaging import describe_average, load_average
 from .checkpoint import RunFolder, Scores, Tensors, is_better, read_json
-from .config import TrainConfig, generation_config
+from .config import TrainConfig, saved_generation_config
 from .errors import CheckpointError, ConfigError, os_error_as_checkpoint_error
 from .imported import ModelConfig, build_imported, load_imported
 from .pair_tokenizer import PairTokenizer
@@ -141,7 +141,7 @@ def load_generation(folder: RunFolder, saved: dict) -> GenerationConfig:
         CheckpointError: this version does not have one of the options.
     """
     try:
-        return generation_config(saved.get("translation", {}), GenerationConfig(beam=5))
+        return saved_generation_config(saved.get("translation", {}), GenerationConfig(beam=5))
     except ConfigError as error:
         raise CheckpointError(f"{folder.config} does not hold options of translation: {error}") from None
 

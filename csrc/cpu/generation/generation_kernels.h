@@ -19,11 +19,11 @@ struct TokenChoice {
   float* normalizer;
 };
 
-// The best continuations per unit of a beam search. Inputs are the continuations of its rows, (rows, k) each: `rank` is
-// the sort key, `total` the cumulative log-probability. Outputs are (units, candidates) each, best first: the total,
-// the row that is continued, and the token. Missing continuations at the end are -inf, with row 0 and token 0.
+// The best continuations per unit of a beam search, which is the beam of a sentence. Inputs are the continuations of its
+// rows, (rows, k) each: `total` is the cumulative log-probability. Outputs are (units, candidates) each, best first: the
+// total, the row that is continued, and the token. Missing continuations at the end are -inf, with row 0 and token 0.
 struct BeamChoice {
-  const float *rank, *total;
+  const float* total;
   const int64_t* token;
   const int64_t *unit, *slot;  // (rows,), below `units` and `width`
   int64_t rows, k, units, width, candidates;

@@ -101,14 +101,14 @@ void choose_tokens(const TokenChoice& p) {
 void choose_continuations(const BeamChoice& p) {
   std::vector<int64_t> row_at(p.units * p.width, -1), found;  // found: indices in (rows, k), best first
   for (int64_t r = 0; r < p.rows; ++r) row_at[p.unit[r] * p.width + p.slot[r]] = r;
-  const auto better = [&](int64_t a, int64_t b) { return p.rank[a] > p.rank[b]; };
+  const auto better = [&](int64_t a, int64_t b) { return p.total[a] > p.total[b]; };
   for (int64_t unit = 0; unit < p.units; ++unit) {
     found.clear();
     for (int64_t slot = 0; slot < p.width; ++slot) {
       const int64_t row = row_at[unit * p.width + slot];
       if (row < 0) continue;
       for (int64_t at = row * p.k; at < (row + 1) * p.k; ++at) {
-        if (!(p.rank[at] > -kInfinity)) continue;  // -inf, or NaN of a row without a finite logit
+        if (!(p.total[at] > -kInfinity)) continue;  // -inf, or NaN of a row without a finite logit
         // Ties: first slot first.
         found.insert(std::upper_bound(found.begin(), found.end(), at, better), at);
         if (static_cast<int64_t>(found.size()) > p.candidates) found.pop_back();

@@ -67,7 +67,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="divide scores by the GNMT penalty (default) or by length^alpha",
     )
-    searching.add_argument("--coverage-penalty", **real, help="beta of the GNMT penalty (default: 0)")
     searching.add_argument("--no-repeat-ngram", **number, help="never repeat a sequence of N tokens (default: off)")
     searching.add_argument(
         "--repetition-penalty", **real, help="penalty on tokens that the translation already has (default: 1, off)"

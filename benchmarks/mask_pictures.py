@@ -1,29 +1,28 @@
-"""Pictures of the mask dialects: the passed tensor, cell by cell, and the keys that each query then sees.
+"""Draws the pictures of docs/masks.md and docs/intervals.md: the passed tensor, cell by cell, and the keys that each
+query then sees. :class:`transformer_fast.AttentionMask` computes the right-hand side.
 
-:class:`transformer_fast.AttentionMask` computes the right-hand side. Needs matplotlib (`pip install
-'transformer_fast[plots]'`); figures are drawn without a display. The pictures of docs/masks.md:
-``mask_pictures("docs/images")``.
+python benchmarks/mask_pictures.py
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from headline import ROOT
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, ListedColormap
 from torch import Tensor
 
-from ..dialects import tensorflow
-from ..masks import AttentionMask
-from ..ops import attention
-from .plots import INK, QUIET, WEIGHTS, cell_text, new_figure, save
+from transformer_fast import AttentionMask, attention
+from transformer_fast.cli.plots import INK, QUIET, WEIGHTS, cell_text, new_figure, save
+from transformer_fast.dialects import tensorflow
 
+FOLDER = ROOT / "docs" / "images"
 SEEN, HINT = ListedColormap(["white", "#0b4f8a"]), ListedColormap(["white", "#d6e6f5"])
 RULE = "#cbd2da"
 """Colours: of a visible key; of a passed value that allows a key; of the lines between cells."""
@@ -52,14 +51,10 @@ class Line(NamedTuple):
     seen: Sequence[tuple[str, Tensor]]
 
 
-def mask_pictures(folder: str | os.PathLike[str]) -> list[Path]:
+def draw(folder: Path) -> list[Path]:
     """Draw one picture for each dialect, and one of a query without keys, into ``folder``; returns the paths."""
-    pictures = [_lines(Path(folder) / f"mask_{name}.png", lines()) for name, lines in DIALECTS.items()]
-    return [
-        *pictures,
-        _bias_picture(Path(folder) / "mask_distance.png"),
-        _empty_row_picture(Path(folder) / "mask_empty_row.png"),
-    ]
+    pictures = [_lines(folder / f"mask_{name}.png", lines()) for name, lines in DIALECTS.items()]
+    return [*pictures, _bias_picture(folder / "mask_distance.png"), _empty_row_picture(folder / "mask_empty_row.png")]
 
 
 def _keep_masks() -> list[Line]:
@@ -340,3 +335,8 @@ def _empty_row_picture(path: Path) -> Path:
     for axes in panels:
         axes.set_aspect("equal")
     return save(figure, path)
+
+
+if __name__ == "__main__":
+    for path in draw(FOLDER):
+        print(path)
