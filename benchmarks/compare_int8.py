@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 import transformers
 from torch import Tensor
 
 import transformer_fast as tfast
-from transformer_fast import extension
 from transformer_fast.accelerate import Int8
 
 NEUTRAL, SIDE = 80, 5
@@ -98,15 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
         results[name] = result
         print(f"| {name} | {result['accuracy']:.2%} | {result['same']:.2%} | {result['error']:.4f} |", flush=True)
     if args.out:
-        report = {
-            "what": "classification with int8 weights against fp32",
-            "sentences": len(labels),
-            "vector_unit": extension.build_info().get("instruction_set"),
-            "versions": {name: m.__version__ for name, m in (("torch", torch), ("transformers", transformers))},
-            "results": results,
-        }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "compare_int8.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        what = "classification with int8 weights against fp32"
+        run = {"what": what, "sentences": len(labels), "results": results}
+        records.save(args.out / "compare_int8.json", run, "transformers")
     return int(any(r["accuracy"] < results["fp32"]["accuracy"] - args.loss / 100 for r in results.values()))
 
 

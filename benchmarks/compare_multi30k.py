@@ -19,17 +19,16 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
 
+import records
 import torch
 from torch import Tensor, nn
 
-import transformer_fast
 from transformer_fast import AttentionMask, positional_table
 from transformer_fast.translation import ConfigError, TrainConfig, load_trained, read_lines, train
 from transformer_fast.translation.evaluate import corpus_bleu
@@ -229,14 +228,12 @@ def main() -> None:
     if any(process.returncode for process in processes):
         raise SystemExit("one of the two did not finish; run the same command again to continue")
     rows = [json.loads(text) for text in printed]
-    report = {
+    run = {
         "what": "same recipe, batches, initial distribution and CPU time; only the model class differs",
         "recipe": {key: _recorded(value) for key, value in vars(args).items() if key not in ("out", "only")},
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
         "results": rows,
     }
-    Path(args.out, "compare.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    records.save(Path(args.out, "compare.json"), run)
     print_table(rows)
 
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
+import records
 import torch
 
-import transformer_fast
-from transformer_fast import extension
 from transformer_fast.translation import Trained, load_trained, read_lines
 from transformer_fast.translation.evaluate import corpus_bleu
 from transformer_fast.translation.translator import Translator
@@ -70,16 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
     print("| search | weights | BLEU | lines as in fp32 |\n| --- | --- | --- | --- |")
     results = [result for beam in args.beams for result in compare(trained, source, target, beam)]
     if args.out:
-        report: dict[str, Any] = {
+        run = {
             "what": "translations with quantised weights against fp32",
             "sentences": len(source),
-            "vector_unit": extension.build_info().get("instruction_set"),
             "model": {name: getattr(trained.config, name) for name in ("d_model", "heads", "layers", "d_ff")},
-            "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
             "results": [dataclasses.asdict(result) for result in results],
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "compare_quantized.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        records.save(args.out / "compare_quantized.json", run)
     exact = {result.search: result.bleu for result in results if result.weights == "fp32"}
     return int(any(result.bleu < exact[result.search] - args.loss for result in results))
 

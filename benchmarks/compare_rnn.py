@@ -15,16 +15,13 @@ The table is printed. OUT gets compare_rnn.json.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from pathlib import Path
 
+import records
 import torch
 from torch import Tensor, nn
 
-import transformer_fast
 from transformer_fast.dialects import d2l
 from transformer_fast.reference.dialects import d2l as eager
 from transformer_fast.translation.numbers import english, german, sample_numbers
@@ -167,17 +164,16 @@ def main() -> None:
         row["median_epoch_seconds"] = sorted(row["epoch_seconds"])[args.epochs // 2]
         row["exact"] = exact(models[name], tokenizer, unseen)
         row["parameters"] = sum(p.numel() for p in models[name].parameters())
-        losses = "   ".join(f"{row['losses'][n - 1]:.3f}" for n in (args.epochs // 6, args.epochs // 2, args.epochs))
-        print(f"{name:32}{row['median_epoch_seconds']:16.2f}   {losses:>36}   {row['exact']:.1%}")
-    report = {
+        losses = {n: row["losses"][n - 1] for n in (args.epochs // 6, args.epochs // 2, args.epochs)}
+        row |= {f"loss_after_{n}_epochs": loss for n, loss in losses.items()}
+        said = "   ".join(f"{loss:.3f}" for loss in losses.values())
+        print(f"{name:32}{row['median_epoch_seconds']:16.2f}   {said:>36}   {row['exact']:.1%}")
+    run = {
         "what": "same task, batches, optimizer and thread; seconds of the process; epochs in turns",
         "recipe": {key: value for key, value in vars(args).items() if key != "out"},
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
         "results": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "compare_rnn.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    records.save(args.out / "compare_rnn.json", run)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 
-import transformer_fast
-from transformer_fast import extension
 from transformer_fast.translation import Tokenizer, TrainConfig, build_model, load_recipe, read_parallel
 from transformer_fast.translation.batching import Corpus, TokenBatches
 from transformer_fast.translation.environment import choose_device, multiplies_bf16
@@ -115,17 +113,14 @@ def main(arguments: list[str] | None = None) -> int:
         shares = f"{result.source_padding:.1%} | {result.target_padding:.1%}"
         print(f"| {size} | {shares} | {' | '.join(speeds)} |", flush=True)
     if args.out:
-        report = {
+        run = {
             "what": "target tokens per second of whole updates, each batch on every side before the next",
             "recipe": args.recipe,
             "updates": args.updates,
             "threads": args.threads,
-            "vector_unit": extension.build_info().get("instruction_set"),
-            "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
             "results": [dataclasses.asdict(result) for result in results],
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "compare_training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        records.save(args.out / "compare_training.json", run)
     return 0
 
 

@@ -19,18 +19,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from apart import Apart, from_thread_that_ends
 
-import transformer_fast
-from transformer_fast import GenerationConfig, extension
+from transformer_fast import GenerationConfig
 from transformer_fast.translation import Trained, load_trained, read_lines
 from transformer_fast.translation.checkpoints import export_ctranslate2
 from transformer_fast.translation.evaluate import corpus_bleu
@@ -186,20 +185,13 @@ def main(arguments: list[str] | None = None) -> None:
             results += compare(args.model, folder, lines, target[: len(lines)], search, precision, args.rounds)
     print(summary(results, len(lines)))
     if args.out:
-        import ctranslate2
-
-        versions = {"torch": torch.__version__, "ctranslate2": ctranslate2.__version__}
-        report: dict[str, Any] = {
-            "what": "a text translated line by line, in seconds a round",
+        run = {
+            "what": "a text translated line by line, in seconds per round",
             "lines": len(lines),
-            "threads": args.threads,
-            "vector_unit": extension.build_info().get("instruction_set"),
             "model": {name: getattr(trained.config, name) for name in ("d_model", "heads", "layers", "d_ff")},
-            "versions": versions | {"transformer_fast": transformer_fast.__version__},
             "results": [dataclasses.asdict(result) for result in results],
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "compare_translate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        records.save(args.out / "compare_translate.json", run, "ctranslate2")
 
 
 if __name__ == "__main__":

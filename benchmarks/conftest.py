@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +13,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import records
 from harness import Call, Comparison, Inputs, ceilings, compare
+from nvidia_smi import smi
 
-from transformer_fast import extension
+pytest_plugins = ["every_test"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,23 +71,9 @@ def versus(benchmark: Any, request: pytest.FixtureRequest, device: str) -> Calla
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Device, driver, versions, threads, ceilings and commit go into the record."""
-    cuda = torch.cuda.is_available()
     machine_info.pop("node", None)  # the machine's name is nobody's business
     machine_info.update(
-        torch=torch.__version__,
-        python=platform.python_version(),
-        threads=torch.get_num_threads(),
-        kernels=extension.build_info().get("instruction_set"),
-        torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        gpu=torch.cuda.get_device_name(0) if cuda else None,
-        driver=_output("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"),
-        ceilings=ceilings("cuda" if cuda else "cpu"),
-        commit=_output("git", "rev-parse", "--short", "HEAD"),
+        records.here(),
+        driver=smi("driver_version,clocks.sm,clocks.mem"),
+        ceilings=ceilings("cuda" if torch.cuda.is_available() else "cpu"),
     )
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

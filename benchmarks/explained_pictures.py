@@ -212,16 +212,15 @@ def sums() -> Iterator[str]:
 
 CHECKS = {
     "Triton source": ("Triton's interpreter", "values, masks, shapes", "tests/interpreter"),
-    "PTX": ("emulator on the CPU", "bounds, races, waits", "lab/ptx_emulator"),
+    "PTX": ("emulator on the CPU", "bounds, races, waits", "tools/lab/ptx_emulator"),
     "machine code": ("compile, disassemble", "registers, spills", "tests/ops/test_triton_compile.py"),
-    "time": ("replay of the code", "a range per case", "lab/prediction"),
 }
 """By what is checked: how, what is found, and where the check stands."""
 
 
 def checks() -> Iterator[str]:
-    """Steps from the source of a GPU kernel to its time, and what checks each without a GPU."""
-    width, gap = 165, 20
+    """Steps from the source of a GPU kernel to its machine code, and what checks each without a GPU."""
+    width, gap = 227, 20
     for number, (what, (how, finds, path)) in enumerate(CHECKS.items()):
         assert (ROOT / path).exists(), path
         left, shown = number * (width + gap), path if len(path) < 26 else path.rpartition("/")[2]

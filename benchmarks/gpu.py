@@ -1,7 +1,7 @@
 """Run the checks and measurements of a GPU machine that is there for minutes; ``make gpu`` runs this.
 
-The steps come in order of worth: parity, headline times beside peers, whole training steps, tiles, predicted cases,
-the rest of the parity table, profiles, tests on CUDA, benchmarks. If nothing works in the smoke, the run ends after it.
+The steps come in order of worth: parity, headline times beside peers, whole training steps, tiles, the rest of
+the parity table, profiles, tests on CUDA, benchmarks. If nothing works in the smoke, the run ends after it.
 A step that fails, takes too long or lacks a package is reported, and the next one runs. What steps print is shown at
 once and kept in logs; records are written result by result, and a table of the steps is printed last.
 
@@ -87,7 +87,7 @@ PACKAGES = {"pytest_benchmark": "pytest-benchmark", "xdist": "pytest-xdist"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]:
+def steps(out: Path, rehearse: bool = False) -> list[Step]:
     """Return all steps, most valuable first."""
     python = sys.executable
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -97,7 +97,6 @@ def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]
     ignored = [f"--ignore=tests/{name}" for name in left_out]
     # Twelve processes share the GPU: each has a context, and the tensors of one small test.
     tests = [*pytest, "-n", "12", "--continue-on-collection-errors", "tests/ops", "tests/layers", *ignored]
-    measured = [python, "-m", "lab.prediction.measured", "--out", str(out), *["--resume"] * resume]
     kernels = ("torch", "triton")
 
     def quick(name: str, *options: str) -> list[str]:
@@ -113,7 +112,6 @@ def steps(out: Path, resume: bool = False, rehearse: bool = False) -> list[Step]
         Step("headline", 160, quick("headline"), kernels, resumes=True),
         Step("step", 270, quick("step"), (*kernels, "transformers"), resumes=True),
         Step("tiles", 70, quick("tiles"), kernels, resumes=True),
-        Step("measured", 120, measured, kernels, resumes=True),
         Step("profile", 110, quick("profile"), (*kernels, "bin/ncu")),
         Step("tests", 150, [*tests, "-k", "cuda or OnAGpu"], ("pytest", "xdist"), ONE_THREAD),
         Step(
@@ -288,7 +286,7 @@ def main(given: list[str] | None = None) -> int:
     outcomes: dict[str, dict] = {}
     if summary.exists() and (options.only or options.resume):
         outcomes = {outcome["step"]: outcome for outcome in json.loads(summary.read_text())}
-    todo = [step for step in steps(out, options.resume, bool(obstacle)) if step.name in (options.only or names)]
+    todo = [step for step in steps(out, bool(obstacle)) if step.name in (options.only or names)]
     if options.resume:
         todo = [step for step in todo if not step.is_done(outcomes.get(step.name))]
     budget = None if options.budget is None else options.budget - (time.monotonic() - started)

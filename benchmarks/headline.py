@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import records
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "headline.svg"
 WIDTH, LEFT, BAR, GAP, SCALE_END = 560, 240, 18, 6, 34
 STYLE = """
@@ -30,26 +31,10 @@ class Bar(NamedTuple):
     ours: bool
 
 
-def record(folder: str, case: str) -> dict[str, float]:
-    """Ratios of a case by peer, from the table of a record: how many times as fast as the peer ours is."""
-    head: list[str] = []
-    for line in (RESULTS / folder / "benchmarks.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] == "case":
-            head = cells
-        elif cells[0] == case:
-            return {
-                name.removeprefix("x "): float(cell.partition(",")[0])  # the memory stands behind the time
-                for name, cell in zip(head, cells, strict=True)
-                if name.startswith("x ") and cell not in ("", "refused")
-            }
-    raise KeyError(f"no case {case!r} in {RESULTS / folder / 'benchmarks.md'}")
-
-
 def groups() -> dict[str, list[Bar]]:
     """Return the parts of the picture: titles, and bars from the slowest peer to ours without padding."""
-    attention = record("cpu", "attention: sentences-b64h8kmax-p0.1-float32-train")
-    step = record("cpu-model", "training_step: base-b16-l64")
+    attention = records.ratios("cpu", "attention: sentences-b64h8kmax-p0.1-float32-train")
+    step = records.ratios("cpu-model", "training_step: base-b16-l64")
     return {
         "Attention in training, with padding and dropout": bars(attention, "sdpa math", "PyTorch's SDPA"),
         "Training step, the paper's base model": bars(step, "nn.Transformer", "nn.Transformer"),

@@ -1,4 +1,4 @@
-"""The tensors of a launch: without contents for a prediction, with contents on a device for a measurement."""
+"""The tensors of a launch: without contents where it is only described, with contents where it is measured."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ python benchmarks/packed_picture.py
 
 from __future__ import annotations
 
-from headline import BAR, GAP, ROOT, STYLE, Bar, drawn, record, svg
+import records
+from headline import BAR, GAP, ROOT, STYLE, Bar, drawn, svg
 
 PICTURE = ROOT / "docs" / "images" / "packed.svg"
 CASE = "hugging_face: bert-training step"
@@ -20,7 +21,7 @@ COLOURS = """
 
 def bars() -> list[Bar]:
     """Bars of the picture: times as fast as eager PyTorch, for a step."""
-    ratios = record("cpu-avx2-packed", CASE)
+    ratios = records.ratios("cpu-avx2-packed", CASE)
     eager = ratios["before"]
     return [
         Bar("eager PyTorch", 1.0, False),

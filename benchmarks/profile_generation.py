@@ -17,13 +17,13 @@ The report is printed as Markdown. With --out, profile_generation.md and profile
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from bench_generation import BEAM, SIZES, VOCAB, Case, close, make_side, sources, ways
 
@@ -186,6 +186,13 @@ def table(found: list[dict[str, Any]], limits: Limits) -> str:
     return "\n".join(lines)
 
 
+def result(case: dict[str, Any], name: str, side: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a side that are recorded."""
+    times = {f"{part}_seconds": side[part] for part in ("whole", "first", "step")}
+    least = {f"least_of_{part}": max(side[f"{part}_reads_and_does"]) / side[part] for part in ("first", "step")}
+    return {**case, "side": name, **times, **least}
+
+
 def title(one: dict[str, Any]) -> str:
     case = one["case"]
     return f"{case['size']} {case['search']} B {case['batch']} L {case['length']}"
@@ -220,8 +227,9 @@ def main() -> None:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "profile_generation.md").write_text(text + "\n", encoding="utf-8")
-        record = {"limits": asdict(limits), "cases": found}
-        (args.out / "profile_generation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        results = [result(one["case"], name, side) for one in found for name, side in one["sides"].items()]
+        run = {"what": "profile of a step", "limits": asdict(limits), "page": text, "results": results}
+        records.save(args.out / "profile_generation.json", run)
 
 
 if __name__ == "__main__":

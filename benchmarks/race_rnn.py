@@ -15,20 +15,17 @@ The table is printed. OUT gets race_rnn.json and race_rnn.png.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from compare_rnn import make_models
 from torch import Tensor, nn
 
-import transformer_fast
 from transformer_fast.dialects import d2l
 from transformer_fast.translation import read_lines
 from transformer_fast.translation.tokenizer import BOS, EOS, PAD, Tokenizer
@@ -181,6 +178,12 @@ def time_to(track: Track, loss: float) -> float | None:
     return next((point[0] for point in track.curve if point[4] <= loss), None)
 
 
+def result(track: Track, loss: float) -> dict[str, Any]:
+    """Return what is recorded of a track; loss: the one that both have reached."""
+    reached = {"validation_loss": track.curve[-1][4], "seconds_to_equal_loss": time_to(track, loss)}
+    return {**asdict(track), "tokens_per_second": round(track.tokens_per_second, 1), **reached}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for side in ("source", "target", "valid-source", "valid-target"):
@@ -218,16 +221,12 @@ def main() -> None:
         minutes = time_to(t, worst) / 60
         numbers = f"{t.parameters:10,}   {t.tokens_per_second:8,.0f}   {t.updates:7,}   {t.curve[-1][4]:15.3f}"
         print(f"{t.name:32}{numbers}   {minutes:.2f}")
-    report: dict[str, Any] = {
+    run = {
         "what": "same text, batches, optimizer and thread; seconds of the process, in turns; validation not counted",
         "recipe": {key: value for key, value in vars(args).items() if isinstance(value, int | float)},
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
-        "curve": ["seconds", "updates", "target tokens", "training loss", "validation loss"],
-        "results": [{**asdict(t), "tokens_per_second": round(t.tokens_per_second, 1)} for t in tracks],
+        "results": [result(track, worst) for track in tracks],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "race_rnn.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    records.save(args.out / "race_rnn.json", run)
     draw(tracks, args.out / "race_rnn.png")
 
 

@@ -1,6 +1,15 @@
-"""Turn the JSON of ``pytest benchmarks --benchmark-json`` into one table (Markdown) and one picture per file.
+"""Turn the JSON of a run into a page, rows of a table and pictures, or into a record.
 
-python benchmarks/report.py results/benchmarks.json --out results
+    python benchmarks/report.py results/benchmarks.json --out results
+    python benchmarks/report.py results/benchmarks.json --record cpu-model
+    python benchmarks/report.py results/compare_rnn.json --record rnn/compare_rnn
+
+The JSON is of ``pytest benchmarks --benchmark-json``, or of a program of this folder (``records.save``). OUT gets the
+page, the rows in results.csv, and a picture per file of the suite. With ``--record`` the page goes below
+benchmarks/results, and the rows into benchmarks/results.csv, in place of the record's rows.
+
+``python -m benchmarks.quick.report`` does the same for a run on a GPU. profile_step.py, host_cost.py and resources.py
+write pages without rows.
 """
 
 from __future__ import annotations
@@ -9,33 +18,161 @@ import argparse
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import records
+from records import Figure, Row
+
+LABELS = ("search", "precision", "size", "batch", "length", "lines", "sentences", "batch_tokens", "beam", "seed")
+"""Fields of a program's JSON, or of one result, that name the case."""
+WAYS = ("side", "weights", "model", "name")
+"""Fields of a result that name the way."""
+NO_SETTINGS = ("what", "machine_info", "datetime", "results")
+"""Fields of a program's JSON that are no settings."""
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path, help="record that pytest-benchmark wrote")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the tables (default: results)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path, help="JSON of a run")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the page (default: results)")
+    parser.add_argument("--record", help="make a record of this name")
     arguments = parser.parse_args()
-    record = json.loads(arguments.json.read_text())
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = machine(record["machine_info"]) + "\n"
-    for name, cases in grouped(record["benchmarks"]).items():
-        text += f"\n## {name}\n\n{table(cases)}\n"
-        draw(name, cases, arguments.out / f"{name}.png")
-    (arguments.out / "benchmarks.md").write_text(text)
+    run, name = json.loads(arguments.json.read_text()), arguments.record or arguments.json.stem
+    if arguments.record:
+        table, path = records.TABLE, records.page_of(name)
+    else:
+        table, path = arguments.out / "results.csv", arguments.out / f"{name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records.replace(rows(run, name), table)
+    text = page(run, [row for row in records.read(table) if row.record == name])
+    path.write_text(text)
+    if not arguments.record:
+        for op, cases in grouped(run.get("benchmarks", [])).items():
+            draw(op, cases, arguments.out / f"{op}.png")
     print(text)
+
+
+def rows(run: dict[str, Any], record: str) -> Iterator[Row]:
+    """Yield the rows of a run."""
+    info = run["machine_info"]
+    versions = {"torch": info["torch"], **info.get("packages", {})}
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    about = where(info), said, info["commit"] or "", run["datetime"][:10]
+    found = suite_figures(run["benchmarks"]) if "benchmarks" in run else program_figures(run, record)
+    for case, way, median, p20, p80, ratio, unit in found:
+        yield Row(record, case, way, float(median), p20, p80, ratio, unit, *about)
+
+
+def suite_figures(cases: list[dict[str, Any]]) -> Iterator[Figure]:
+    """Yield the times of a run of pytest-benchmark, and the peaks of memory."""
+    for case in cases:
+        info = case["extra_info"]
+        if "times" not in info:
+            continue
+        for way, time in (info["times"] or info["wall"]).items():
+            yield title(case), way, time["median"], time["p20"], time["p80"], info["ratios"].get(way), "s"
+        peaks = info.get("peak_memory") or {}
+        for way, peak in peaks.items():
+            ratio = None if way == "ours" else peak / max(peaks["ours"], 1)
+            yield title(case), way, peak, None, None, ratio, records.BYTES
+
+
+def program_figures(run: dict[str, Any], record: str) -> Iterator[Figure]:
+    """Yield the numbers of a program's results.
+
+    Results are a list of objects, or a table of objects by way, or by way and seed. The least of a list of seconds
+    counts. A table of tokens per second has a number per way. Other lists and tables have no rows.
+    """
+    found: list[tuple[str, str, float, str]] = []
+    for one in results(run["results"]):
+        given = {key: one.get(key, run.get(key)) for key in LABELS}
+        known = ((key, value) for key, value in given.items() if value is not None)
+        labels = [value if isinstance(value, str) else f"{key} {value}" for key, value in known]
+        case = ", ".join(labels) or record.rpartition("/")[2]
+        way = next((one[key] for key in WAYS if key in one), "")
+        for name, value in one.items():
+            unit = "BLEU" if name == "bleu" else name.replace("_", " ")
+            if name in LABELS or isinstance(value, bool):
+                continue
+            if isinstance(value, int | float):
+                found.append((case, way, value, unit))
+            elif name == "seconds" and value:
+                found.append((case, way, min(value), records.FASTEST))
+            elif name == "tokens_per_second":
+                found += [(case, side, speed, unit) for side, speed in value.items()]
+    times = {(case, way): value for case, way, value, unit in found if unit == records.FASTEST}
+    for case, way, value, unit in found:
+        ours = "ours int8" if way.endswith("int8") else "ours"
+        is_peer = unit == records.FASTEST and way != ours and (case, ours) in times
+        ratio = value / times[case, ours] if is_peer else None
+        yield case, way, value, None, None, ratio, unit
+
+
+def results(found: Any) -> Iterator[dict[str, Any]]:
+    """Yield the objects of results; "side" is the way's name in a table, and "seed" the seed."""
+    if isinstance(found, list):
+        yield from found
+        return
+    for way, one in found.items():
+        if all(isinstance(value, dict) for value in one.values()):
+            yield from ({"side": way, "seed": int(seed)} | run for seed, run in one.items())
+        else:
+            yield {"side": way} | one
+
+
+def page(run: dict[str, Any], found: list[Row]) -> str:
+    """Return the page of a run."""
+    if "benchmarks" in run:
+        tables = (f"\n## {name}\n\n{table(cases)}\n" for name, cases in grouped(run["benchmarks"]).items())
+        return machine(run["machine_info"]) + "\n" + "".join(tables)
+    if "page" in run:
+        return run["page"] + "\n"
+    first, what = found[0], run["what"]
+    head = f"{what[0].upper()}{what[1:]}. {first.machine}; {first.versions}; commit {first.commit}, {first.date}."
+    given = {key: setting(value) for key, value in run.items() if key not in (*LABELS, *NO_SETTINGS)}
+    settings = "\n".join(f"- {key.replace('_', ' ')}: {value}" for key, value in given.items() if value)
+    return "\n\n".join(filter(None, (head, settings, figures_table(found)))) + "\n"
+
+
+def setting(value: Any) -> str:
+    """Return a setting as text; "" for other lists and tables than of plain values."""
+    if isinstance(value, dict):
+        parts = {name: setting(part) for name, part in value.items()}
+        return ", ".join(f"{name} {part}" for name, part in parts.items()) if all(parts.values()) else ""
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) if all(isinstance(part, str | int | float) for part in value) else ""
+    return str(value)
+
+
+def figures_table(found: Iterable[Row]) -> str:
+    """Return a table of rows: a line per case and way, a column per unit, and one for how much faster ours is."""
+    by_line: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for row in found:
+        cells = by_line[row.case, row.way]
+        cells[row.unit] = f"{row.median:,.0f}" if row.median.is_integer() else f"{row.median:.5g}"
+        if row.ratio is not None:
+            cells["ours is faster by"] = f"{row.ratio:.2f}"
+    units = list(dict.fromkeys(unit for cells in by_line.values() for unit in cells))
+    lines = [["case", "way", *units], ["---"] * (2 + len(units))]
+    lines += [[*names, *(cells.get(unit, "") for unit in units)] for names, cells in by_line.items()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def where(info: dict[str, Any]) -> str:
+    """Return the processor and the kernels of a run."""
+    text = info["gpu"] or f"{info['cpu'].get('brand_raw', 'CPU')}, {info['threads']} threads"
+    if info.get("kernels"):
+        text += f"; kernels for {info['kernels']}, PyTorch's for {info['torch_cpu_capability']}"
+    return text
 
 
 def machine(info: dict[str, Any]) -> str:
     """Return one line about the machine of the measurements."""
     limits = info["ceilings"]
-    where = info["gpu"] or f"{info['cpu'].get('brand_raw', 'CPU')}, {info['threads']} threads"
-    if info.get("kernels"):
-        where += f"; kernels for {info['kernels']}, PyTorch's for {info['torch_cpu_capability']}"
     return (
-        f"{where}; torch {info['torch']}; commit {info['commit']}; copy {limits['copy'] / 1e9:.0f} GB/s, "
+        f"{where(info)}; torch {info['torch']}; commit {info['commit']}; copy {limits['copy'] / 1e9:.0f} GB/s, "
         f"matmul {limits['matmul'] / 1e12:.2f} TFLOP/s measured in this run."
         + (f" Driver, SM clock, memory clock: {info['driver']}." if info["gpu"] else "")
     )

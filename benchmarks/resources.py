@@ -3,13 +3,12 @@
     python -m benchmarks.resources --out benchmarks/results/static
 
 Every config is compiled (tools/triton_kernels.py). The number of programs that fit on a multiprocessor follows from
-registers, shared memory and warps. ``make predict`` predicts the times of the kernels.
+registers, shared memory and warps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,7 +54,6 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     kernels = sorted(resources(), key=lambda row: (row["kernel"], row["arch"]))
-    (out / "resources.json").write_text(json.dumps({"kernels": kernels}, indent=1) + "\n")
     (out / "resources.md").write_text(markdown(kernels))
     print(f"{len(kernels)} compilations in {out}")
 

@@ -5,14 +5,12 @@ python benchmarks/results_pictures.py
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import report
-from headline import RESULTS, ROOT, STYLE, svg
+import records
+from headline import ROOT, STYLE, svg
 
 FOLDER = ROOT / "docs" / "images"
 WIDTH, BAR, ROW, LINE, LEFT, RIGHT = 460, 11, 46, 17, 1, 34
@@ -45,17 +43,10 @@ class Group(NamedTuple):
     rows: list[Row]
 
 
-@functools.cache
-def record(folder: str) -> dict[str, dict[str, float]]:
-    """Return the ratios of a record by case and peer, with all digits: how many times as fast as the peer ours is."""
-    cases = json.loads((RESULTS / folder / "benchmarks.json").read_text())["benchmarks"]
-    return {report.title(case): case["extra_info"].get("ratios", {}) for case in cases}
-
-
-def ratio(folder: str, case: str, peer: str = "eager", packed: str = "") -> float:
+def ratio(record: str, case: str, peer: str = "eager", packed: str = "") -> float:
     """Return how many times as fast as the peer a case is; of our packed form, where `packed` names it."""
-    ratios = record(folder)[case]
-    return ratios[peer] / (ratios[packed] if packed else 1.0)
+    ratios = records.ratios(record, case)
+    return ratios[peer] / ratios[packed or "ours"]
 
 
 def both(label: str, case: str, peer: str = "eager", packed: str = "") -> Row:
@@ -125,25 +116,23 @@ def models() -> list[Group]:
     ]
 
 
-def seconds(file: str, **case: object) -> dict[str, float]:
+def seconds(record: str, case: str) -> dict[str, float]:
     """Return the fastest round of each side of a case of generation."""
-    results = json.loads((RESULTS / "generation" / file).read_text())["results"]
-    found = [result for result in results if all(result[key] == value for key, value in case.items())]
-    return {result["side"]: min(result["seconds"]) for result in found if result["seconds"]}
+    return {side: row.median for side, row in records.cases(f"generation/{record}", records.FASTEST)[case].items()}
 
 
 def generation() -> list[Group]:
     """Generation against CTranslate2, on a Zen 3."""
 
     def of(search: str, batch: int) -> Row:
-        sides = seconds("bench_generation-zen3.json", search=search, batch=batch)
+        sides = seconds("bench_generation-zen3", f"{search}, base, batch {batch}, length 64")
         label = f"{'greedy' if search == 'greedy' else 'beam of 5'}, {batch} sentence{'s' * (batch > 1)}"
         return Row(label, *(sides[f"CTranslate2{kind}"] / sides[f"ours{kind}"] for kind in ("", " int8")))
 
     def text(search: str, label: str) -> Row:
         ratios = []
         for precision in ("fp32", "int8"):
-            sides = seconds("compare_translate-zen3.json", search=search, precision=precision)
+            sides = seconds("compare_translate-zen3", f"{search}, {precision}, lines 20000")
             best = min(value for side, value in sides.items() if side.startswith("CTranslate2"))
             ratios.append(best / sides["ours, 2 workers"])
         return Row(label, *ratios)

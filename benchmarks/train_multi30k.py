@@ -25,7 +25,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -34,9 +33,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import records
 import torch
 
-import transformer_fast
 from transformer_fast import GenerationConfig, backends, reference
 from transformer_fast.translation import RunFolder, TrainConfig, load_recipe, load_trained, read_lines, train
 from transformer_fast.translation.checkpoint import to_json, write_atomically
@@ -55,7 +54,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument(
-        "--results", type=Path, default=Path(__file__).parent / "results" / "multi30k", help="folder for the record"
+        "--results", type=Path, default=Path("results"), help="folder for the record (default: results)"
     )
     parser.add_argument("--recipe", default="multi30k-tiny-cpu", help="default: %(default)s")
     parser.add_argument(
@@ -167,7 +166,8 @@ def write_record(args: argparse.Namespace) -> dict[str, Any]:
             result = folder / "result.json"
             found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
             results[side][str(seed)] = progress_of(folder) | found
-    record = {
+    compare_early(results)
+    record = records.about() | {
         "what": "one recipe and thread, the same seeds and CPU time; the backend differs, and pads or does not",
         "finished": all("bleu_lowercased" in run for runs in results.values() for run in runs.values()),
         "recipe": load_recipe(args.recipe).name,
@@ -175,9 +175,6 @@ def write_record(args: argparse.Namespace) -> dict[str, Any]:
         "cpu_minutes": args.cpu_minutes,
         "seeds": args.seeds,
         "dropout_of_eager": "the same masks" if args.same_dropout else "masks of PyTorch's own generator",
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
-        "curve_columns": ["update", "CPU seconds", "loss in nats a token; of training, of smoothed labels"],
         "summary": summary(results),
         "results": results,
     }
@@ -187,22 +184,29 @@ def write_record(args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
+def compare_early(results: dict[str, dict[str, Any]]) -> None:
+    """Add the loss of each run at the last validation that all have passed, which is after about the same updates."""
+    runs = [run for own in results.values() for run in own.values()]
+    if common := min(len(run["curve"]["valid"]) for run in runs):
+        for run in runs:
+            run["early_updates"], _, run["early_valid_loss"] = run["curve"]["valid"][common - 1]
+
+
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Summary of the runs: how many times as many tokens per CPU second, seed by seed; and the validation loss of
-    either side, seed by seed, at the last validation that all have passed, which is after about the same updates."""
+    """Summary of the runs: how many times as many tokens per CPU second, seed by seed; and the early validation loss of
+    either side, seed by seed (:func:`compare_early`)."""
     fast, eager = (list(results[side].values()) for side in SIDES)
     speeds = [
         round(ours["target_tokens_a_cpu_second"] / theirs["target_tokens_a_cpu_second"], 3)
         for ours, theirs in zip(fast, eager, strict=True)
         if ours["target_tokens_a_cpu_second"] and theirs["target_tokens_a_cpu_second"]
     ]
-    common = min(len(run["curve"]["valid"]) for run in (*fast, *eager))
-    at = {side: [run["curve"]["valid"][common - 1] for run in results[side].values()] for side in SIDES if common}
-    losses = {side: [loss for _, _, loss in points] for side, points in at.items()} if common else None
+    early = [run for run in (*fast, *eager) if "early_updates" in run]
+    losses = {side: [run["early_valid_loss"] for run in results[side].values()] for side in SIDES} if early else None
     overlap = max(map(min, losses.values())) <= min(map(max, losses.values())) if losses else None
     return {
         "tokens_a_cpu_second_fast_over_eager": speeds,
-        "updates": sorted({step for points in at.values() for step, _, _ in points}) if common else None,
+        "updates": sorted({run["early_updates"] for run in early}) if early else None,
         "valid_loss": losses,
         "ranges_of_valid_loss_overlap": overlap,
     }

@@ -13,15 +13,17 @@ needed. A whole record takes about 20 minutes of one core.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import re
 import sys
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from triton_versions import ROOT, VERSIONS, check_imported, start_with
 
-RECORD = ROOT / "benchmarks" / "results" / "static" / "spills.json"
+RECORD = ROOT / "benchmarks" / "results" / "static" / "spills.csv"
 CAPABILITY = 90
 RECORDED = re.compile(r"attention (forward|grad_q|grad_kv) b?float16 d(64|128)\b")
 
@@ -76,17 +78,21 @@ def compile_all(version: str, known: dict[str, Found], only: str) -> None:
 
 def read(path: Path = RECORD) -> dict[str, dict[str, Found]]:
     """The record: what was found, by case and version."""
-    kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
-    return {name: {version: Found(*row) for version, row in rows.items()} for name, rows in kernels.items()}
+    lines = list(csv.reader(path.read_text().splitlines()))[1:] if path.exists() else []
+    record: dict[str, dict[str, Found]] = {}
+    for name, version, digest, *numbers, serialised in lines:
+        record.setdefault(name, {})[version] = Found(digest, *map(int, numbers), serialised == "True")
+    return record
 
 
 def written(record: dict[str, dict[str, Found]]) -> str:
-    """The record as JSON, a line per case."""
-    lines = [
-        f"  {json.dumps(name)}: {json.dumps({version: astuple(found) for version, found in rows.items()})}"
-        for name, rows in sorted(record.items())
-    ]
-    return '{"kernels": {\n' + ",\n".join(lines) + "\n}}\n"
+    """The record as CSV, a line per case and version."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["kernel", "version", *(field.name for field in fields(Found))])
+    for name, rows in sorted(record.items()):
+        writer.writerows([name, version, *astuple(found)] for version, found in rows.items())
+    return text.getvalue()
 
 
 def markdown(record: dict[str, dict[str, Found]]) -> str:

@@ -8,6 +8,7 @@ import json
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,8 @@ def settle_keys() -> int:
     """Compute the key of every kernel and helper in Triton's cache, in one order; return their number.
 
     With Triton before 3.8 the key of a function that calls another depends on whether the key of the other was computed
-    before (findings/triton_cache_key_order.sh). A process finds what another one compiled only if both keep to one
-    order.
+    before: Triton 3.6.0 gave two keys to one kernel, and 3.9.0 one key. A process finds what another one compiled only
+    if both keep to one order.
     """
     from tools.triton_kernels import jit_functions
 
@@ -107,11 +108,14 @@ def settle_keys() -> int:
 
 @functools.cache
 def versions(device: str) -> dict[str, str]:
-    """Device, its driver and highest clock, and versions, as every result has them."""
+    """Device, its driver and highest clock, versions, commit and date, as every result has them."""
     import torch
     import triton
 
+    from benchmarks import records
+
     found = {"device": "cpu", "torch": torch.__version__, "triton": triton.__version__}
+    found |= {"commit": records.commit() or "", "date": datetime.now(UTC).date().isoformat()}
     if device == "cuda":
         from benchmarks.nvidia_smi import smi
 

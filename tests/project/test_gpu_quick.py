@@ -1,6 +1,5 @@
 """Commands of a GPU run of minutes, on the CPU with small cases: records, what is left, and tables."""
 
-import json
 import os
 
 import pytest
@@ -9,9 +8,11 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are not launched", allow_module_level=True)
 
+import records
 import torch
-from gpu import ROOT
+from pages import tables
 
+import benchmarks.records
 from benchmarks.quick import headline, parity, profile, report, tiles
 from benchmarks.quick.record import CUT, Record
 from transformer_fast.ops.registry import op_cases
@@ -98,11 +99,103 @@ def test_a_profile_is_read_by_way():
     assert peer["tensor cores"] is None and peer["stalls"] == {"barrier": 2.0}
 
 
-def test_the_committed_record_has_its_table(tmp_path):
-    folder = ROOT / "benchmarks/results/h200"
-    for name in ("headline", "step", "profile", "tiles", "parity"):
-        text = (folder / f"{name}.jsonl").read_text()
-        (tmp_path / f"{name}.jsonl").write_text(text)
-        assert all(json.loads(line)["device"] == "NVIDIA H200" for line in text.splitlines() if "device" in line)
-    report.main([str(tmp_path)])
-    assert (tmp_path / "measured.md").read_text() == (folder / "measured.md").read_text()
+GPU = "h200/measured"
+PAGE = records.page_of(GPU).read_text()
+
+
+def about(row):
+    """Return the fields of a result that say where it was measured."""
+    device, driver = row.machine.split(", driver ")
+    torch_version, triton_version = (part.split()[1] for part in row.versions.split(", "))
+    known = {"device": device, "driver": driver, "torch": torch_version, "triton": triton_version}
+    return {**known, "commit": row.commit, "date": row.date}
+
+
+def of_case(case, unit, name="median"):
+    return {way: getattr(row, name) for way, row in records.cases(GPU, unit)[case].items()}
+
+
+@pytest.fixture(scope="module")
+def committed():
+    """Results of the commands, without what has no rows: refusals, ceilings, registers, stalls, checked tensors."""
+    found = {"headline": [], "step": [], "tiles": [], "profile": [], "parity": []}
+    for case, ways in records.cases(GPU, "us").items():
+        kind, _, name = case.partition(": ")
+        if kind == "tiles":
+            (table, *_), times = ways, of_case(case, "us")
+            (name, _, kernel), where = name.rpartition(" "), about(ways[table])
+            times = {"table": times.pop(table), **times}
+            found[kind].append({"case": name, "kernel": kernel, **where, "table": table, "us": times})
+        elif kind != "profile":
+            spread = {name: of_case(case, "us", name) for name in ("p20", "p80")}
+            limit = report.limit_of(case)
+            found["headline"].append({
+                "case": case, **about(ways["ours"]), "us": of_case(case, "us"), **spread,
+                "peak_memory": of_case(case, "bytes"), "ceilings": {"copy": 4.17e12, "matmul": 725e12},
+                f"share_of_{limit}": of_case(case, f"share of {limit}")["ours"],
+            })  # fmt: skip
+    for row in (row for row in records.read() if row.record == GPU):
+        kind, _, name = row.case.partition(": ")
+        if row.unit == "ms":
+            units = {"least": "ms, least", "tokens_per_second": "tokens/s", "peak_bytes": "bytes"}
+            more = {name: of_case(row.case, unit)[row.way] for name, unit in units.items()}
+            more["tokens_per_second"] = int(more["tokens_per_second"])
+            step = {"what": name, "way": row.way, **about(row), **more}
+            found[kind].append(step | {"ms": row.median, "p20_p80": [row.p20, row.p80]})
+        elif (kind, row.unit) == ("profile", "us"):
+            way, _, kernel = row.way.partition(": ")
+            shares = {share: of_case(row.case, share)[row.way] for share in report.SHARES}
+            profile = {"case": name, "way": way, "kernel": kernel, "us": row.median, **shares}
+            found[kind].append(profile | {"registers": 0, "stalls": {}})
+    return found
+
+
+@pytest.fixture
+def run(committed, tmp_path):
+    """Return a folder with the committed results, and of checked tensors one that is right and one that is wrong."""
+    checked = {"op": "norm", "case": "a", "dtype": "torch.float16", "tensor": "grad", "gate": 0.2, "eager": 0.1}
+    parity = [checked | {"error": 0.1, "passed": True}, checked | {"error": 0.3, "passed": False}]
+    for name, rows in (committed | {"parity": parity}).items():
+        record = Record(tmp_path / "run" / f"{name}.jsonl")
+        for row in rows:
+            record.add(row)
+    return tmp_path / "run"
+
+
+def test_the_committed_record_has_its_table(committed, run):
+    report.main([str(run)])
+    made, *parts = (run / "measured.md").read_text().rstrip().split("\n## ")
+    committed_made, *committed_parts = PAGE.rstrip().split("\n## ")
+    assert made == committed_made and len(parts) == 6
+    for part, committed_part in zip(parts, committed_parts, strict=True):
+        assert part == committed_part or part.startswith(("What bounds", "Parity"))
+    (profiles,) = (table for table in tables(records.page_of(GPU)) if "tensor cores" in table[0])
+    for shown, row in zip(profiles, committed["profile"], strict=True):
+        assert shown["kernel"] == row["kernel"].removeprefix("void ").replace("|", " ")[:60].strip()
+        assert (shown["case"], shown["way"], shown["us"]) == (row["case"], row["way"], f"{row['us']:.0f}")
+        assert [shown[share] for share in report.SHARES] == [f"{row[share]:.2f}" for share in report.SHARES]
+    within, tensors = (of_case("parity", unit)["ours"] for unit in ("tensors within the gate", "tensors"))
+    assert f"{within:.0f} of {tensors:.0f} tensors are within their gate." in PAGE
+
+
+def test_the_rows_of_the_committed_record_are_those_of_its_results(committed):
+    rows = [row for row in records.read() if row.record == GPU]
+    assert {row.machine.partition(",")[0] for row in rows} == {"NVIDIA H200"}
+    made = {(row.case, row.way, row.unit): row for row in report.rows(committed, GPU)}
+    kept = {(row.case, row.way, row.unit): row for row in rows if row.case != "parity"}
+    assert made.keys() == kept.keys()
+    for key, row in kept.items():
+        assert made[key][:6] == row[:6] and made[key].ratio == pytest.approx(row.ratio)
+        assert (made[key].machine, made[key].versions) == (row.machine, row.versions)
+
+
+def test_a_run_becomes_a_record(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmarks.records, "FOLDER", tmp_path / "results")
+    monkeypatch.setattr(benchmarks.records, "TABLE", tmp_path / "results.csv")
+    report.main([str(run), "--record", "gpu/new"])
+    text = (tmp_path / "results/gpu/new.md").read_text()
+    assert "1 of 2 tensors are within their gate." in text and "| norm | a | float16 | grad | 3.0e-01 |" in text
+    found = {(row.case, row.way, row.unit): row for row in records.read(tmp_path / "results.csv")}
+    assert {row.record for row in found.values()} == {"gpu/new"}
+    assert found["parity", "ours", "tensors within the gate"].median == 1
+    assert found["parity", "ours", "largest share of the gate"].median == pytest.approx(1.5)

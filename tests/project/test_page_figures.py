@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
+import records
 import results_pictures as results
 from pages import README, ROOT
 
@@ -54,13 +54,14 @@ def test_the_figures_are_those_of_the_records(beginning: str) -> None:
 WAYS = ("ours", "ours packed", "ours kept", "ours packed, kept", "eager", "compiled, frozen", "onnxruntime", "OpenVINO",
         "OpenVINO by sentence", "CTranslate2")  # fmt: skip
 """Rows of the table of docs/runtimes.md, as the record names them."""
+GPU = "h200/measured"
+"""Record of the GPU."""
 GPU_ROWS = {"64 sentences": "sentences-b64h16k256-p0.1", "4 sequences": "long-b4h16k4096-p0.1"}
 """Beginning of each row of the GPU's table: its case in the record."""
 
 
 def test_the_figures_of_the_gpu_are_those_of_its_record() -> None:
-    lines = (ROOT / "benchmarks/results/h200/headline.jsonl").read_text().splitlines()
-    times = {row["case"]: row["us"] for row in map(json.loads, lines)}
+    times = records.cases(GPU, "us")
     table = README.read_text().partition("\nOn a GPU")[2].partition("\n## ")[0]
     found = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
     assert [any(case.strip().startswith(name) for name in GPU_ROWS) for case, *_ in found] == [True] * len(GPU_ROWS)
@@ -68,16 +69,18 @@ def test_the_figures_of_the_gpu_are_those_of_its_record() -> None:
         us = times[next(of for name, of in GPU_ROWS.items() if case.strip().startswith(name)) + "-bfloat16-train"]
         pairs = ("sdpa efficient_attention", "ours"), ("sdpa cudnn_attention", "ours"), ("FA2 varlen", "ours packed")
         for figure, (peer, ours) in zip(map(str.strip, figures), pairs, strict=True):
-            assert figure == f"{us[peer] / us[ours]:.{len(figure.partition('.')[2])}f}", (case, peer)
+            assert figure == f"{us[peer].median / us[ours].median:.{len(figure.partition('.')[2])}f}", (case, peer)
 
 
 def test_the_training_steps_on_a_gpu_are_those_of_its_record() -> None:
-    lines = (ROOT / "benchmarks/results/h200/step.jsonl").read_text().splitlines()
-    steps = {(row["what"], row["way"]): row for row in map(json.loads, lines)}
+    ms, least, peak = (
+        {(case.removeprefix("step: "), way): row.median for case, ways in found.items() for way, row in ways.items()}
+        for found in (records.cases(GPU, unit) for unit in ("ms", "ms, least", "bytes"))
+    )
     sentence = README.read_text().partition("A whole training step of the base")[2].partition("\n\n")[0]
     named = [("base256", way) for way in ("ours", "ours packed", "eager", "nn.Transformer")]
     named += [("bert", way) for way in ("ours", "sdpa", "ours compiled", "sdpa compiled")]
-    assert re.findall(r"(\d+) ms", sentence) == [f"{steps[name]['ms']:.0f}" for name in named]
+    assert re.findall(r"(\d+) ms", sentence) == [f"{ms[name]:.0f}" for name in named]
     page = (ROOT / "docs/results/gpu.md").read_text().partition("## Measured: whole training steps")[2]
     found = {}
     for line in page.partition("\n## ")[0].replace("**", "").replace("`", "").splitlines():
@@ -89,17 +92,15 @@ def test_the_training_steps_on_a_gpu_are_those_of_its_record() -> None:
         elif any(re.match(r"\d+( \(|$)", cell) for cell in cells):
             for (what, end), cell in zip(columns, cells, strict=True):
                 found |= {(what, way.replace("SDPA", "sdpa") + end): cell} if cell else {}
-    assert len(found) == len(steps)
+    assert len(found) == len(ms)
     for name, cell in found.items():
-        row = steps[name]
-        full = f"{row['ms']:.0f} ({row['least']:.0f}), {row['peak_bytes'] / 1e9:.1f} GB"
+        full = f"{ms[name]:.0f} ({least[name]:.0f}), {peak[name] / 1e9:.1f} GB"
         assert cell == (full.partition(" ")[0] if "graph" in name[1] else full), name
 
 
 def test_the_figures_of_what_is_swapped_on_a_gpu_are_those_of_its_record() -> None:
     """torch 2.11 chooses cuDNN there in 16 bits."""
-    lines = (ROOT / "benchmarks/results/h200/headline.jsonl").read_text().splitlines()
-    times = {row["case"]: row["us"] for row in map(json.loads, lines)}
+    times = records.cases(GPU, "us")
     page = (ROOT / "docs/explained/accelerate.md").read_text()
     for kinds, peer, words in (
         (("sentences", "long"), "sdpa cudnn_attention", "with padding {:.1f} to {:.1f} times as fast on an H200 as"),
@@ -107,13 +108,13 @@ def test_the_figures_of_what_is_swapped_on_a_gpu_are_those_of_its_record() -> No
         (("full",), "sdpa cudnn_attention", "Without padding {:.1f} to {:.1f} times as fast as cuDNN"),
         (("full",), "sdpa flash_attention", "and {:.1f} to {:.1f} times as fast as flash"),
     ):
-        ratios = [us[peer] / us["ours"] for case, us in times.items() if case.startswith(kinds)]
+        ratios = [us[peer].median / us["ours"].median for case, us in times.items() if case.startswith(kinds)]
         assert words.format(min(ratios), max(ratios)) in page
 
 
 def test_the_times_beside_runtimes_are_those_of_the_record() -> None:
-    record = json.loads((ROOT / "benchmarks/results/cpu-runtimes/benchmarks.json").read_text())
-    cases = {"{size}, {dtype}".format(**of["params"]): of["extra_info"]["times"] for of in record["benchmarks"]}
+    found = records.cases("cpu-runtimes")
+    cases = {case.removeprefix("bert: ").replace("-", ", "): ways for case, ways in found.items()}
     table = (ROOT / "docs/runtimes.md").read_text().partition("| milliseconds")
     lines = "".join(table[1:]).partition("\n\n")[0].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
@@ -125,7 +126,7 @@ def test_the_times_beside_runtimes_are_those_of_the_record() -> None:
             if way not in times:
                 assert cell == "-"
                 continue
-            ms = 1000 * times[way]["median"]
-            is_least = times[way]["median"] == min(of["median"] for of in times.values())
+            ms = 1000 * times[way].median
+            is_least = times[way].median == min(of.median for of in times.values())
             shown = f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
             assert cell == (f"**{shown}**" if is_least else shown), way

@@ -57,7 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Turn the links of a page from paths of the repository into paths of the site."""
     here = repository_path(page.file.src_uri)
-    if here.startswith(("benchmarks/results/", "lab/records/")):  # a record: found by the page that links to it
+    if here.startswith("benchmarks/results/"):  # a record: found by the page that links to it
         page.meta["search"] = {"exclude": True}
         if not markdown.startswith("# "):
             markdown = f"# Record: {here.removeprefix('benchmarks/results/')}\n\n{markdown}"
