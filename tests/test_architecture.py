@@ -113,10 +113,15 @@ def test_no_private_name_leaves_its_package() -> None:
 
 
 def test_the_laboratory_is_not_needed() -> None:
-    """Besides its own files only the stand-in for a GPU imports it, to compile what `make gpu` measures."""
+    """Only its own files import it."""
     users = {path for path in tracked("*.py") if re.search(r"^ *(from|import) lab\b", path.read_text(), re.MULTILINE)}
-    outside = [path.relative_to(ROOT).as_posix() for path in users if ROOT / "lab" not in path.parents]
-    assert outside == ["tools/stand_in_gpu.py"]
+    outside = [path.relative_to(ROOT).as_posix() for path in users if ROOT / "tools/lab" not in path.parents]
+    assert not outside
+
+
+def test_the_root_is_that_of_a_library() -> None:
+    assert len({path.relative_to(ROOT).parts[0] for path in tracked()}) <= 22
+    assert len((ROOT / "Makefile").read_text().splitlines()) < 90
 
 
 def test_files_are_short() -> None:

@@ -368,3 +368,20 @@ def test_a_layout_is_taken_apart_and_made_again(shape: tuple[int, int]) -> None:
     exact, exact_scale = quantize_rows(weight)
     assert torch.equal(q[: shape[0]], exact) and torch.equal(scale[: shape[0]], exact_scale)
     assert torch.equal(packed_of(q, scale), packed)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@torch.no_grad()
+def test_a_row_of_an_int8_layer_depends_on_no_other(packed: bool) -> None:
+    """Elsewhere one scale serves all rows, and in float32 the number of rows decides the order of a sum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).eval()
+    x = torch.randn(9, 64)
+    exact = model(x)
+    assert tfast.accelerate(model, quantize="int8", packed=packed).swapped
+    expected = model(x)
+    assert not torch.allclose(expected, exact, atol=1e-5)
+    louder = torch.cat([x[:5], 100 * x[5:]])
+    for rows in (x[:1], x[:2], x[:3], x[:5], louder):
+        kept = min(len(rows), 5)
+        assert torch.equal(model(rows)[:kept], expected[:kept])

@@ -240,3 +240,47 @@ def test_layers_unbatched() -> None:
     compare(decoder, lambda m, xs: m(*xs, tgt_mask=look_ahead(L) == INF), torch.randn(L, E), torch.randn(S, E))
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True), 2)
     compare(encoder, lambda m, xs: m(*xs, src_key_padding_mask=padding(L)[1]), torch.randn(L, E))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_table_with_a_greatest_norm(before: bool) -> None:
+    """A call writes to the table, in eval and without gradients, too."""
+    torch.manual_seed(0)
+    ids, norm = torch.tensor([0, 2]), 1.0
+    plain = nn.Sequential(nn.Embedding(5, 16, max_norm=norm), nn.LayerNorm(16)).eval()
+    model = copy.deepcopy(plain)
+    model[0].max_norm = norm if before else None
+    assert tfast.accelerate(model).swapped
+    model[0].max_norm = norm
+    old = plain[0].weight.detach().clone()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), plain(ids))
+    assert torch.equal(model[0].weight, plain[0].weight) and not torch.equal(plain[0].weight, old)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_norms_keep_the_dtype_of_the_plain_ones(autocast: bool, dtype: torch.dtype, kind: type[nn.Module]) -> None:
+    """Under autocast on a CPU a norm gives 16 bits; with weights in float32 it takes 16 bits outside of it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), kind(16))
+    if not autocast:
+        plain[0].to(dtype)
+    model = copy.deepcopy(plain)
+    assert tfast.accelerate(model).swapped
+    x = torch.randn(2, 5, 16, dtype=torch.float32 if autocast else dtype)
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        out, expected = model(x), plain(x)
+    assert out.dtype == expected.dtype == dtype
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_take_jagged_tensors_as_torch_does(training: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Dropout(0.0), nn.GELU()).train(training)
+    model = copy.deepcopy(plain)
+    assert tfast.accelerate(model).swapped
+    x = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
+    torch.testing.assert_close(model(x).values(), plain(x).values())

@@ -95,3 +95,26 @@ def test_losses_are_those_of_the_plain_model(name: str, setting: str, tmp_path: 
         torch.testing.assert_close(losses, expected, **close)
         close = close if setting == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(changed, trained, **close)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Llama", "T5", "Mamba"])
+def test_trainer_decays_the_same_parameters(name: str) -> None:
+    """Trainer chooses by the class of a module and by names; of Mamba it decays the last norm and D."""
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    given = {
+        "T5": {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+        "Mamba": {"vocab_size": 32, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1},
+    }
+    plain = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**given.get(name, sizes)))
+    model = copy.deepcopy(plain)
+    assert tfast.accelerate(model).swapped
+    trainer = transformers.Trainer.__new__(transformers.Trainer)
+    chosen = trainer.get_decay_parameter_names(plain)
+    assert trainer.get_decay_parameter_names(model) == chosen
+    assert any("norm" in parameter for parameter in chosen) == (name == "Mamba")

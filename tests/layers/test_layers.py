@@ -149,3 +149,26 @@ def test_norms_of_several_dimensions_are_refused():
 @pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
 def test_an_embedding_that_does_more_than_look_up_is_called(option):
     assert is_lookup(nn.Embedding(5, 4)) and not is_lookup(nn.Embedding(5, 4, **{option: True}))
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: layers.FeedForward(D, 32, dropout=0.0), 1),
+        (lambda: layers.MultiHeadAttention(2, D, dropout=0.0), 3),
+    ],
+    ids=["feed-forward", "attention"],
+)
+def test_an_autocast_region_keeps_its_copy_until_it_is_cleared(make, inputs):
+    """PyTorch copies a weight once per region, and sees no change in place: nn.Linear does the same."""
+    module, args = make(), [torch.randn(2, 5, D)] * inputs
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        before = module(*args)
+        for p in module.parameters():
+            p.mul_(1.5)
+        assert torch.equal(module(*args), before)
+        torch.clear_autocast_cache()
+        new = module(*args)
+    assert not torch.equal(new, before)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module(*args), new)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
@@ -40,3 +41,12 @@ def test_explain_and_the_call_refuse_alike():
         for call in (tfast.explain, tfast.attention):
             with pytest.raises(tfast.BackendError, match="TRITON_INTERPRET=1"):
                 call(q, q, q)
+
+
+def test_attention_joins_a_mask_and_causal() -> None:
+    """F.scaled_dot_product_attention joins them in one kernel of some versions, and refuses both elsewhere."""
+    q, k, v = torch.randn(3, 2, 4, 5, 8)
+    keep = torch.rand(2, 1, 5, 5) > 0.3
+    keep[..., 0] = True
+    expected = F.scaled_dot_product_attention(q, k, v, keep & torch.ones(5, 5).tril().bool())
+    torch.testing.assert_close(tfast.attention(q, k, v, keep, causal=True), expected)

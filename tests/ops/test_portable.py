@@ -1,7 +1,7 @@
 """Building blocks of the CPU kernels, compiled for a CPU without a known vector unit, and for each vector unit of
 this x86 CPU.
 
-``make arm-check`` builds the same program, and whole kernels, for aarch64 and runs them in qemu.
+``python tools/arm_check.py`` builds the same program, and whole kernels, for aarch64 and runs them in qemu.
 """
 
 from __future__ import annotations

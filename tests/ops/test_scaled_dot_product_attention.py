@@ -322,3 +322,24 @@ def test_the_meta_device() -> None:
     q = torch.empty(2, 4, 5, 8, device="meta", dtype=torch.bfloat16)
     out = ours(q, q, q[..., :3])
     assert out.device.type == "meta" and out.shape == (2, 4, 5, 3) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+def test_causal_with_a_scale_that_is_not_positive(scale: float) -> None:
+    """PyTorch's fused kernel gives NaN."""
+    ahead = torch.ones(5, 5, dtype=torch.bool).tril()
+    expected = (Q @ Q.mT * scale).masked_fill(~ahead, -torch.inf).softmax(-1) @ Q
+    torch.testing.assert_close(ours(Q, Q, Q, is_causal=True, scale=scale), expected)
+
+
+def test_jagged_tensors_are_left_to_torch() -> None:
+    """Causal, no kernel of a CPU takes it; `tfast.attention` names the argument."""
+    torch.manual_seed(0)
+    x = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged).transpose(1, 2)
+    expected = TORCH(x, x, x)
+    torch.testing.assert_close(ours(x, x, x).values(), expected.values())
+    for call in (TORCH, ours):
+        with pytest.raises(RuntimeError, match="No viable backend"):
+            call(x, x, x, is_causal=True)
+    with pytest.raises(TypeError, match="q: expected a dense tensor, got a nested tensor"):
+        tfast.attention(x, x, x, causal=True)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import records
+import report
 import torch
 
 import transformer_fast
@@ -26,11 +28,14 @@ from transformer_fast.translation.progress import Silent
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
-MODULES = {"apart", "attention_cases", "attention_launches", "conftest", "harness", "launch_tensors", "nvidia_smi"}
+MODULES = {
+    "apart", "attention_cases", "attention_launches", "conftest", "harness", "launch_tensors", "nvidia_smi", "records",
+}  # fmt: skip
 ELSEWHERE = {
     "gpu": "test_gpu.py",
     "headline": "test_pages.py",
     "explained_pictures": "test_pages.py",
+    "mask_pictures": "test_pages.py",
     "packed_picture": "test_pages.py",
     "results_pictures": "test_pages.py",
     "train_multi30k": "test_train_multi30k.py",
@@ -163,7 +168,7 @@ PROGRAMS = {
         ("race_rnn.json", "race_rnn.png"), ("minutes to",), check_race,
     ),
     "resources": Script(
-        "", ("resources.json", "resources.md"), ("2 compilations in",),
+        "", ("resources.md",), ("2 compilations in",),
         marks=[pytest.mark.slow("compiles two kernels")], changes={"resources.cases": few_launches},
     ),
 }  # fmt: skip
@@ -228,7 +233,11 @@ def test_a_program_writes_what_it_promises(
         assert text in printed
     for file in script.writes:
         if file.endswith(".json"):
-            script.check(json.loads((tmp_path / file).read_text()))
+            run = json.loads((tmp_path / file).read_text())
+            script.check(run)
+            rows = list(report.rows(run, name))
+            assert rows and all(row.commit and row.date and row.machine for row in rows)
+            assert "page" in run or report.figures_table(rows) in report.page(run, rows)
 
 
 def run_suite(cases: list[str], record: Path) -> dict:
@@ -259,11 +268,20 @@ def test_one_case_from_measurement_to_table(tmp_path: Path) -> None:
     info["peak_memory"] = {"ours": 2**20, "F.dropout": 3 * 2**20}  # as on a GPU
     info["refused"]["flash"] = "no dropout"
     record.write_text(json.dumps(saved))
-    report = [sys.executable, "benchmarks/report.py", str(record), "--out", str(tmp_path)]
-    text = subprocess.run(report, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "benchmarks/report.py", str(record), "--out", str(tmp_path)]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "| case | ours | copy | matmul | x F.dropout | x flash |" in text
     assert " us, 1.0 MiB |" in text and ", memory x 3.00 | refused |" in text
     assert (tmp_path / "dropout.png").stat().st_size > 5_000
+    assert (tmp_path / "benchmarks.md").read_text() in text
+    rows = records.read(tmp_path / "results.csv")
+    times = {row.way: row for row in rows if row.unit == "s"}
+    assert times.keys() == {"ours", "F.dropout"} and len({(row.record, row.case, row.commit) for row in rows}) == 1
+    assert times["ours"].p20 <= times["ours"].median <= times["ours"].p80 and times["ours"].ratio is None
+    assert times["F.dropout"].ratio == pytest.approx(info["ratios"]["F.dropout"])
+    assert [(row.way, row.median, row.ratio) for row in rows if row.unit == records.BYTES] == [
+        ("ours", 2**20, None), ("F.dropout", 3 * 2**20, 3.0),
+    ]  # fmt: skip
 
 
 def test_every_script_is_run_and_every_op_has_one() -> None:

@@ -185,7 +185,7 @@ def test_the_real_steps_are_programs_of_the_repository(tmp_path):
         interpreter, *command = step.command
         names.append(step.name)
         assert interpreter == sys.executable and step.limit > 0
-        if command[0] == "-m" and not command[1].startswith(("benchmarks", "lab", "tools")):
+        if command[0] == "-m" and not command[1].startswith(("benchmarks", "tools")):
             assert importlib.util.find_spec(command[1])
         else:
             script = f"{command[1].replace('.', '/')}.py" if command[0] == "-m" else command[0]

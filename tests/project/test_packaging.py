@@ -79,7 +79,7 @@ def test_the_source_distribution_is_whole_and_no_more(sdist: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
     kinds = {Path(name).suffix for name in names if name.startswith("csrc/")}
     assert kinds == {".cpp", ".h", ".cu", ".cuh"}
-    wanted = sources("csrc", "transformer_fast", "docs", "examples") | {
+    wanted = sources("csrc", "transformer_fast", "docs", "examples") - {"csrc/.clang-format"} | {
         "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml",
         "requirements.txt", "setup.py",
     }  # fmt: skip

@@ -8,10 +8,12 @@ import re
 import shlex
 from pathlib import Path
 
+import nox.registry
 import pages
 import pytest
 from pages import ROOT, of_pages
 
+import noxfile
 import transformer_fast
 from transformer_fast import cli
 
@@ -28,8 +30,11 @@ def check(command: str, *, whole: bool) -> None:
         variable = words.pop(0).partition("=")[0]
         assert f"`{variable}`" in VARIABLES or f"{variable}=" in VARIABLES, f"no page has {variable}"
     program, *rest = words
+    program = program.removeprefix(".venv/bin/")
     if program == "make":
         check_make(rest)
+    elif program == "nox":
+        check_nox(rest)
     elif program == "pip":
         check_pip(rest)
     elif program == "pytest":
@@ -59,6 +64,19 @@ def check_make(words: list[str]) -> None:
         assert re.search(found, MAKEFILE, re.MULTILINE), word
 
 
+def check_nox(words: list[str]) -> None:
+    """Check that the session is one of the noxfile, and that words of ``-k`` are in names of its rows."""
+    options, _, _ = " ".join(words).partition(" -- ")
+    if options == "--list":
+        return
+    match = re.fullmatch(r"-s (\w+)(?: -k (.+))?", options)
+    assert match, options
+    session, rows = match.groups()
+    assert session in nox.registry.get(), session
+    names = " ".join(noxfile.row_name(*row) for row in noxfile.rows())
+    assert all(word in names for word in re.findall(r"\w+", rows or "") if word != "and"), rows
+
+
 def check_pip(words: list[str]) -> None:
     """Check the version of a wheel and the name of an extra."""
     for word in words:
@@ -86,7 +104,7 @@ def check_cli(words: list[str], *, whole: bool) -> None:
 def check_script(script: str, words: list[str]) -> None:
     """Check that the script exists and its source has the options; a benchmark may also have pytest's options."""
     for word in words:
-        if re.match(r"(tests|benchmarks|lab|tools)/", word) and "<" not in word:
+        if re.match(r"(tests|benchmarks|tools)/", word) and "<" not in word:
             assert (ROOT / word.partition("::")[0]).exists(), word
     options = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
     if script == "pytest" or Path(script).name.startswith("bench_"):
@@ -120,7 +138,8 @@ def test_the_commands_in_the_sentences_exist(page: Path) -> None:
     [
         "make tset", "make bench GPU=avx2", "transformer-fast train --sauce a", "transformer-fast plot --in x",
         "python benchmarks/nothing.py", "python benchmarks/gpu.py --hours 9", "pip install 'transformer_fast[gpu]'",
-        "python -m benchmarks.nothing", "python -m lab.prediction --hours 9",
+        "python -m benchmarks.nothing", "python tools/sanitize.py --hours 9", 
+        ".venv/bin/nox -s nothing", "nox -s pythons -k nothing",
         "TRANSFORMER_FAST_NOTHING=1 transformer-fast info", "sudo make test", "pytest tests/nothing.py",
         "pytest benchmarks/bench_norm.py --hours 9",
         "pip install transformer_fast-9.9.9-*.whl",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import explained_pictures
 import headline
+import mask_pictures
 import matplotlib.figure
 import numpy as np
 import packed_picture
@@ -37,7 +38,6 @@ from pages import (
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, cli
-from transformer_fast.cli import mask_plots
 
 TEXT = README.read_text()
 FIRST_LINES = DOCS / "first_lines.md"
@@ -210,7 +210,7 @@ def test_the_pictures_of_the_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         save(figure, path, **options | {"dpi": 20})
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", record)
-    paths = mask_plots.mask_pictures(tmp_path)
+    paths = mask_pictures.draw(tmp_path)
     assert {p.name for p in paths} == {p.name for p in (DOCS / "images").glob("mask_*.png")}
     pages = "".join((DOCS / page).read_text() for page in ("masks.md", "intervals.md"))
     assert all(f"images/{p.name}" in pages for p in paths)

@@ -20,7 +20,8 @@ import transformer_fast
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
-NAVIGATION = re.search(r"^nav:\n((?: .*\n|\n)*)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
+SETTINGS = ROOT / "tools/site/mkdocs.yml"
+NAVIGATION = re.search(r"^nav:\n((?: .*\n|\n)*)", SETTINGS.read_text(), re.MULTILINE)[1]
 INTERNAL = {"transformer_fast.accelerate.packed", "transformer_fast.accelerate.patterns"}
 """Packages whose ``__all__`` is for their parent package."""
 
@@ -128,15 +129,15 @@ def test_every_public_exception_is_on_its_page() -> None:
 
 
 def test_nothing_of_the_site_comes_from_another_host() -> None:
-    settings = (ROOT / "mkdocs.yml").read_text()
+    settings = SETTINGS.read_text()
     assert "font: false" in settings and not re.search(r"https?://", settings)
 
 
 @pytest.mark.slow("builds the site, half a minute")
-@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is missing: `make docs` installs it")
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is missing: `make setup` installs it")
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """MkDocs is strict: a dead link, a missing page or an unknown name fails."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SETTINGS), "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())

@@ -13,7 +13,7 @@ README = ROOT / "README.md"
 REFERENCE = DOCS / "reference"
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 """All pages."""
-LABORATORY = sorted((ROOT / "lab").rglob("*.md"))
+LABORATORY = sorted((ROOT / "tools/lab").rglob("*.md"))
 PAGES = [page for page in WRITTEN if page.parent != REFERENCE]
 """All pages except those of the reference, which are made from docstrings."""
 
@@ -44,6 +44,15 @@ def without_blocks(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def tables(page: Path) -> list[list[dict[str, str]]]:
+    """Return the tables of a page: rows, with a cell per column; the last of several columns with one name."""
+    found = []
+    for lines in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
+        head, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines.splitlines())
+        found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
+
+
 def commands(page: Path) -> list[str]:
     """Return the lines of a page's indented blocks, which are commands; without their comments."""
     text = without_blocks(page).replace("\\\n", " ")
@@ -63,5 +72,6 @@ def with_omitted(words: list[str]) -> list[str]:
 def inline_commands(page: Path) -> list[str]:
     """Return the commands in the sentences of a page."""
     return re.findall(
-        r"`((?:make|transformer-fast|python3?|pytest|torchrun|benchmarks/\w+\.py)(?: [^`\n]*)?)`", without_blocks(page)
+        r"`((?:make|(?:\.venv/bin/)?nox|transformer-fast|python3?|pytest|torchrun|benchmarks/\w+\.py)(?: [^`\n]*)?)`",
+        without_blocks(page),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -56,27 +55,3 @@ def test_an_accelerated_model_reads_what_the_plain_one_reads(name: str, training
     for clear in (False, True):
         for out, expected in zip(region(model, clear), region(plain.train(), clear)):
             torch.testing.assert_close(out.float(), expected.float(), atol=0.1, rtol=0.05)
-
-
-def layers() -> dict[str, tuple[nn.Module, Any]]:
-    """Return layers of this package, and what they are called with."""
-    torch.manual_seed(0)
-    return {
-        "feed-forward": (tfast.layers.FeedForward(16, 32, dropout=0.0), (X,)),
-        "attention": (tfast.layers.MultiHeadAttention(2, 16, dropout=0.0), (X, X, X)),
-    }
-
-
-@pytest.mark.parametrize("name", layers())
-def test_layers_keep_the_copy_until_it_is_cleared(name: str) -> None:
-    module, args = layers()[name]
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        before = module(*args)
-        for p in module.parameters():
-            p.mul_(1.5)
-        assert torch.equal(module(*args), before)  # as nn.Linear does
-        torch.clear_autocast_cache()
-        new = module(*args)
-    assert not torch.equal(new, before)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(module(*args), new)
