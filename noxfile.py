@@ -1,11 +1,12 @@
-"""Sessions of tests: ``make test``, ``make test-all``, ``make pythons`` and ``make release-check`` run them by nox.
+"""Sessions of tests and of a developer's other work; ``make lint``, ``make test`` and ``make test-all`` run some.
 
     nox --list                    every session
     nox -s kernels                the CPU kernels' tests, for each other instruction set of this machine
     nox -s pythons -k python312   the rows of one Python; -k "python312 and torch211": one row
 
-A failure does not stop the sessions behind it, and the last lines say which failed. What stands behind ``--`` goes to
-pytest: ``-- --all`` runs every case, not the short list of tests/support/short_list.py.
+nox is that of ``make setup``: .venv/bin/nox. A failure does not stop the sessions behind it, and the last lines say
+which failed. What stands behind ``--`` goes to pytest: ``-- --all`` runs every case, not the short list of
+tests/support/short_list.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ os.environ["PATH"] = search_path()
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the tests start hundreds of programs, which would all compile anew
 
 PYTEST = (sys.executable, "-m", "pytest")
+CXX = ("csrc/**/*.cpp", "csrc/**/*.h", "csrc/**/*.cu", "csrc/**/*.cuh", "tests/*/*.cpp", "tools/*.cpp")
 PARALLEL = ("-n", os.environ.get("WORKERS", "auto"), "--dist=worksteal", "--durations=30")
 KERNEL_TESTS = (
     "tests/ops/test_attention*.py",
@@ -46,10 +48,35 @@ SETS = "from transformer_fast import extension; print(*extension.usable_instruct
 WHEEL_TEST = "tests/project/test_packaging.py::test_a_stranger_can_use_the_wheel"
 
 
+def tool(name: str) -> str:
+    """Return the path of a program of the environment that nox runs in."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def clang_format(session: nox.Session, *options: str) -> None:
+    """Run clang-format over all C++ and CUDA files."""
+    files = sorted(str(path.relative_to(ROOT)) for pattern in CXX for path in ROOT.glob(pattern))
+    session.log(f"clang-format {' '.join(options)}: {len(files)} files")
+    session.run(tool("clang-format"), "--style=file:csrc/.clang-format", *options, *files, log=False)
+
+
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Format, types, spelling and prose."""
-    session.run("make", "--no-print-directory", "lint")
+    session.run(tool("ruff"), "check", ".")
+    session.run(tool("ruff"), "format", "--check", ".")
+    session.run(sys.executable, "tools/prose.py")
+    session.run(tool("codespell"))
+    session.run(tool("mypy"))
+    clang_format(session, "--dry-run", "--Werror")
+
+
+@nox.session(venv_backend="none")
+def fmt(session: nox.Session) -> None:
+    """Format Python and C++, and fix what ruff can."""
+    session.run(tool("ruff"), "check", "--fix", ".")
+    session.run(tool("ruff"), "format", ".")
+    clang_format(session, "-i")
 
 
 @nox.session(venv_backend="none")
@@ -84,6 +111,28 @@ def interpreter(session: nox.Session) -> None:
 def tools(session: nox.Session) -> None:
     """Tests of the tools."""
     session.run(*PYTEST, *PARALLEL, "tools/tests", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Random calls of attention and of generation, and wrong calls of every operator: SEED=0 COUNT=500 of each kind."""
+    drawn = {"EXAMPLES": os.environ.get("COUNT", "500")}
+    seed = f"--hypothesis-seed={os.environ.get('SEED', '0')}"
+    session.run(*PYTEST, *PARALLEL[:2], seed, "tests/fuzz", env=drawn)
+    session.run(*PYTEST, seed, "tests/interpreter/test_fuzz.py", env={**drawn, "TRITON_INTERPRET": "1"})
+
+
+@nox.session(venv_backend="none")
+def lab(session: nox.Session) -> None:
+    """Kernels as compiled for two GPU architectures, executed in the emulator, and faulty ones (tools/lab/README.md).
+
+    About 45 minutes of one core. A run that was stopped goes on where it was (build/emulate.jsonl).
+    """
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
+    emulate = (sys.executable, "-m", "lab.emulation", "--workers", str(os.cpu_count()))
+    session.run(*PYTEST, *PARALLEL, "--all", "tools/lab/tests", env=path)
+    session.run(*emulate, "--continue", "build/emulate.jsonl", env=path)
+    session.run(*emulate, "--mutants", env=path)
 
 
 @nox.session(venv_backend="none")

@@ -1,4 +1,6 @@
-"""``make arm-check``: compile the CPU kernels (of the set ``generic``) for aarch64, run them in qemu, on any machine.
+"""Compile the CPU kernels (of the set ``generic``) for aarch64, and run them in qemu, on any machine.
+
+    python tools/arm_check.py
 
 A cross compiler compiles every file of csrc/cpu, and csrc/instruction_set.cpp, which detects the processor, with the
 flags of setup.py. The headers are those of the installed torch; they are equal for all processors. The objects are

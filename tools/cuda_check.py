@@ -1,4 +1,6 @@
-"""``make cuda-check``: compile, link and import the CUDA extension against a CUDA build of torch. Needs nvcc, no GPU.
+"""Compile, link and import the CUDA extension against a CUDA build of torch. Needs nvcc, no GPU.
+
+    python tools/cuda_check.py
 
 A separate virtual environment (``.venv-cuda``, kept between runs) gets the CUDA build of torch. The extension is built
 in a copy of the sources, so that the installed extension is not changed. The kernels are not run;

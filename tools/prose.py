@@ -19,8 +19,8 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "csrc", "docs", "findings", "lab", "tests", "tools", "transformer_fast")
-HELD = (*FOLDERS, "*.md", "conftest.py", "setup.py")
+FOLDERS = ("benchmarks", "csrc", "docs", "tests", "tools", "transformer_fast")
+HELD = (*FOLDERS, "*.md", "noxfile.py", "setup.py")
 ENDINGS = (".py", ".md", ".cpp", ".h", ".cu", ".cuh")
 QUESTION = re.compile(r"(?:What|Whether|How|Which|Where|Why|Tell|Tells|Who|Whose|When)\b")
 PRONOUN = re.compile(

@@ -1,5 +1,7 @@
-"""``make sanitize``: test the CPU kernels under GCC's sanitizers, on Linux. ``make sanitize-threads``: under
-ThreadSanitizer.
+"""Test the CPU kernels under GCC's sanitizers, on Linux.
+
+    python tools/sanitize.py              # memory and undefined behaviour
+    python tools/sanitize.py --threads    # races: ThreadSanitizer
 
 The module and two sets of kernels (AVX2, and the best that this machine runs) are built with the sanitizers in a copy
 of the sources below build/, so the extension in use stays as it is. A second run builds only what changed. The tests of
@@ -115,7 +117,6 @@ def main() -> None:
     environment = sanitized(sanitizer)  # says what is not installed before anything is built
     copy_sources(sanitizer.folder)
     shutil.copytree(ROOT / "tests", sanitizer.folder / "tests", dirs_exist_ok=True)
-    shutil.copy(ROOT / "conftest.py", sanitizer.folder)
     check_planted_faults(sanitizer, environment)
     sets = built(sanitizer, environment, options.sets)
     for name in sets:

@@ -207,18 +207,7 @@ def tiles() -> Iterator[Piece]:
                 yield partial(launch, replace(case, B=4), packed, kernel, config)
 
 
-def predicted() -> Iterator[Piece]:
-    """Launches of the predicted cases."""
-    import json
-
-    from lab.prediction.twins import compile_case, twins
-
-    record = json.loads((ROOT / "lab/records/predicted.json").read_text())
-    for twin in twins(record):
-        yield partial(compile_case, twin.make)
-
-
-PARTS = {part.__name__: part for part in (smoke, large, headline, step, predicted, tiles)}
+PARTS = {part.__name__: part for part in (smoke, large, headline, step, tiles)}
 """In order of worth."""
 
 

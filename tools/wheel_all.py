@@ -1,4 +1,7 @@
-"""``make wheel-all``: one wheel for every torch of TORCHES and every Python of tools/project.py that this machine has.
+"""Build one wheel for every torch of TORCHES and every Python of tools/project.py that this machine has.
+
+    python tools/wheel_all.py            # of this checkout, into dist
+    python tools/wheel_all.py --clone    # of a clean clone, into build/release/dist
 
 The module is compiled once per pair of torch and Python, the kernels once per instruction set. Only the headers of
 torch are needed: those of the installed torch, or those of a wheel from the registry (half a gigabyte, of which only

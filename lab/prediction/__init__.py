@@ -1,1 +1,0 @@
-"""Times of the Triton kernels on an H100, predicted from their machine code."""
