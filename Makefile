@@ -1,7 +1,7 @@
 # make demo         train a small translator here, check every op against the reference, draw two pictures
 # make test         lint, and the short list of tests: every test, every pair of options; about ten minutes, one verdict
 #                   WHEEL=all (or baseline): also a wheel is built and run in an empty environment
-# make test-all     every case of every test, and the tests of the tools; more than an hour; WHEEL as above
+# make test-all     every case of every test; more than an hour; WHEEL as above
 # make lint         format, types, spelling and prose
 # make bench        the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
 # make gpu          on a machine with a GPU: check parity, measure beside peers, whole steps, tiles, test, benchmark
@@ -60,7 +60,7 @@ test: setup
 	@$(BIN)/nox -s lint triton tests kernels interpreter $(if $(WHEEL),"wheel($(WHEEL))")
 
 test-all: setup
-	@$(BIN)/nox -s lint triton tests kernels interpreter tools $(if $(WHEEL),"wheel($(WHEEL))") -- --all
+	@$(BIN)/nox -s lint triton tests kernels interpreter $(if $(WHEEL),"wheel($(WHEEL))") -- --all
 
 lint: setup
 	@$(BIN)/nox -s lint

@@ -108,12 +108,6 @@ def interpreter(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def tools(session: nox.Session) -> None:
-    """Tests of the tools."""
-    session.run(*PYTEST, *PARALLEL, "tools/tests", *session.posargs)
-
-
-@nox.session(venv_backend="none")
 def fuzz(session: nox.Session) -> None:
     """Random calls of attention and of generation, and wrong calls of every operator: SEED=0 COUNT=500 of each kind."""
     drawn = {"EXAMPLES": os.environ.get("COUNT", "500")}

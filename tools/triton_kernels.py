@@ -10,12 +10,12 @@ import hashlib
 import importlib
 import pkgutil
 import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-
-from tools.hot_loops import NoHotLoopError, is_serialised, spills
-from tools.sass import cuobjdump, disassemble
+from pathlib import Path
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may use, in bytes, by compute capability (CUDA programming guide, table of limits)."""
@@ -37,8 +37,7 @@ def jit_functions() -> Iterator[object]:
 class Compiled:
     """Resources on a GPU of one kernel x config x architecture.
 
-    `hot_spills`: instructions of its hot loop that read or write what was spilled; None where nothing was, or where no
-    loop has products of tensor cores. `serialised`: see :func:`.hot_loops.is_serialised`.
+    `hot_spills` and `serialised`: see :func:`in_loop_over_tiles`.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Compiled:
     mma_sync: int
     rows_of_16_bit_dot: int
     seconds: float
-    hot_spills: int | None = None
+    hot_spills: int = 0
     serialised: bool = False
 
 
@@ -108,7 +107,7 @@ def compile_launch(launch, arch: int) -> Compiled:
     usage = resource_usage(compiled.asm["cubin"])
     spilled = usage["STACK"] + usage["LOCAL"]
     wgmma = compiled.asm["ptx"].count("wgmma.mma_async")
-    hot_spills, serialised = in_hot_loop(compiled.asm["cubin"]) if spilled or wgmma else (None, False)
+    hot_spills, serialised = in_loop_over_tiles(compiled.asm["cubin"]) if spilled or wgmma else (0, False)
     return Compiled(
         name=launch.name,
         kernel=launch.kernel.__name__,
@@ -124,25 +123,45 @@ def compile_launch(launch, arch: int) -> Compiled:
             map(int, re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xb?f16>", compiled.asm["ttir"])), default=0
         ),
         seconds=time.perf_counter() - started,
-        hot_spills=hot_spills if spilled else None,
+        hot_spills=hot_spills,
         serialised=serialised,
     )
 
 
-def in_hot_loop(cubin: bytes) -> tuple[int | None, bool]:
-    """(accesses to local memory, whether products wait for one another) in the loop of a kernel that has the most
-    products; (None, False) if it has no such loop."""
-    code = disassemble(cubin)
-    try:
-        return spills(code).hot, is_serialised(code)
-    except NoHotLoopError:
-        return None, False
+def in_loop_over_tiles(cubin: bytes) -> tuple[int, bool]:
+    """Return (accesses to spilled values, whether each product of tensor cores waits for the one before) of a kernel.
+
+    Accesses count in the loop over tiles: the shortest of the loops that have most of the products. ptxas makes
+    products wait where it cannot prove that nothing else touches their sums.
+    """
+    text = cuobjdump("-sass", cubin)
+    code = {int(at, 16): words for at, words in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)}
+    products = {at: words for at, words in code.items() if re.search(r"\b\w*MMA\b", words)}
+    waits = [("gsb0" in words) for words in products.values() if "HGMMA" in words]
+    jumps = ((at, re.search(r"\bBRA\b.*0x([0-9a-f]+)", words)) for at, words in code.items())
+    loops = [range(start, at) for at, jump in jumps if jump and (start := int(jump[1], 16)) < at]
+    tiles = max(loops, key=lambda loop: (sum(at in loop for at in products), -len(loop)), default=range(0))
+    if not any(at in tiles for at in products):
+        tiles = range(0)
+    hot = sum(at in tiles for at, words in code.items() if re.search(r"\b(LDL|STL)\b", words))
+    return hot, bool(waits) and all(waits)
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
     """REG, STACK, LOCAL, SHARED of the one kernel in a cubin."""
     text = cuobjdump("--dump-resource-usage", cubin)
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+def cuobjdump(option: str, cubin: bytes) -> str:
+    """Output of the cuobjdump that Triton ships, for a compiled kernel."""
+    from triton.backends.nvidia import compiler as nvidia
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [Path(nvidia.__file__).parent / "bin" / "cuobjdump", option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 # Parts of a mask that change a kernel alike on every architecture: compiled for one, unless all are asked for.

@@ -37,7 +37,7 @@ class Found:
         registers: per thread.
         spilled: bytes per thread.
         hot: instructions of the loop over tiles that read or write what was spilled.
-        serialised: see :func:`.hot_loops.is_serialised`.
+        serialised: True if each product of tensor cores waits for the one before.
     """
 
     digest: str
@@ -71,7 +71,7 @@ def compile_all(version: str, known: dict[str, Found], only: str) -> None:
         found = known.get(name)
         if found is None or found.digest != digest:
             compiled = compile_launch(launch, CAPABILITY)
-            spilled = compiled.spill_bytes, compiled.hot_spills or 0
+            spilled = compiled.spill_bytes, compiled.hot_spills
             found = Found(digest, compiled.registers, *spilled, compiled.serialised)
         print(json.dumps([name, astuple(found)]), flush=True)
 

@@ -104,7 +104,7 @@ def test_a_case_of_another_kernel_is_compiled_again(monkeypatch, capsys):
 
     def compile_launch(launch, arch):
         compiled.append(launch.name)
-        return type("Compiled", (), {"registers": 168, "spill_bytes": 8, "hot_spills": None, "serialised": True})
+        return type("Compiled", (), {"registers": 168, "spill_bytes": 8, "hot_spills": 0, "serialised": True})
 
     monkeypatch.setattr("tools.triton_kernels.compile_launch", compile_launch)
     monkeypatch.setattr(triton_spills, "launches", lambda: {name: launch})

@@ -1,6 +1,6 @@
 """Summary of the ahead-of-time compilation of the Triton kernels, at the end of a test run.
 
-The compilation itself is tools/triton_kernels.py, which benchmarks/resources.py and lab/prediction use too.
+The compilation itself is tools/triton_kernels.py, which benchmarks/resources.py uses too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def summary(rows: list[dict]) -> list[str]:
         )
     for row in rows:
         if row["spill_bytes"]:
-            hot = "" if row["hot_spills"] is None else f", {row['hot_spills']} accesses in the hot loop"
+            hot = f", {row['hot_spills']} accesses in the loop over tiles"
             lines.append(f"  spills {row['spill_bytes']} bytes a thread{hot}: sm_{row['arch']} {row['name']}")
     return lines
 
