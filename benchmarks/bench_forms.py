@@ -1,6 +1,5 @@
-"""Small models with attention of many forms before and after ``tfast.accelerate``, without dropout: an evaluation and a
-training step. Models of transformers have transformers' default attention. Models by hand have the forms of vit-pytorch
-and of Swin (tests/support/handwritten_vision.py). The packages themselves are measured where they are installed.
+"""Small models of transformers of many forms, with their default attention, before and after ``tfast.accelerate``,
+without dropout: an evaluation and a training step.
 """
 
 from __future__ import annotations
@@ -11,29 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from handwritten_vision import QkvProj, ToQkv, WindowAttention
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 
-SMALL_CASE = "test_forms[cpu-qkv by hand-evaluation]"
+SMALL_CASE = "test_forms[cpu-vit-evaluation]"
 D, HEADS, LAYERS, B = 128, 4, 3, 4
 SHAPE = {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 4 * D}
 IMAGE = {"image_size": 224, "patch_size": 16}
-
-
-class Block(nn.Module):
-    """Attention and network, each with residual and, with ``norm``, a norm before it."""
-
-    def __init__(self, attention: nn.Module, dim: int, *, norm: bool) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (nn.LayerNorm(dim) if norm else nn.Identity() for _ in range(2))
-        self.attn = attention
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -42,17 +26,6 @@ def without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(part, nn.Dropout):
             part.p = 0.0
     return model
-
-
-def by_hand(kind: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Blocks with one kind of attention, and their input: 197 tokens, or 64 windows of 49."""
-    made = {
-        "to_qkv": lambda: Block(ToQkv(D, HEADS, D // HEADS), D, norm=False),
-        "qkv": lambda: Block(QkvProj(D, HEADS), D, norm=True),
-        "windows": lambda: Block(WindowAttention(D, (7, 7), HEADS), D, norm=True),
-    }[kind]
-    model = nn.Sequential(*(made() for _ in range(LAYERS)))
-    return model, (torch.randn(64, 49, D) if kind == "windows" else torch.randn(B, 197, D),)
 
 
 def of_transformers(name: str, inputs: str, **fields: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -69,20 +42,6 @@ def of_transformers(name: str, inputs: str, **fields: Any) -> tuple[nn.Module, t
     return model, given[inputs]()
 
 
-def of_vit_pytorch() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """vit-pytorch's ViT."""
-    vit = pytest.importorskip("vit_pytorch.vit")
-    sizes = {"dim": D, "depth": LAYERS, "heads": HEADS, "dim_head": D // HEADS, "mlp_dim": 4 * D, "num_classes": 9}
-    return vit.ViT(**IMAGE, **sizes), (torch.randn(B, 3, 224, 224),)
-
-
-def of_timm() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """timm's Swin."""
-    swin = pytest.importorskip("timm.models.swin_transformer")
-    sizes = {"embed_dim": 48, "depths": (2, 2), "num_heads": (3, 6), "window_size": 7, "num_classes": 9}
-    return swin.SwinTransformer(img_size=224, patch_size=4, drop_path_rate=0.0, **sizes), (torch.randn(B, 3, 224, 224),)
-
-
 WHISPER = {f"{part}_{name}": size for part in ("encoder", "decoder")
            for name, size in (("layers", LAYERS), ("attention_heads", HEADS), ("ffn_dim", 4 * D))}  # fmt: skip
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
@@ -97,11 +56,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
         of_transformers("WhisperModel", "sound", d_model=D, **WHISPER, max_source_positions=256, vocab_size=99,
             pad_token_id=0, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2)[0].encoder,
         (torch.randn(B, 80, 512),)),
-    "to_qkv by hand": lambda: by_hand("to_qkv"),
-    "qkv by hand": lambda: by_hand("qkv"),
-    "windows by hand": lambda: by_hand("windows"),
-    "vit-pytorch": of_vit_pytorch,
-    "timm swin": of_timm,
 }  # fmt: skip
 
 

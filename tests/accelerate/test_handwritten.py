@@ -229,8 +229,8 @@ class Unscaled(hw.Embeddings):
 
 
 OTHER_FORMULAS = [
-    DoubledAttention(2, D), DoubledPositions(D, 0.1), DroppedBeforeRelu(D, 12), DropsElsewhere(D, 0.1),
-    Unscaled(D, 11),
+    DoubledAttention(2, D), hw.InvertedAttention(2, D), DoubledPositions(D, 0.1), DroppedBeforeRelu(D, 12),
+    DropsElsewhere(D, 0.1), Unscaled(D, 11),
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import handwritten_heads as heads
+import handwritten as hw
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,19 +82,14 @@ class Classic(Base):
         return super().forward(x, mask), mask
 
 
-class Named(Base):
-    """Layer around hand-written attention with usual names."""
+class Annotated(Base):
+    """Layer around the attention of The Annotated Transformer, which stores its weights."""
 
     def add_attention(self, dropout: float) -> None:
-        self.attention = self.make()
+        self.attention = hw.AnnotatedAttention(HEADS, D, dropout)
 
     def heads(self, x: Tensor, mask: Any) -> Tensor:
-        result = self.attention(*[x] * self.inputs, mask)
-        return result[0] if isinstance(result, tuple) else result
-
-
-def named(make: Callable[[], nn.Module], inputs: int = 3, length_first: bool = False) -> type[Named]:
-    return type("Named", (Named,), {"make": staticmethod(make), "inputs": inputs, "length_first": length_first})
+        return self.attention(x, x, x, mask)
 
 
 class Stack(nn.Module):
@@ -113,29 +108,14 @@ class Stack(nn.Module):
         return turned(x)
 
 
-def without_dropout(module: nn.Module) -> nn.Module:
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    return module
-
-
 X = torch.randn(4, LENGTH, D, generator=torch.Generator().manual_seed(0))
 LAYERS: dict[str, tuple[type[Base], Callable[[Tensor], Tensor]]] = {
     "nn.MultiheadAttention, blocked": (Base, lambda keep: ~keep),
     "length first": (LengthFirst, lambda keep: ~keep),
     "torch's function, kept": (Sdpa, lambda keep: keep),
     "classic heads, a row per batch": (Classic, lambda keep: keep[:, None]),
-    "added": (
-        named(lambda: heads.BertSelf(D, HEADS, 0.0), inputs=1),
-        lambda keep: torch.zeros(4, 1, 1, LENGTH).masked_fill(~keep[:, None, None], -10000.0),
-    ),
-    "speech, weights stored": (named(lambda: heads.SpeechAttention(HEADS, D, 0.0)), lambda keep: keep[:, None]),
-    "translation": (named(lambda: without_dropout(heads.TranslationAttention(HEADS, D))), lambda keep: keep[:, None]),
-    "length first, by hand": (
-        named(lambda: heads.LengthFirst(D, HEADS, 0.0), length_first=True),
-        lambda keep: ~keep,
-    ),
+    "torch's function, added": (Sdpa, lambda keep: torch.zeros(keep.shape).masked_fill(~keep, -10000.0)),
+    "annotated heads, weights stored": (Annotated, lambda keep: keep[:, None]),
     "classic heads, int": (Classic, lambda keep: keep[:, None].int()),
     "classic heads, a row per query": (Classic, lambda keep: keep[:, None].expand(-1, LENGTH, -1)),
 }

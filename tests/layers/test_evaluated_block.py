@@ -117,15 +117,25 @@ class Mlp(nn.Module):
         return self.dropout(self.lin2(self.activation(self.lin1(x))))
 
 
+class Attention(nn.Linear):
+    """Stand-in for attention: one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        return super().forward(hidden_states), None
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attn, self.mlp = nn.Sequential(nn.Linear(D, D)), Mlp()
-        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.self_attn, self.mlp = Attention(), Mlp()
+        self.layer_norm1, self.layer_norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = hidden_states + self.self_attn(self.layer_norm1(hidden_states), attention_mask=attention_mask)[0]
+        return x + self.mlp(self.layer_norm2(x))
 
 
 @torch.no_grad()
@@ -133,7 +143,7 @@ def test_a_dropout_of_the_network_that_trains_by_itself() -> None:
     model = Block().eval()
     fast = copy.deepcopy(model)
     report = tfast.accelerate(fast)
-    assert any(row.now == "fused ImageBlock" for row in report.rows)
+    assert any(row.now == "fused ClipLayer" for row in report.rows)
     for one in (model, fast):
         one.mlp.dropout.p = 1.0
         one.mlp.dropout.train()

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import handwritten
-import handwritten_heads
 import handwritten_rms
-import handwritten_vision
 import torch
 from torch import Tensor, nn
 
@@ -152,11 +150,6 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     ),
     "RMSNorm": (lambda: layers.RMSNorm(D), lambda n: (x(n),)),
     "swapped Llama norm": (lambda: swapped(handwritten_rms.LlamaRMSNorm(D)), lambda n: (x(n),)),
-    "swapped qkv": (lambda: swapped(handwritten_vision.QkvProj(D, 2)), lambda n: (x(n),)),
-    "swapped attention of speech": (
-        lambda: swapped(handwritten_heads.SpeechAttention(2, D)),
-        lambda n: (x(n), x(n), x(n), keep(n)),
-    ),
     "bert attention": (lambda: bert.MultiHeadedAttention(2, D), lambda n: (x(n), x(n), x(n), keep(n).unsqueeze(1))),
     "bert embedding": (lambda: bert.BERTEmbedding(VOCABULARY, D), lambda n: (ids(n),)),
     "tensorflow attention": (

@@ -11,7 +11,6 @@ from torch.nn.utils import parametrize
 
 from .. import backends
 from ..dialects.common import LastWeights
-from ..integrations import dispatch
 from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
 from ..layers.prepacked import WeightLayout
@@ -30,7 +29,7 @@ from .packed import pack
 from .padding_notes import padding_notes
 from .patterns import PATTERNS
 from .patterns.base import Pattern, accelerated_class
-from .probe import probe, read, signature
+from .probe import probe, signature
 from .rebinding import Obstacle
 from .report import ALREADY, LOCK, Report, Row
 from .torch_swaps import SWAPS
@@ -142,7 +141,6 @@ class _Walk:
         self.applied = {id(child) for m in ours for child in m.children()}  # computed without a call
         self.fused: set[int] = set()  # modules that run on the fused ops, swapped by this call or earlier
         self.probed: dict[Any, str | None] = {}
-        self.found: dict[Any, Pattern | None] = {}
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.attention = Attention()
@@ -230,14 +228,10 @@ class _Walk:
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
-        for known in PATTERNS:
-            if not _matches(known, module):
+        for pattern in PATTERNS:
+            if not _matches(pattern, module):
                 continue
-            obstacle, pattern = self._obstacle(module, "attention"), known
-            if not obstacle and known.reads:
-                if (found := self._read(module, known)) is None:
-                    continue
-                pattern = found
+            obstacle = self._obstacle(module, "attention")
             difference = obstacle or self._probe(module, pattern)
             if not difference:
                 for child in pattern.inlined_children(module):
@@ -279,15 +273,6 @@ class _Walk:
         else:
             return False
         return True
-
-    def _read(self, module: nn.Module, pattern: Pattern) -> Pattern | None:
-        """The pattern of a module, for a pattern that reads it from the module."""
-        if id(module) in self.attention.layers or dispatch.calls_the_interface(type(module)):
-            return None
-        key = pattern, signature(module, pattern)
-        if key not in self.found:
-            self.found[key] = read(module, pattern)
-        return self.found[key]
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
         key = pattern, signature(module, pattern)

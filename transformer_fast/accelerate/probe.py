@@ -36,15 +36,6 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
     return _compare(module, pattern, disturb=True)
 
 
-def read(module: nn.Module, pattern: Pattern) -> Pattern | None:
-    """Read the pattern of a module from a copy (:meth:`Pattern.read`); None if there is none."""
-    with quiet():
-        try:
-            return pattern.read(_copy(module, pattern, disturb=False).eval())
-        except Exception:  # an unrelated attribute of this name
-            return None
-
-
 def _compare(module: nn.Module, pattern: Pattern, disturb: bool = False) -> str | None:
     with quiet():
         try:

@@ -91,9 +91,7 @@ def packed_heads(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, dropout: Any
     return attention(*(t.squeeze(0) for t in (q, k, v)), q.shape[-1], mask, dropout).unsqueeze(0)
 
 
-def with_padded_weights(
-    q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, *, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def with_padded_weights(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> tuple[Tensor, Tensor]:
     """Attend without dropout; also return the weights (B, heads, Lq, Lk), 0 at padding."""
     q, k, v = (
         unpack(t.squeeze(0).transpose(0, 1), packing).transpose(1, 2)
@@ -105,14 +103,14 @@ def with_padded_weights(
     )
     seen = AttentionMask.keep(queries[:, None, :, None] & keys[:, None, None])
     seen = seen if mask.window is None else seen & mask.window
-    options: dict[str, Any] = {"causal": mask.causal, "scale": scale, "empty_rows": "zero"}
+    options: dict[str, Any] = {"causal": mask.causal, "empty_rows": "zero"}
     out, weights = ops.attention(q, k, v, seen, return_weights=True, **options)
     return take(out.transpose(1, 2), mask.queries).transpose(0, 1).unsqueeze(0), weights
 
 
-def padded_weights(q: Tensor, k: Tensor, mask: PackedMask, *, scale: float | None = None) -> Tensor:
+def padded_weights(q: Tensor, k: Tensor, mask: PackedMask) -> Tensor:
     """Compute only the weights (B, heads, Lq, Lk)."""
-    return with_padded_weights(q, k, k, mask, scale=scale)[1]
+    return with_padded_weights(q, k, k, mask)[1]
 
 
 def blocked_mask(mask: Any) -> Any:

@@ -103,26 +103,10 @@ class Pattern:
 
     title = ""
     """Name of several patterns in a report: parts of one structure; "" for the pattern's own name."""
-    reads = False
-    """True if the pattern stands for many formulas; :meth:`read` then finds the formula of one module."""
-    key: Any
-    """Name of the pattern in a pickle; (name, reading) for a pattern that was read from a module."""
 
     def __init__(self, name: str = "") -> None:
-        self.key = self.name = name or type(self).__name__
+        self.name = name or type(self).__name__
         _PATTERNS[self.name] = self
-
-    def read(self, trial: nn.Module) -> Pattern | None:
-        """The pattern of one module, for a pattern that stands for many formulas; None if no formula fits.
-
-        Args:
-            trial: copy of a module that matches, in evaluation.
-        """
-        return self
-
-    def of(self, reading: Any) -> Pattern:
-        """The pattern of a reading, as :meth:`read` returns it."""
-        raise NotImplementedError
 
     def matches(self, m: Any) -> bool:
         """Return True for a module with this pattern's names and shapes."""
@@ -233,12 +217,12 @@ class Accelerated(Made):
 def accelerated_class(pattern: Pattern, module: nn.Module) -> type[nn.Module]:
     """Return the fused class for a module with this pattern."""
     inlined = tuple(author_class(type(child)) for child in pattern.inlined_children(module))
-    return _accelerated_class(type(module), pattern.key, inlined)
+    return _accelerated_class(type(module), pattern.name, inlined)
 
 
 @cached_by_class
-def _accelerated_class(original: type[nn.Module], key: Any, inlined: tuple[type[nn.Module], ...]) -> type[nn.Module]:
-    pattern = _PATTERNS[key] if isinstance(key, str) else _PATTERNS[key[0]].of(key[1])
+def _accelerated_class(original: type[nn.Module], name: str, inlined: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+    pattern = _PATTERNS[name]
     parameters = parameters_of(original)
     names = names_of(original) if pattern.named else None
     keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
@@ -270,7 +254,7 @@ def _accelerated_class(original: type[nn.Module], key: Any, inlined: tuple[type[
     made = make_class(
         (Accelerated, *pattern.bases),
         original,
-        (_accelerated_class, key, inlined),
+        (_accelerated_class, name, inlined),
         forward=forward,
         pattern=pattern,
         inlined=inlined,

@@ -283,7 +283,6 @@ class EncoderBlock(Pattern):
     """
 
     named = True
-    attention = ATTENTION
 
     def __init__(
         self,
@@ -301,19 +300,18 @@ class EncoderBlock(Pattern):
         self.names, self.norm_first, self.dropout = (attention, norm, mlp, last_norm), norm_first, dropout
         self.after = after
         network = Part(swapped_by(FeedForward), fused=True) if dropout is False else Part(lambda m: True, returns=1)
-        self.parts = {attention: self.attention, norm: NORM, mlp: network, last_norm: NORM}
+        self.parts = {attention: ATTENTION, norm: NORM, mlp: network, last_norm: NORM}
         self.parts |= {**dict.fromkeys((*after[0], *after[1]), BRANCH), **({"dropout": DROPOUT} if dropout else {})}
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         return block_calls(width_of(getattr(m, self.names[1])))
 
     def fused_forward(self, m: Any, hidden_states: Tensor, attention_mask: Tensor | None, **others: Any) -> Tensor:
-        attention = getattr(m, self.names[0])
-        return self.run(m, hidden_states, lambda x: attention(x, attention_mask=attention_mask, **others)[0])
+        attention, norm, mlp, last_norm = (getattr(m, name) for name in self.names)
 
-    def run(self, m: Any, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Compute the block, given its attention as a function."""
-        _, norm, mlp, last_norm = (getattr(m, name) for name in self.names)
+        def attend(x: Tensor) -> Tensor:
+            return attention(x, attention_mask=attention_mask, **others)[0]
+
         drop: nn.Module | float = m.dropout if self.dropout else 0.0
         after = [following(m, names) for names in self.after]
         first: Step = (norm, followed(attend, after[0]), drop)
@@ -321,7 +319,7 @@ class EncoderBlock(Pattern):
         if self.dropout is False:
             last = feed_forward_step(last_norm, mlp)
         network = None if m.training or after[1] else network_of(mlp)
-        return run(x, (first, last), norm_first=self.norm_first, network=network)
+        return run(hidden_states, (first, last), norm_first=self.norm_first, network=network)
 
 
 def following(m: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
@@ -344,23 +342,7 @@ def followed(function: Callable[[Tensor], Tensor], modules: list[nn.Module]) -> 
     return all_of_them
 
 
-class ImageBlock(EncoderBlock):
-    """Pre-norm block of one argument, whose attention returns a tensor."""
-
-    named = False
-    arguments = 1
-    attention = Part(lambda module: True, returns=1)
-
-    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        return [(torch.randn(2, 5, width_of(getattr(m, self.names[1]))),)]
-
-    def fused_forward(self, m: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.run(m, x, getattr(m, self.names[0]))
-
-
-_AFTER = (("ls1", "drop_path1"), ("ls2", "drop_path2"))
 _DINO = (("layer_scale1", "drop_path"), ("layer_scale2", "drop_path"))
-_PLAIN = (("drop_path",), ("drop_path",))
 
 
 PATTERNS = (
@@ -377,8 +359,6 @@ PATTERNS = (
     ),
     EncoderBlock("ClipLayer", "self_attn", "layer_norm1", "mlp", "layer_norm2", norm_first=True, dropout=None),
     EncoderBlock("DinoLayer", "attention", "norm1", "mlp", "norm2", norm_first=True, dropout=None, after=_DINO),
-    ImageBlock("ImageBlock", "attn", "norm1", "mlp", "norm2", norm_first=True, dropout=None, after=_AFTER),
-    ImageBlock("OlderImageBlock", "attn", "norm1", "mlp", "norm2", norm_first=True, dropout=None, after=_PLAIN),
     EncoderBlock("VitLayer", "attention", "layernorm_before", "mlp", "layernorm_after", norm_first=True, dropout=True),
 )
 KNOWS = (
@@ -386,5 +366,4 @@ KNOWS = (
         "blocks around transformers' attention",
         "BERT, BART, GPT-2, ViT, CLIP, DINOv2, DistilBERT and their relatives",
     ),
-    ("pre-norm block: `norm1`, `attn`, `norm2`, `mlp`, with `ls1`, `drop_path` or without", "timm"),
 )
