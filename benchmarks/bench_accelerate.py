@@ -162,7 +162,7 @@ def test_callers(versus, name, training, device):
     torch.manual_seed(0)
     before = CALLERS[name]().to(device).train(training)
     after = copy.deepcopy(before)
-    assert tfast.accelerate(after, fused_loss=True).swapped
+    assert tfast.accelerate(after, functional=True, fused_loss=True).swapped
 
     def check(inputs):
         with torch.no_grad():

@@ -9,6 +9,7 @@
 #include "build_config.h"
 #include "cpu/attention/attention_params.h"
 #include "instruction_set.h"
+#include "ops/eager_call.h"
 #include "python_module.h"
 
 namespace py = pybind11;
@@ -35,5 +36,11 @@ PYBIND11_MODULE(_C, m) {
         "The instruction sets with kernels that this processor runs, the best first.");
   m.attr("attention_tile") = py::make_tuple(transformer_fast::kQueryTile, transformer_fast::kKeyTile);
   m.def("load_kernels", &transformer_fast::load_kernels, "Loads the library of kernels at a path.");
+  m.def(
+      "set_functional_mode",
+      [](const py::type& kind) {
+        transformer_fast::eager::functional_mode = reinterpret_cast<PyTypeObject*>(kind.inc_ref().ptr());
+      },
+      "Sets the class of the modes in which the eager fast path stays (function_mode.py).");
   for (const transformer_fast::Fragment add : transformer_fast::fragments()) add(m);
 }

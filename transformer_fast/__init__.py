@@ -6,6 +6,7 @@ from . import compat, dialects, integrations, layers
 from .backends import BackendError, backend
 from .explain import explain
 from .extension import config as __config__  # noqa: F401
+from .function_mode import functional
 from .generation import GenerationConfig, beam_search, generate, greedy
 from .masks import AttentionMask, pack, unpack
 from .models import Decoder, Encoder, Transformer
@@ -46,6 +47,7 @@ __all__ = [
     "dialects",
     "embed",
     "explain",
+    "functional",
     "generate",
     "greedy",
     "integrations",

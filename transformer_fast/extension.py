@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .function_mode import FunctionalMode
+
 _LOG = logging.getLogger("transformer_fast")
 _PACKAGE = Path(__file__).resolve().parent
 _IN_A_CHECKOUT = "run `make setup`, or `pip install --no-build-isolation -e .`, in the folder of transformer_fast"
@@ -135,6 +137,7 @@ def _load_and_describe() -> _Outcome:
     try:
         module.load_kernels(str(_library(chosen)))
         module.launch_on_cpu(os.environ.get("TRITON_INTERPRET") == "1")
+        module.set_functional_mode(FunctionalMode)
     except RuntimeError as error:
         return _Outcome(False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}")
     except AttributeError:

@@ -1,5 +1,6 @@
 // A linear layer and the label-smoothed cross entropy of its logits: the op of torch.ops.transformer_fast, from schema
-// to kernel. transformer_fast/ops/cross_entropy.py documents and checks the arguments.
+// to kernel. transformer_fast/ops/cross_entropy.py documents and checks the arguments. Below it, an eager call for
+// logits that exist.
 //
 // The logits are made in chunks of rows. Each chunk gives its losses. If a gradient is requested, the gradient of the
 // logits overwrites the chunk and is multiplied into the other gradients at once. Ignored rows are left out.
@@ -178,6 +179,24 @@ FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTe
           gradient(gradients[2], weight, {weight.sym_size(0)}, wide), meta_tensor(x, {}, wide)};
 }
 
+// The scale of saved gradients in a backward, and whether that is the last use of the tensors that only the node has.
+struct Scale {
+  Scale(const variable_list& grads, const Tensor& saved)
+      : tensor(grads[0] * saved),
+        ends(!torch::autograd::get_current_graph_task_keep_graph() &&
+             eager::is_plain_eager(grads, /*any_device=*/true)),
+        is_one(ends && tensor.is_cpu() && tensor.item<double>() == 1) {}
+
+  // `alone`: true if only the node has the gradient, which is then scaled in place if the graph is not kept.
+  Tensor of(const Tensor& gradient, bool alone) const {
+    if (!ends || !alone) return gradient * tensor;
+    return is_one ? gradient : gradient.mul_(tensor);
+  }
+
+  Tensor tensor;
+  bool ends, is_one;
+};
+
 struct LinearCrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
   // Saved: the inputs that need a gradient, their gradients, and a scale.
@@ -189,18 +208,12 @@ struct LinearCrossEntropy {
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
-    const Tensor scale = grads[0] * saved[kScale];
-    // If the graph is not kept, the saved gradients that only this node has are scaled in place and returned.
-    const bool ends =
-        !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_eager(grads, /*any_device=*/true);
-    const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;
+    const Scale scale(grads, saved[kScale]);
     variable_list gradients(3);
     for (size_t i = 0; i < 3; ++i) {
       const Tensor& gradient = saved[kGradients + i];
       if (!needs[i] || !gradient.defined()) continue;
-      const bool alone = ends && !options.returned[i];
-      const Tensor result = !alone ? gradient * scale : scaled ? gradient : gradient.mul_(scale);
-      gradients[i] = in_type(result, saved[i].scalar_type());
+      gradients[i] = in_type(scale.of(gradient, !options.returned[i]), saved[i].scalar_type());
     }
     return gradients;
   }
@@ -250,6 +263,63 @@ FiveTensors forward_autocast(const Tensor& x, const Tensor& weight, const Option
                                                target, smoothing, ignore_index, mean, gradients, chunk_elements);
 }
 
+// Logits copied at a time, few enough to stay in a cache.
+constexpr int64_t kCopied = 1 << 20;
+
+// The cross entropy of logits (rows, vocabulary) with targets in the vocabulary: the sum of the losses in the type of
+// the arithmetic, and the gradient of that sum, undefined if not requested. The kernel overwrites copies of the logits.
+std::tuple<Tensor, Tensor> of_logits(const Tensor& logits, const Tensor& target, double smoothing, bool gradient) {
+  const int64_t rows = logits.size(0), vocabulary = logits.size(1);
+  const int64_t most = std::max<int64_t>(64, kCopied / vocabulary);
+  const Tensor losses = at::empty({rows}, logits.options().dtype(arithmetic_type(logits)));
+  const Tensor copies = at::empty({gradient ? rows : std::min(rows, most), vocabulary}, logits.options());
+  for (int64_t start = 0; start < rows; start += most) {
+    const int64_t count = std::min(most, rows - start);
+    const Tensor chunk = copies.narrow(0, gradient ? start : 0, count);
+    chunk.copy_(logits.narrow(0, start, count));
+    cross_entropy_rows(chunk, target, losses, start, smoothing, gradient);
+  }
+  return {losses.sum(), gradient ? copies : Tensor()};
+}
+
+struct CrossEntropy {
+  static constexpr const char* kName = "cross_entropy";
+  static constexpr bool kSavesCopies = true;
+  enum : size_t { kGradient, kScale, kSaved };
+  struct Options {};
+
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&, const Needs&) {
+    return {Scale(grads, saved[kScale]).of(saved[kGradient], /*alone=*/true)};
+  }
+};
+
+// The mean or the sum of the cross entropy of logits (rows, vocabulary) with target (rows,) int64, plain CPU tensors.
+// Rows whose target is ignore_index are left out. Undefined if another target is outside the vocabulary.
+Tensor loss_of_logits(const Tensor& logits, const Tensor& target_, double smoothing, int64_t ignore_index, bool mean) {
+  const bool records = needs_gradient(logits);
+  Tensor loss, gradient, scale;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor target = target_.contiguous();
+    const int64_t rows = target.numel(), vocabulary = logits.size(1), *targets = target.const_data_ptr<int64_t>();
+    const auto outside = [&](int64_t t) { return t != ignore_index && (t < 0 || t >= vocabulary); };
+    if (std::any_of(targets, targets + rows, outside)) return {};
+    const int64_t count = count_targets(target, ignore_index, vocabulary);
+    if (count == rows) {
+      std::tie(loss, gradient) = of_logits(logits, target, smoothing, records);
+    } else {
+      const Tensor counted = target.ne(ignore_index).nonzero().squeeze(1);
+      std::tie(loss, gradient) =
+          of_logits(logits.index_select(0, counted), target.index_select(0, counted), smoothing, records);
+      if (records) gradient = at::zeros(logits.sizes(), logits.options()).index_copy_(0, counted, gradient);
+    }
+    scale = at::scalar_tensor(mean && count > 0 ? 1.0 / count : 1.0, loss.options());
+    if (mean) loss.div_(count);
+  }
+  if (records) eager::record<CrossEntropy>({loss}, {gradient, scale}, {}, logits);
+  return loss;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
@@ -287,7 +357,25 @@ py::object linear_cross_entropy(py::handle x_, py::handle weight_, py::handle bi
   });
 }
 
-PYTHON_MODULE_FRAGMENT(m) { m.def("linear_cross_entropy", &linear_cross_entropy); }
+py::object cross_entropy(py::handle logits_, py::handle target_, py::handle smoothing_, py::handle ignore_index_,
+                         py::handle reduction) {
+  Arguments arguments;
+  const Tensor logits = arguments.floating(logits_), target = arguments.tensor(target_);
+  const double smoothing = arguments.probability(smoothing_);
+  const int64_t ignore_index = arguments.integer(ignore_index_);
+  const bool mean = is_text(reduction, "mean");
+  arguments.require(mean || is_text(reduction, "sum"));
+  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || logits.dim() != 2 || logits.numel() == 0)
+    return py::none();
+  if (target.scalar_type() != at::kLong || target.sizes() != logits.sizes().slice(0, 1)) return py::none();
+
+  return computed([&] { return cross_entropy_op::loss_of_logits(logits, target, smoothing, ignore_index, mean); });
+}
+
+PYTHON_MODULE_FRAGMENT(m) {
+  m.def("linear_cross_entropy", &linear_cross_entropy);
+  m.def("cross_entropy", &cross_entropy);
+}
 
 }  // namespace
 }  // namespace eager

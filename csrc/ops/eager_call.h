@@ -21,6 +21,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -33,13 +34,25 @@ namespace py = pybind11;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// The class of the modes of transformer_fast.functional(). Such a mode passes the ops on, so it observes nothing.
+inline PyTypeObject* functional_mode = nullptr;
+
+// True if a torch function mode of another class is active in this thread.
+inline bool has_other_function_mode() {
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  if (!at::impl::torch_function_mode_enabled()) return false;
+  for (int64_t place = 0; place < Modes::stack_len(); ++place)
+    if (Py_TYPE(Modes::get_stack_at(place)->ptr(getPyInterpreter())) != functional_mode) return true;
+  return false;
+}
+
 // True if a mode, a transform or a tracer of this thread observes dispatched calls, or if autograd is excluded.
 inline bool has_active_modes() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   const c10::DispatchKeySet usual = c10::default_included_set | c10::autocast_dispatch_keyset;
   const c10::DispatchKeySet without_autograd = local.excluded_ & c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   return !usual.has_all(local.included_) || (!c10::InferenceMode::is_enabled() && !without_autograd.empty()) ||
-         at::impl::torch_function_mode_enabled();
+         has_other_function_mode();
 }
 
 // True for a plain CPU tensor (or with `any_device` a GPU tensor): no subclass, no wrapper, no lazy negation, not

@@ -54,7 +54,7 @@ def test_every_way_to_import(order: int) -> None:
 def test_it_is_a_function(function: Callable[..., Any]) -> None:
     assert transformer_fast.accelerate.lazy_logits is lazy_logits
     assert base.__name__ == "transformer_fast.accelerate.patterns.base"
-    names = ["model", "fused_loss", "packed", "keep_weights", "quantize"]
+    names = ["model", "fused_loss", "packed", "keep_weights", "functional", "quantize"]
     assert callable(function) and list(inspect.signature(function).parameters) == names
     assert "in place" in (inspect.getdoc(function) or "")
     assert pickle.loads(pickle.dumps(function)) is function and copy.deepcopy(function) is function

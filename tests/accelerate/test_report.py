@@ -56,15 +56,14 @@ attention: fused in 2 of 2 modules (BertSelfAttention, through transformers' int
 """),
     "whisper": (whisper, """\
 attention: fused in 9 of 9 modules (WhisperAttention, through transformers' interface)
-27 modules swapped, 9 left; nothing to gain in 2 Conv1d, 49 Linear, 2 ModuleList
- 2 WhisperEncoder, WhisperDecoder -> tfast.dropout in forward       model.encoder, model.decoder
- 2 nn.Embedding                   -> layers.Embedding               model.encoder.embed_positions and 1 more
- 3 WhisperEncoderLayer            -> fused PreNormBartEncoderLayer  model.encoder.layers.*
-17 nn.LayerNorm                   -> layers.LayerNorm               model.encoder....*.self_attn_layer_norm and 14 more
- 3 WhisperDecoderLayer            -> fused PreNormBartDecoderLayer  model.decoder.layers.*
- 8 of 3 classes                   left: unknown structure (the model, model and 6 more)
- 1 WhisperPositionalEmbedding     left: a subclass of nn.Embedding may compute something else
-                                  (model.decoder.embed_positions)
+25 modules swapped, 9 left; nothing to gain in 2 Conv1d, 49 Linear, 2 ModuleList
+ 2 nn.Embedding               -> layers.Embedding               model.encoder.embed_positions and 1 more
+ 3 WhisperEncoderLayer        -> fused PreNormBartEncoderLayer  model.encoder.layers.*
+17 nn.LayerNorm               -> layers.LayerNorm               model.encoder.layers.*.self_attn_layer_norm and 14 more
+ 3 WhisperDecoderLayer        -> fused PreNormBartDecoderLayer  model.decoder.layers.*
+ 8 of 3 classes               left: unknown structure (the model, model and 6 more)
+ 1 WhisperPositionalEmbedding left: a subclass of nn.Embedding may compute something else
+                              (model.decoder.embed_positions)
 """),
     "llama": (llama, """\
 attention: fused in 2 of 2 modules (LlamaAttention, through transformers' interface)
@@ -85,16 +84,17 @@ attention: fused in 6 of 6 modules (nn.MultiheadAttention)
  2 nn.TransformerDecoderLayer -> layers.TransformerDecoderLayer  decoder.layers.*
 """),
     "hand-written": (sdpa_models.Gpt, """\
-attention: fused in 2 of 2 modules (GptAttention, through F.scaled_dot_product_attention)
-14 modules swapped, 5 left; nothing to gain in 2 GELU, 9 Linear, 1 ModuleList
-2 nn.Embedding                  -> layers.Embedding                           tokens, positions
-5 nn.Dropout                    -> layers.Dropout                             dropout and 4 more
-5 GptNorm                       -> fused LayerNorm of weight, bias and 1e-05  blocks.*.norm_*, norm
-2 GptAttention                  -> tfast.dropout in forward; tfast.scaled_dot_product_attention in forward
-                                blocks.*.attention
-5 Gpt, GptBlock, GptFeedForward left: unknown structure (the model, blocks.*, blocks.*.feed_forward)
+attention: fused in 2 of 2 modules (GptAttention, where its code calls F.scaled_dot_product_attention)
+19 modules swapped, 0 left; nothing to gain in 2 GELU, 9 Linear, 1 ModuleList
+12 of 5 classes -> its code in tfast.functional()  the model, blocks.*, blocks.*.norm_*, blocks.*.attention and 3 more
+ 2 nn.Embedding -> layers.Embedding                tokens, positions
+ 5 nn.Dropout   -> layers.Dropout                  dropout, blocks.*.attention.out_dropout and 2 more
 """),
 }  # fmt: skip
+
+
+FUNCTIONAL = "hand-written"
+"""Name of the text with ``functional=True``."""
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_the_whole_text(name: str) -> None:
     make, expected = TEXTS[name]
     model = make()
     before = {path: type(m) for path, m in model.named_modules()}
-    report = tfast.accelerate(model)
+    report = tfast.accelerate(model, functional=name == FUNCTIONAL)
     text = str(report)
     assert text == expected.rstrip("\n") and len(text.splitlines()) <= 10 and widest(text) <= WIDTH
     first, numbers, *lines = re.sub(r"\n {2,}(?=[a-z(])", "  ", text).splitlines()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.calls import Redirected
+from transformer_fast.accelerate.functional import FunctionalCalls
 from transformer_fast.accelerate.packed.classes import Packed
 from transformer_fast.accelerate.patterns.base import Accelerated
 from transformer_fast.reference import layers as reference
@@ -50,6 +50,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
+FUNCTIONAL = "norm of torch's function", "attention by torch's function", "an optional tensor", "a held function"
+"""Models without a module that is swapped unless ``functional=True``."""
+
+
 @pytest.fixture(autouse=True)
 def swapped_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers are swapped on some processors only."""
@@ -68,13 +72,13 @@ def scripted(model: nn.Module) -> Any:
         return type(error)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"packed": True}, {"fused_loss": True}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"packed": True}, {"fused_loss": True}, {"functional": True}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_scripts_as_the_plain_model(name: str, arguments: dict[str, bool]) -> None:
     make, inputs = MODELS[name]
     plain = make()
     fast = copy.deepcopy(plain)
-    assert tfast.accelerate(fast, **arguments).swapped
+    assert tfast.accelerate(fast, **arguments).swapped or name in FUNCTIONAL
     before = kinds(fast)
     theirs, ours = scripted(plain), scripted(fast)
     assert kinds(fast) == before, "scripting changed the model"
@@ -94,9 +98,9 @@ def test_it_scripts_as_the_plain_model(name: str, arguments: dict[str, bool]) ->
 
 def test_every_made_class_is_scripted_as_the_class_before() -> None:
     """The classes of modules that are swapped at run time have the annotations of the class before."""
-    model = nn.ModuleList([sdpa_models.GptNorm(32, True), scripted_models.Typed(None)])
-    tfast.accelerate(model)
-    assert isinstance(model[0], Accelerated) and isinstance(model[1], Redirected)
+    model = nn.ModuleList([handwritten.AnnotatedNorm(32), scripted_models.Typed(None)])
+    tfast.accelerate(model, functional=True)
+    assert isinstance(model[0], Accelerated) and isinstance(model[1], FunctionalCalls)
     assert "pattern" not in model[0].__annotations__
     assert list(model[1].__annotations__) == ["size", "shift"]
 

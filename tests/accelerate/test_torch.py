@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerated import from_one_seed, pair
+from accelerated import from_one_seed, pair, seems_on_gpu
 from torch import Tensor, nn
 from torch_attention import INF, MASKS, E, H, L, N, S, look_ahead, padding, some_blocked, typed
 
 import transformer_fast as tfast
+from transformer_fast import backends
+from transformer_fast.layers.devices import ON_GPU, left_to_torch
 from transformer_fast.testing import assert_as_exact_as_eager
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.nn's own, of mismatched mask types and nested tensors
@@ -284,3 +286,17 @@ def test_layers_take_jagged_tensors_as_torch_does(training: bool) -> None:
     assert tfast.accelerate(model).swapped
     x = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
     torch.testing.assert_close(model(x).values(), plain(x).values())
+
+
+def test_every_op_says_if_it_stays_with_torch_on_a_gpu() -> None:
+    assert ON_GPU.keys() == backends.ON_CUDA.keys()
+    assert [op for op, reason in ON_GPU.items() if reason] == ["dropout"]
+    assert left_to_torch("norm", torch.device("mps")) == "no kernel here: there are no kernels for mps devices"
+
+
+def test_an_attention_with_large_heads_stays_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for heads, swapped in ((2, True), (1, False)):
+        model = seems_on_gpu(nn.MultiheadAttention(512, heads), monkeypatch)
+        report = tfast.accelerate(model)
+        assert bool(report.swapped) is swapped
+        assert swapped or report.left[0].why == "its head_dim is 512, and the kernels take up to 256 on a GPU"

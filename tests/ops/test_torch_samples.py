@@ -1,4 +1,4 @@
-"""PyTorch's sample inputs through the public functions and through ``accelerate``, forward and gradients.
+"""PyTorch's sample inputs through the public functions, ``functional`` and ``accelerate``, forward and gradients.
 
 Every result is held to the gate of the kernels: twice torch's error against float64, and four units in the last place.
 The gradients of a call are held to it as one vector with its outputs: those that vanish have no scale of their own.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch_samples import DTYPES, Call, outcome
 
 import transformer_fast as tfast
+from transformer_fast.function_mode import counted_calls
 from transformer_fast.testing import assert_as_exact_as_eager, errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
@@ -176,14 +177,13 @@ def test_public_functions(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_called_by_an_accelerated_module(name: str, dtype: torch.dtype) -> None:
-    model = nn.ModuleList([samples.CALLERS[name]()])
-    swapped = tfast.accelerate(model).swapped
-    assert len(swapped) == (name in samples.REDIRECTED)
-    with Gate(dtype) as gate:
+@pytest.mark.parametrize("name", samples.IN_BLOCKS)
+def test_torch_s_functions_in_a_block(name: str, dtype: torch.dtype) -> None:
+    function = samples.in_a_block(name)
+    with Gate(dtype) as gate, counted_calls() as calls:
         for what, call, torchs, exact in calls_of(name, dtype, scale_of(name)):
-            gate.hold(what, outcome(model[0], call, dtype), torchs, call, exact)
+            gate.hold(what, outcome(function, call, dtype), torchs, call, exact)
+    assert calls[name, True] >= samples.IN_BLOCKS[name], calls
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import handwritten as hw
 import torch
-import torch.nn.functional as F
 from form_arguments import ONE, OWN, TWO, D, Forms
 from handwritten_texts import encoder
 from torch import Tensor, nn
@@ -56,17 +55,6 @@ class RMSNormOnePlus(ScaledRMSNorm):
         return self.norm(x.float()).type_as(x) * (1 + self.scale)
 
 
-class NormalizedRMSNorm(nn.Module):
-    """RMSNorm by the length of a row."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.scale, self.gamma = dim**0.5, nn.Parameter(torch.rand(dim) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=-1) * self.scale * self.gamma
-
-
 def with_rms(m: nn.Module, norm: type[nn.Module] = LlamaRMSNorm) -> nn.Module:
     """Return a model of The Annotated Transformer with RMSNorm instead of its norms."""
     for part in m.modules():
@@ -79,7 +67,6 @@ FORMS: Forms = {
     "Llama's norm": (lambda: LlamaRMSNorm(D), ONE),
     "T5's norm": (lambda: T5LayerNorm(D), ONE),
     "rms norm with a scale": (lambda: ScaledRMSNorm(D), ONE),
-    "rms norm by normalize": (lambda: NormalizedRMSNorm(D), ONE),
     "rms sublayer": (lambda: with_rms(hw.Sublayer(D, 0.1)), TWO),
     "rms sublayer of torch": (lambda: with_rms(hw.Sublayer(D, 0.1), nn.RMSNorm), TWO),
     "post-norm rms sublayer": (lambda: with_rms(hw.PostSublayer(D, 0.1)), TWO),

@@ -1,6 +1,5 @@
 """Small models that call torch's attention in users' styles: a GPT whose attention is one method, a vision
-transformer with a switch for it, and an encoder and a decoder that share a module around it. One layer serves tests
-of single forms of calls."""
+transformer with a switch for it, and an encoder and a decoder that share a module around it."""
 
 from __future__ import annotations
 
@@ -228,21 +227,3 @@ class EncoderDecoder(nn.Module):
             x = x + own(x)
             x = x + cross(x, memory, keep)
         return self.to_logits(x)
-
-
-class Base(nn.Module):
-    """One layer of attention; subclasses make the call."""
-
-    dropout_p = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
-
-
-def causal_helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -137,6 +137,17 @@ def loss(rows: int, vocabulary: int) -> None:
     )
 
 
+def loss_of_logits(rows: int, vocabulary: int) -> None:
+    logits, target = torch.randn(rows, vocabulary, requires_grad=True), torch.randint(0, vocabulary, (rows,))
+    results = []
+    for call in (lambda: F.cross_entropy(logits, target), tfast.functional()(lambda: F.cross_entropy(logits, target))):
+        out = call()
+        results.append([out, *torch.autograd.grad(out, logits)])
+        with torch.no_grad():
+            results[-1].append(call())
+    torch.testing.assert_close(*results)
+
+
 def step_linear(rows: int, inputs: int = 20, outputs: int = 33, most: int = 0) -> None:
     """Test the linear layer of decoding, which copies its weights for up to this many rows."""
     linear = nn.Linear(inputs, outputs)
@@ -288,6 +299,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "csrc/ops/linear.cpp:kLeastRows": lambda n: product(n, 1024, 1024),
     "csrc/ops/linear.cpp:kLeastProduct": lambda n: product(64, 256, scaled(n, 64 * 256)),
     "csrc/ops/linear.cpp:kLeastTransposed": lambda n: product(64, 256, scaled(n, 64 * 256)),
+    "csrc/ops/cross_entropy.cpp:kCopied": lambda n: loss_of_logits(scaled(n, 2**13), 2**13),
     "transformer_fast/ops/cross_entropy.py:CHUNK_ELEMENTS": lambda n: loss(scaled(n, 2**17), 2**17),
     # decoding
     "csrc/cpu/linear/quantized_linear.cpp:kBlock": step_linear,
@@ -336,8 +348,6 @@ OTHERS: dict[str, str] = {
     "transformer_fast/tensor_cache.py:BLOCK": "values that are read side by side",
     "transformer_fast/tensor_cache.py:FACTOR": "a constant of a hash",
     "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",
-    "transformer_fast/accelerate/held_objects.py:_HEAP_TYPE": "a flag of Python",
     "transformer_fast/accelerate/made.py:_DEPTH": "the depth of a search in containers",
-    "transformer_fast/accelerate/rebinding.py:_DEEPEST": "the depth of a search in code",
 }  # fmt: skip
 """Numbers that choose no path by an input size. Those of csrc/cpu/simd are vector sizes."""

@@ -84,48 +84,19 @@ OURS: dict[str, Callable[..., Tensor]] = {
 """Our functions with torch's arguments."""
 
 
-class Caller(nn.Module):
-    """Module that calls one function of torch."""
+IN_BLOCKS = {
+    "scaled_dot_product_attention": 20,
+    "layer_norm": 4,
+    "rms_norm": 4,
+    "dropout": 3,
+    "cross_entropy": 4,
+}
+"""Smallest number of samples that are ours in a block of ``functional()``, by function."""
 
 
-class Attention(Caller):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return F.scaled_dot_product_attention(*args, **kwargs)
-
-
-class LayerNorm(Caller):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return F.layer_norm(*args, **kwargs)
-
-
-class RMSNorm(Caller):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return F.rms_norm(*args, **kwargs)
-
-
-class Embedding(Caller):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return F.embedding(*args, **kwargs)
-
-
-class LinearCrossEntropy(Caller):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return F.linear_cross_entropy(*args, **kwargs)
-
-
-class Dropout(Caller):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return F.dropout(*args, **kwargs)
-
-
-class Linear(Caller):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return F.linear(*args, **kwargs)
-
-
-CALLERS = dict(zip(OURS, (Attention, LayerNorm, RMSNorm, Embedding, LinearCrossEntropy, Dropout, Linear), strict=True))
-REDIRECTED = {"scaled_dot_product_attention", "dropout"}
-"""Functions that ``accelerate`` redirects in a module of any structure."""
+def in_a_block(name: str) -> Callable[..., Tensor]:
+    """Return torch's function, called in a block."""
+    return tfast.functional()(lambda *args, **kwargs: getattr(F, name)(*args, **kwargs))
 
 
 @functools.cache

@@ -72,9 +72,15 @@ def models(src: Tensor, trg: Tensor) -> list[list[int]]:
     return assert_type(tfast.greedy(model, src, bos=1, eos=2, pad=0), list[list[int]])
 
 
+@tfast.functional()
+def decorated(x: Tensor, *, scale: float) -> Tensor:
+    return torch.nn.functional.dropout(x * scale)
+
+
 def other_peoples(model: nn.Module) -> str:
-    report = tfast.accelerate(model, fused_loss=True)
+    report = tfast.accelerate(model, fused_loss=True, functional=True)
     report.undo()
-    with tfast.backend("reference"):
+    with tfast.backend("reference"), tfast.functional():
         model(torch.zeros(1))
+    assert_type(decorated(torch.zeros(1), scale=2.0), Tensor)
     return str(report)

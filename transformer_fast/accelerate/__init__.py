@@ -34,10 +34,12 @@ class _Callable(types.ModuleType):
         fused_loss: bool = False,
         packed: bool = False,
         keep_weights: bool = False,
+        functional: bool = False,
         quantize: str | Int8 | None = None,
     ) -> Report:
         """See :func:`transformer_fast.accelerate.accelerate`."""
-        return accelerate(model, fused_loss=fused_loss, packed=packed, keep_weights=keep_weights, quantize=quantize)
+        flags = {"fused_loss": fused_loss, "packed": packed, "keep_weights": keep_weights, "functional": functional}
+        return accelerate(model, **flags, quantize=quantize)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (__name__,)

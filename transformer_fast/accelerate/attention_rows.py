@@ -9,14 +9,14 @@ from torch import nn
 
 from ..integrations import dispatch
 from ..layers import torch_modules
-from .calls import REPLACEMENTS, Redirected
-from .held_objects import redirected_objects
+from .functional import WAY, FunctionalCalls
 from .huggingface import Attention
 from .patterns.base import pattern_of
 from .row import ALREADY, Row
 
-UNKNOWN = "its structure is unknown, and no call of F.scaled_dot_product_attention is found in its code"
-_STAYS = re.compile(rf"its {re.escape(REPLACEMENTS['attention'].theirs)} stays: (.*?)(?:; its |$)")
+UNKNOWN = (
+    "its structure is unknown; where its code calls F.scaled_dot_product_attention: accelerate(model, functional=True)"
+)
 _NAMED = re.compile("attention|attn", re.IGNORECASE)
 
 
@@ -24,8 +24,7 @@ def attention_rows(model: nn.Module, rows: list[Row], interface: Attention) -> l
     """One row per attention module, in order; ``now`` is the way to the kernels, None if there is none.
 
     Attention is a module that looks up transformers' interface, an ``nn.MultiheadAttention``, a module that was swapped
-    as attention, code that reaches ``F.scaled_dot_product_attention``, and any other module named "attention" without
-    such a module inside.
+    as attention, and any other module named "attention" without such a module inside.
 
     Args:
         model: model after its modules were swapped.
@@ -50,7 +49,6 @@ class _Search:
         own = self._row(module, path)
         if own is not None:
             yield own
-        if own is not None and not is_redirected(module):  # else code inside it may attend too
             return
         found = False
         for name, child in module._modules.items():
@@ -58,8 +56,9 @@ class _Search:
                 for row in self.inside(child, f"{path}.{name}" if path else name):
                     found = True
                     yield row
-        if own is None and not found and _NAMED.search(type(module).__name__):
-            yield Row(path, type(module).__name__, None, self._reason(path))
+        if not found and _NAMED.search(name := type(module).__name__):
+            functional = isinstance(module, FunctionalCalls)
+            yield Row(path, name, WAY if functional else None, "" if functional else self._reason(path))
 
     def _row(self, module: nn.Module, path: str) -> Row | None:
         name, why = type(module).__name__, self.reasons.get(path, "")
@@ -67,10 +66,6 @@ class _Search:
             return Row(path, f"nn.{name}", "")
         if isinstance(module, nn.MultiheadAttention):
             return Row(path, f"nn.{name}" if type(module) is nn.MultiheadAttention else name, None, self._reason(path))
-        if is_redirected(module):
-            return Row(path, name, f"through {REPLACEMENTS['attention'].theirs}")
-        if stays := _STAYS.search(why):
-            return Row(path, name, None, stays[1])
         pattern = pattern_of(module)
         if pattern is not None and pattern.attends:
             return Row(path, name, "by its structure")
@@ -94,9 +89,3 @@ class _Search:
         if why == ALREADY:
             return "an earlier call left it"
         return self._part(path) or (UNKNOWN if why in ("", "unknown structure") else why)
-
-
-def is_redirected(module: nn.Module) -> bool:
-    """Return True if calls of torch's attention in a module's code, or in objects that it holds, are redirected."""
-    own = isinstance(module, Redirected) and "attention" in type(module).recipe[2]
-    return own or any("attention" in type(value).made_from[1] for value in redirected_objects(module))

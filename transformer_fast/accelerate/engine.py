@@ -15,10 +15,10 @@ from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
 from ..layers.prepacked import WeightLayout
 from ..ops.linear import is_faster
+from . import functional as functional_calls
 from .attention_rows import attention_rows
-from .calls import calls_of, redirected_class
 from .explained import explained
-from .held_objects import HeldObjects, redirected_objects
+from .functional import FunctionalCalls
 from .huggingface import Attention, give_attention
 from .int8 import Int8, Plan, options
 from .kept_weights import give_layout, takes_layout
@@ -30,7 +30,6 @@ from .padding_notes import padding_notes
 from .patterns import PATTERNS
 from .patterns.base import Pattern, accelerated_class
 from .probe import probe, signature
-from .rebinding import Obstacle
 from .report import ALREADY, LOCK, Report, Row
 from .torch_swaps import SWAPS
 
@@ -44,6 +43,7 @@ def accelerate(
     fused_loss: bool = False,
     packed: bool = False,
     keep_weights: bool = False,
+    functional: bool = False,
     quantize: str | Int8 | None = None,
 ) -> Report:
     """Swap the fused ops into a model, in place.
@@ -52,11 +52,10 @@ def accelerate(
     TransformerDecoder and their layers, and so ``nn.Transformer``) and hand-written modules with the structures of the
     classic texts get a new class. Parameters, buffers, state-dict keys, hooks, mode, dtype, device and optimizers stay,
     and masks keep the meaning that they have at each module. A hand-written module is swapped only if its numbers agree
-    with the fused op's on random input. Any other module whose code calls ``F.scaled_dot_product_attention`` or
-    ``F.dropout`` keeps its code; the calls are redirected to the fused functions. Models of Hugging Face transformers
-    get our attention, in copies of their configs, and keep their masks. Linear layers use the faster of PyTorch's
-    matrix libraries. On a GPU, dropout alone stays torch's. Call ``accelerate`` before the model is compiled or
-    sharded. A second call lists the modules that are swapped already, and swaps modules added since.
+    with the fused op's on random input. Any other module keeps its code. Models of Hugging Face transformers get our
+    attention, in copies of their configs, and keep their masks. Linear layers use the faster of PyTorch's matrix
+    libraries. On a GPU, dropout alone stays torch's. Call ``accelerate`` before the model is compiled or sharded. A
+    second call lists the modules that are swapped already, and swaps modules added since.
 
     Nothing outside the model changes: no default dtype, random state or backend, in any thread. Calls in several
     threads take turns. A call that ends with an exception (also KeyboardInterrupt) undoes its changes.
@@ -72,6 +71,8 @@ def accelerate(
             product reads fastest, instead of rearranging the weights in each call, on a CPU, in float32 and bfloat16.
             The copies are made by the first call and take the memory of the weights once more, in float32 once again
             if calls have both few rows and many. A weight that is written to gets a new copy; see docs/accelerate.md.
+        functional: run the ``forward`` of each module that keeps its own code in a block of
+            ``transformer_fast.functional()``: torch's functions that this code calls are ours.
         quantize: "int8", or an ``accelerate.Int8(...)`` with options: linear layers have int8 weights, in evaluation
             without gradients, in fp32 on a CPU; see docs/int8.md.
 
@@ -94,7 +95,7 @@ def accelerate(
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
     with LOCK:
         layout = WeightLayout(keep=True) if keep_weights else None
-        walk = _Walk(model, fused_loss, layout)
+        walk = _Walk(model, fused_loss, functional, layout)
         try:
             plan = None if quantize is None else Plan(model, options(quantize), walk.report)
             walk.int8 = plan.inside if plan is not None else set()
@@ -131,8 +132,8 @@ def _explain(model: nn.Module, packed: bool, batch: Any) -> str:
 
 
 class _Walk:
-    def __init__(self, model: nn.Module, fused_loss: bool, layout: WeightLayout | None) -> None:
-        self.model, self.layout = model, layout
+    def __init__(self, model: nn.Module, fused_loss: bool, functional: bool, layout: WeightLayout | None) -> None:
+        self.model, self.functional, self.layout = model, functional, layout
         self.report = Report()
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
@@ -144,7 +145,6 @@ class _Walk:
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.attention = Attention()
-        self.held = HeldObjects()
         self.int8: set[int] = set()  # layers that get int8 weights
 
     def give_attention(self) -> None:
@@ -170,7 +170,7 @@ class _Walk:
         was = type(module)
         if id(module) in self.output_layers and was is not OutputLayer and not self._obstacle(module, "cross_entropy"):
             self._swap(path, module, OutputLayer, FUSED_LOSS)
-        elif isinstance(module, Made) or _is_ours(was):
+        elif isinstance(module, Made | FunctionalCalls) or _is_ours(was):
             self._add_unchanged(path, module, ALREADY)
             self.fused.add(id(module))
         elif was is nn.Linear:
@@ -243,36 +243,12 @@ class _Walk:
                 reason = difference
         if id(module) in self.attention.layers:
             self.fused.add(id(module))
-        elif not self._redirect(path, module) and id(module) not in self.attention.parts:
+        elif self.functional and not (left := functional_calls.obstacle(module)):
+            self._swap(path, module, functional_calls.functional_class(type(module)), functional_calls.NAME)
+        elif self.functional:
+            self._add_unchanged(path, module, left)
+        elif id(module) not in self.attention.parts:
             self._add_unchanged(path, module, reason)
-
-    def _redirect(self, path: str, module: nn.Module) -> bool:
-        """Redirect calls of torch's functions in a module and in the objects that it holds; False if there are none."""
-        calls, held = calls_of(module), self.held.calls_of(module)
-        calls.keep(lambda op: "its forward was replaced" if _is_replaced(module) else self._device_obstacle(module, op))
-        held.keep(lambda op: self._device_obstacle(module, op))
-        made = None
-        try:
-            made = redirected_class(module, tuple(calls.found)) if calls.found else None
-        except Obstacle as obstacle:
-            calls.keep(lambda op, why=str(obstacle): why)
-        for change in self.held.changes(module, tuple(held.found)):
-            self.report._changes.append(change)
-            change.put()
-        both = calls | held
-        if made is not None:
-            self._swap(path, module, made, both.ours(), both.stays())
-        elif held.found:
-            self.report.rows.append(Row(path, _name(type(module)), both.ours(), both.stays()))
-            self.fused.add(id(module))
-        elif both:
-            self._add_unchanged(path, module, both.stays())
-        elif any(redirected_objects(module)):
-            self._add_unchanged(path, module, ALREADY)
-            self.fused.add(id(module))
-        else:
-            return False
-        return True
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
         key = pattern, signature(module, pattern)

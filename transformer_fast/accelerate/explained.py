@@ -1,4 +1,5 @@
-"""``Report.explain``: positions that a model computes for a batch, with padding and without."""
+"""``Report.explain``: positions that a model computes for a batch, with padding and without, and calls of torch's
+functions that are ours."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import torch
 from torch import nn
 
 from .. import backends
+from ..function_mode import Calls, counted_calls
 from ..layers.padded_calls import Pass, layers_of, recorded
+from .functional import FunctionalCalls
+from .report_text import wrapped
 
 
 @dataclasses.dataclass
@@ -45,13 +49,15 @@ def explained(model: nn.Module, batch: Any) -> str:
         batch: keyword arguments, a tuple of arguments, or one argument.
     """
     parameter = next(model.parameters())
-    with torch.no_grad(), recorded() as passes:
+    with torch.no_grad(), recorded() as passes, counted_calls() as calls:
         if isinstance(batch, Mapping):
             model(**batch)
         else:
             model(*(batch if isinstance(batch, tuple) else (batch,)))
     backend, why = backends.choose("attention", parameter.device, parameter.dtype)
     lines = [f"kernels: {backend} ({why})"]
+    if calls or any(isinstance(module, FunctionalCalls) for module in model.modules()):
+        lines += wrapped(f"torch's functions that this package computes: {_calls(calls)}")
     found = _lines(model, passes)
     if not found:
         return "\n".join([*lines, "this batch has no padding that the model's layers can skip"])
@@ -64,6 +70,13 @@ def explained(model: nn.Module, batch: Any) -> str:
     lines += ["  ".join((row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:4], widths[1:])), row[4])).rstrip()
               for row in rows]  # fmt: skip
     return "\n".join([*lines, _summary(found)])
+
+
+def _calls(calls: Calls) -> str:
+    """Text: how many calls of each function were ours."""
+    names = dict.fromkeys(name for name, _ in calls)
+    parts = [f"{name} in {calls[name, True]} of {calls[name, True] + calls[name, False]} calls" for name in names]
+    return ", ".join(parts) or "none was called"
 
 
 def _lines(model: nn.Module, passes: list[Pass]) -> list[Line]:

@@ -102,21 +102,16 @@ def cached_by_class(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_now
 
 
-class Made:
-    """First base of a made class; its last base is the module's former class.
+class Swapped:
+    """First base of a class that is made at run time, with a module's class as its last base.
 
     Attributes:
-        former: the former class.
+        former: the module's class.
         recipe: a function and its arguments; with the former class as the first argument it returns the made class.
-        probabilities: attributes that hold a probability of dropout, for which the proof holds with any value.
-        proves: True if the class stands for a proof. A module of such a class that has none, since the class was called
-            or an author's own code copied the module, runs its own code once an attribute is set.
     """
 
     former: type[nn.Module]
     recipe: tuple[Any, ...]
-    probabilities: tuple[str, ...] = ()
-    proves = True
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         # No module holds the class, so a pickle stores how to make it again. The author's own __reduce__ decides the
@@ -133,6 +128,16 @@ class Made:
         if rest and isinstance(rest[0], dict):  # weights of the last call are computed by a function, and not copied
             rest[0] = {k: None if k == LAST_WEIGHTS else v for k, v in rest[0].items() if k != HELD}
         return _remake, (tuple(recipes), make, args), *rest
+
+
+class Made(Swapped):
+    """First base of a made class that stands for a proof.
+
+    Attributes:
+        probabilities: attributes that hold a probability of dropout, for which the proof holds with any value.
+    """
+
+    probabilities: tuple[str, ...] = ()
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -283,7 +288,7 @@ def hold(module: nn.Module) -> None:
 
 def _names_of(module: nn.Module) -> frozenset[str] | None:
     """Names that the code of a module reads; None for any."""
-    return module.__dict__.get(READ, None if type(module).proves else frozenset())  # type: ignore[attr-defined]
+    return module.__dict__.get(READ)
 
 
 def _hold_contents(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .functional import WAY
 from .row import Row
 
 
@@ -24,7 +25,9 @@ def padding_notes(model: nn.Module, attention: list[Row], reasons: dict[str, str
         layers = _layers(modules[path])
         kind = type(layers[0]).__name__
         not_fused = next((row for row in rows if row.now is None), None)
-        if not_fused is not None:
+        if rows[0].now == WAY:
+            reason = f"the attention of {rows[0].was} is its own code"
+        elif not_fused is not None:
             reason = f"the attention of {not_fused.was} is not fused"
         else:
             reason = reasons.get(path) or f"no list of layers is around it, and {kind} may read padding"

@@ -108,7 +108,7 @@ class Report:
         """Table of a batch in the layers of the model: positions, tokens, and computed positions.
 
         The model is called once, without gradients and in its current mode. Without ``packed=True`` the table shows
-        what packing would skip.
+        what packing would skip. With ``functional=True`` a line counts the calls of torch's functions that are ours.
 
         Args:
             batch: arguments of the model: a dictionary of keyword arguments, a tuple, or one argument.

@@ -1,4 +1,4 @@
-"""Reader of the byte code of Python functions: code objects, instructions, names, closures."""
+"""Reader of the byte code of Python functions: code objects, instructions, closures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,6 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes(constant)
-
-
-@functools.cache
-def names_in_code(code: types.CodeType) -> frozenset[str]:
-    """Names of globals and attributes in a code object and in the functions inside it."""
-    return frozenset(name for one in codes(code) for name in one.co_names)
 
 
 @functools.cache

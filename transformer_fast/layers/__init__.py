@@ -7,6 +7,7 @@ loads into the other.
 
 from typing import Any
 
+from . import functions as functions  # the import gives functional() its functions
 from .attention import MultiHeadAttention, attention
 from .decoder import DecoderLayer, subsequentmask
 from .embedding import Embedder, PositionalEncoder

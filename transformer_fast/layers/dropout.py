@@ -1,4 +1,4 @@
-"""``nn.Dropout`` and torch's functions of dropout on the fused op."""
+"""``nn.Dropout`` and torch's function of dropout on the fused op."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .. import backends, extension
-from ..ops.dropout import dropout as fused_dropout
+from ..function_mode import outside_blocks
+from ..ops.dropout import dropout as dropout_op
 from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from .by_torch import by_torch
 from .devices import left_to_torch
 from .hooks import is_plain
 
-# Bound at import, so that torch's function stays reachable if a program patches torch.nn.functional.
-TORCH, TORCH_BUILTIN = F.dropout, torch.dropout
+TORCH = F.dropout  # bound at import, so that torch's function stays reachable if a program patches torch.nn.functional
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -45,14 +45,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     Raises:
         ValueError, TypeError, RuntimeError: torch's own errors, for invalid calls.
     """
-    out = None if inplace is not False else _fused_result(input, p, training)
+    out = None if inplace is not False else fused_dropout(input, p, training)
     return TORCH(input, p, training, inplace) if out is None else out
-
-
-def builtin_dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """``torch.dropout`` on the fused op, as :func:`dropout`."""
-    out = _fused_result(input, p, train)
-    return TORCH_BUILTIN(input, p, train) if out is None else out
 
 
 class Dropout(nn.Dropout):
@@ -65,6 +59,7 @@ class Dropout(nn.Dropout):
         else:  # torch.jit.script compiles the branches of an if, but not this expression
             return Dropout._computed(self, input)  # after undo, a caller may hold this method
 
+    @outside_blocks
     def _computed(self, input: Tensor) -> Tensor:
         if not isinstance(input, Tensor):
             return by_torch(nn.Dropout, self, input)
@@ -76,7 +71,7 @@ def dropout_of_any(
 ) -> Tensor:
     """:func:`transformer_fast.ops.dropout`, or torch's operators for tensors that the op does not take."""
     if takes_fused_ops(x, bias, residual):
-        return fused_dropout(x, p, bias=bias, residual=residual, relu=relu)
+        return dropout_op(x, p, bias=bias, residual=residual, relu=relu)
     x = x if bias is None else x + bias
     x = F.dropout(x.relu() if relu else x, p)
     return x if residual is None else residual + x
@@ -107,8 +102,8 @@ def apply_dropout(drop: nn.Module | float, x: Tensor, *, residual: Tensor | None
     return x if residual is None else residual + x
 
 
-def _fused_result(x: Any, p: Any, training: Any) -> Tensor | None:
-    """Result of the fused op, or x itself in evaluation; None for calls that go to torch."""
+def fused_dropout(x: Any, p: Any, training: Any) -> Tensor | None:
+    """Result of the op, or x itself in evaluation; None for a call that goes to torch."""
     if torch.compiler.is_compiling() or is_traced():
         return None
     if (type(x) is not Tensor and type(x) is not Parameter) or type(p) is not float or not 0.0 < p < 1.0:
@@ -122,10 +117,10 @@ def _fused_result(x: Any, p: Any, training: Any) -> Tensor | None:
     if backends.current() == "auto" and extension.module() is None:  # torch's is better than our reference
         return None
     if x.is_contiguous():
-        return fused_dropout(x, p)
+        return dropout_op(x, p)
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda i: -strides[i])  # torch's result keeps the order of the strides
     inner = x.permute(order)
     if not inner.is_contiguous():
         return None
-    return fused_dropout(inner, p).permute([order.index(i) for i in range(x.dim())])
+    return dropout_op(inner, p).permute([order.index(i) for i in range(x.dim())])

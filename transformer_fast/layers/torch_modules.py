@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..function_mode import outside_blocks
 from ..masks.packing import PackedMask
 from ..ops.embedding import eager_embed
 from ..ops.multihead import evaluated_heads
@@ -113,6 +114,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` without ``add_bias_kv`` and ``add_zero_attn``."""
 
     @scripted_as(nn.MultiheadAttention.forward)
+    @outside_blocks
     def forward(
         self,
         query: Tensor,

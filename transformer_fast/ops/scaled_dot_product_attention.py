@@ -68,24 +68,39 @@ def scaled_dot_product_attention(
         >>> torch.allclose(out, expected, atol=1e-5)
         True
     """
-    out = _eager_result(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = fused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if out is not None:
         return out
-    if _is_supported(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-        traced = is_traced()
-        shape_of = _recorded_batch_shape if traced else _batch_shape
-        leading = shape_of(query, key, value, attn_mask, enable_gqa)
-        if leading is not None:
-            q, k, v = _heads(query, key, value, leading, enable_gqa, traced)
-            keep = bias = None
-            if attn_mask is not None:
-                mask = _flattened(attn_mask, leading, traced)
-                keep, bias = (mask, None) if mask.dtype == torch.bool else (None, _cast(mask, query))
-            out = attention(
-                q, k, v, keep, bias=bias, causal=is_causal, scale=scale, dropout_p=dropout_p, empty_rows="zero"
-            )
-            return out if len(leading) == 2 else out.reshape(*leading, *out.shape[2:])
     return TORCH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor | None:
+    """:func:`scaled_dot_product_attention`; None for a call that goes to torch."""
+    call = q, k, v, mask, dropout_p, is_causal, scale, enable_gqa
+    out = _eager_result(*call)
+    if out is not None or not _is_supported(*call):
+        return out
+    traced = is_traced()
+    shape_of = _recorded_batch_shape if traced else _batch_shape
+    leading = shape_of(q, k, v, mask, enable_gqa)
+    if leading is None:
+        return None
+    q, k, v = _heads(q, k, v, leading, enable_gqa, traced)
+    keep = bias = None
+    if mask is not None:
+        mask = _flattened(mask, leading, traced)
+        keep, bias = (mask, None) if mask.dtype == torch.bool else (None, _cast(mask, q))
+    out = attention(q, k, v, keep, bias=bias, causal=is_causal, scale=scale, dropout_p=dropout_p, empty_rows="zero")
+    return out if len(leading) == 2 else out.reshape(*leading, *out.shape[2:])
 
 
 def _eager_result(

@@ -13,7 +13,6 @@ from ...layers.padded_calls import WITHOUT_PADDING, layers_of
 from ...layers.torch_modules import MultiheadAttention
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
-from ..attention_rows import is_redirected
 from ..made import Made, hold, watched_class
 from ..patterns.base import pattern_of
 from ..report import ALREADY, Attribute, Report, Row
@@ -143,7 +142,7 @@ def _is_authors(module: nn.Module) -> bool:
 def _is_swapped(module: nn.Module) -> bool:
     """Return True for attention that reads the mask of tokens."""
     pattern = pattern_of(module)
-    return is_redirected(module) or type(module) is MultiheadAttention or (pattern is not None and pattern.on_tokens)
+    return type(module) is MultiheadAttention or (pattern is not None and pattern.on_tokens)
 
 
 def _tried_row(report: Report, path: str, layers: list[nn.Module]) -> Row:

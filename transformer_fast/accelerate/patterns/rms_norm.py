@@ -27,25 +27,20 @@ class RmsNorm(Norm):
         self.eps, self.parameters = eps, frozenset((gain,))
 
     def matches(self, m: Any) -> bool:
-        return isinstance(getattr(m, self.eps, None), float) and self._has_gain(m)
-
-    def _has_gain(self, m: Any) -> bool:
-        return super(Norm, self).matches(m) and getattr(m, self.gain).dim() == 1
-
-    def epsilon(self, m: Any) -> float:
-        """The eps of a module."""
-        return getattr(m, self.eps)
+        if not isinstance(getattr(m, self.eps, None), float) or not super(Norm, self).matches(m):
+            return False
+        return getattr(m, self.gain).dim() == 1
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         """Test rows of ordinary size, and rows as small as eps, whose results show where eps is added."""
         rows = torch.randn(2, 5, getattr(m, self.gain).shape[0])
-        return (rows,), (rows * self.epsilon(m) ** 0.5,)
+        return (rows,), (rows * getattr(m, self.eps) ** 0.5,)
 
     def fused_forward(self, m: Any, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
         gain = getattr(m, self.gain)
         if (x if residual is None else residual).dtype != gain.dtype:  # authors' result dtypes differ
             return None
-        return ops.layer_norm(x, gain, None, self.epsilon(m), kind="rms", residual=residual, dropout_p=dropout_p)
+        return ops.layer_norm(x, gain, None, getattr(m, self.eps), kind="rms", residual=residual, dropout_p=dropout_p)
 
 
 PATTERNS = tuple(RmsNorm(gain, eps) for gain in GAINS for eps in EPSILONS)
