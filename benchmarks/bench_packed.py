@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -212,7 +213,8 @@ STACKS = {"nn.TransformerEncoder": torch_encoder, "blocks": lambda: Blocks(Block
 @pytest.mark.parametrize("stack", STACKS)
 def test_stack(versus, benchmark, stack, training, device):
     """Stacks of 4 layers of width 768, 12 heads: ``nn.TransformerEncoder`` (post-norm), and a list of blocks that
-    a user wrote around ``nn.MultiheadAttention``. "nested" is torch's own way without padding, in evaluation."""
+    a user wrote around ``nn.MultiheadAttention`` and registered. "nested" is torch's own way without padding, in
+    evaluation."""
     torch.manual_seed(0)
     model = STACKS[stack]().to(device)
 
@@ -226,5 +228,9 @@ def test_stack(versus, benchmark, stack, training, device):
         x, keep = given
         return m(x, src_key_padding_mask=None if bool(keep.all()) else ~keep)[keep].square().mean()
 
+    sample = Block(), (torch.randn(2, 5, WIDTH), torch.arange(5).expand(2, -1) > 3)
     peers = {"nested": nested(model)} if isinstance(model, nn.TransformerEncoder) and not training else {}
-    compared(versus, benchmark, model, make, call, training, peers)
+    with contextlib.ExitStack() as known:
+        if stack == "blocks":
+            known.enter_context(tfast.register(Block, mask="src_key_padding_mask", tokens=True, check=sample))
+        compared(versus, benchmark, model, make, call, training, peers)

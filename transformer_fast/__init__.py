@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .accelerate import accelerate
 else:
     from . import accelerate  # the package itself, which is callable
+from .swap import register
 
 layers.Decoder, layers.Encoder, layers.Transformer = Decoder, Encoder, Transformer
 
@@ -56,6 +57,7 @@ __all__ = [
     "linear_cross_entropy",
     "pack",
     "positional_table",
+    "register",
     "scaled_dot_product_attention",
     "unpack",
 ]

@@ -124,6 +124,7 @@ def test_a_subclass_of_linear_is_called_so(size: int) -> None:
     assert [(row.path, row.why) for row in report.left] == [("0", "a subclass of nn.Linear may compute something else")]
 
 
+REGISTER = "tfast.register(Block, mask=..., tokens=True, check=...) lets them skip padding"
 LAYERS = {
     "its own attention": (
         lambda: Stack(Block(OwnAttention()), Block(OwnAttention())),
@@ -131,13 +132,13 @@ LAYERS = {
     ),
     "its own layers": (
         lambda: Stack(*(Block(nn.MultiheadAttention(D, 2)) for _ in range(3))),
-        ["packed: padding stays in layers (3 Block): Block.forward has no argument that is known as a mask"],
+        [f"packed: padding stays in layers (3 Block): {REGISTER}"],
     ),
     "layers that need another argument": (
         lambda: Stack(*(nn.TransformerDecoderLayer(D, 2, 16) for _ in range(2))),
         [
-            "packed: padding stays in layers (2 TransformerDecoderLayer): TransformerDecoderLayer.forward has no "
-            "argument that is known as a mask"
+            "packed: padding stays in layers (2 TransformerDecoderLayer): a list of these layers keeps its padding, a "
+            "stack does not"
         ],
     ),
     "two lists": (
@@ -145,7 +146,7 @@ LAYERS = {
             "encoder": Stack(*(Block(nn.MultiheadAttention(D, 2)) for _ in range(2))), "decoder": Stack(OwnAttention()),
         }),
         [
-            "packed: padding stays in encoder.layers (2 Block): Block.forward has no argument that is known as a mask",
+            f"packed: padding stays in encoder.layers (2 Block): {REGISTER}",
             "packed: padding stays in decoder.layers.0 (1 OwnAttention): the attention of OwnAttention is not fused",
         ],
     ),

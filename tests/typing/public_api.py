@@ -12,6 +12,7 @@ import transformer_fast as tfast
 from transformer_fast.generation import Hypothesis
 from transformer_fast.layers import EncoderLayer, LayerNorm, MultiHeadAttention, RMSNorm
 from transformer_fast.masks.packing import Packing
+from transformer_fast.swap import Registration
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor, asked: bool) -> None:
@@ -80,6 +81,14 @@ def decorated(x: Tensor, *, scale: float) -> Tensor:
 def other_peoples(model: nn.Module) -> str:
     report = tfast.accelerate(model, fused_loss=True, functional=True)
     report.undo()
+    inputs = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.bool)
+    assert_type(tfast.register(type(model), nn.LayerNorm, check=(model, inputs)), Registration)
+    with tfast.register(
+        type(model), mask="keep", mask_means="keep", tokens=True, check=[(model, inputs)]
+    ) as registration:
+        assert_type(registration.remove(), None)
+    tfast.register(type(model), nn.LayerNorm)  # type: ignore[call-arg]
+    tfast.register(type(model), mask=3, check=(model, inputs))  # type: ignore[arg-type]
     with tfast.backend("reference"), tfast.functional():
         model(torch.zeros(1))
     assert_type(decorated(torch.zeros(1), scale=2.0), Tensor)

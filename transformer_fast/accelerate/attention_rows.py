@@ -12,6 +12,7 @@ from ..layers import torch_modules
 from .functional import WAY, FunctionalCalls
 from .huggingface import Attention
 from .patterns.base import pattern_of
+from .registered import is_swapped
 from .row import ALREADY, Row
 
 UNKNOWN = (
@@ -69,6 +70,8 @@ class _Search:
         pattern = pattern_of(module)
         if pattern is not None and pattern.attends:
             return Row(path, name, "by its structure")
+        if is_swapped(module) and _NAMED.search(name):
+            return Row(path, name, "registered")
         if dispatch.calls_the_interface(type(module)):
             if id(module) in self.interface.layers:
                 return Row(path, name, "through transformers' interface")

@@ -30,6 +30,7 @@ from .padding_notes import padding_notes
 from .patterns import PATTERNS
 from .patterns.base import Pattern, accelerated_class
 from .probe import probe, signature
+from .registered import FAST, Registered, fast_class
 from .report import ALREADY, LOCK, Report, Row
 from .torch_swaps import SWAPS
 
@@ -51,7 +52,8 @@ def accelerate(
     Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, Dropout, MultiheadAttention, TransformerEncoder,
     TransformerDecoder and their layers, and so ``nn.Transformer``) and hand-written modules with the structures of the
     classic texts get a new class. Parameters, buffers, state-dict keys, hooks, mode, dtype, device and optimizers stay,
-    and masks keep the meaning that they have at each module. A hand-written module is swapped only if its numbers agree
+    and masks keep the meaning that they have at each module. Modules of a class that was given to
+    :func:`transformer_fast.register` get its fast class. A hand-written module is swapped only if its numbers agree
     with the fused op's on random input. Any other module keeps its code. Models of Hugging Face transformers get our
     attention, in copies of their configs, and keep their masks. Linear layers use the faster of PyTorch's matrix
     libraries. On a GPU, dropout alone stays torch's. Call ``accelerate`` before the model is compiled or sharded. A
@@ -170,9 +172,11 @@ class _Walk:
         was = type(module)
         if id(module) in self.output_layers and was is not OutputLayer and not self._obstacle(module, "cross_entropy"):
             self._swap(path, module, OutputLayer, FUSED_LOSS)
-        elif isinstance(module, Made | FunctionalCalls) or _is_ours(was):
+        elif isinstance(module, Made | FunctionalCalls | Registered) or _is_ours(was):
             self._add_unchanged(path, module, ALREADY)
             self.fused.add(id(module))
+        elif was in FAST:
+            self._visit_registered(path, module)
         elif was is nn.Linear:
             self._visit_linear(path, module)
         elif was in SWAPS:
@@ -203,6 +207,13 @@ class _Walk:
         reasons = pack(self.model, self.report, lambda attention: id(attention) in self.attention.layers)
         if reasons is not None:
             self.report.notes += padding_notes(self.model, self.report.attention, reasons)
+
+    def _visit_registered(self, path: str, module: nn.Module) -> None:
+        if reason := self._obstacle(module, "attention"):
+            self._add_unchanged(path, module, reason)
+        else:
+            fast = FAST[type(module)]
+            self._swap(path, module, fast_class(type(module), fast), f"{_name(fast)} (registered)")
 
     def _visit_linear(self, path: str, module: nn.Linear) -> None:
         faster = is_faster(module.weight) or (self.layout is not None and takes_layout(module))

@@ -14,7 +14,7 @@ def padding_notes(model: nn.Module, attention: list[Row], reasons: dict[str, str
     Args:
         model: any model without a stack that can skip padding.
         attention: its attention modules.
-        reasons: why lists of layers keep their padding, by path, as far as their trials say so.
+        reasons: why lists of layers keep their padding, by path.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     groups: dict[str, list[Row]] = {}

@@ -14,6 +14,8 @@ from contextvars import ContextVar
 
 from torch import nn
 
+from ..ops.token_mask import StaysPaddedError as StaysPaddedError
+
 WITHOUT_PADDING = "_without_padding"
 """Name of the attribute that holds the :class:`PaddedCalls` of a module that skips padding."""
 
@@ -29,10 +31,6 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     """Layers of a stack; a single layer is returned as it is."""
     lists = (module._modules.get(name) for name in _LISTS)
     return next((list(layers) for layers in lists if isinstance(layers, nn.ModuleList | nn.Sequential)), []) or [module]
-
-
-class StaysPaddedError(Exception):
-    """Error whose text is the reason why a module computes a batch with its padding."""
 
 
 class PaddedCalls:

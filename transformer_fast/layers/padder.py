@@ -125,6 +125,12 @@ def hand_over(x: Tensor, view: Tensor) -> Tensor:
     return view
 
 
+def held_packing(x: Tensor) -> Packing | None:
+    """Packing of the tokens that a padded tensor holds; None for any other tensor."""
+    held: Any = getattr(x, _TOKENS, None)
+    return held.packing if type(held) is Held and held.version == x._version else None
+
+
 def _tokens_of(x: Tensor, packing: Packing) -> Tensor:
     held: Any = getattr(x, _TOKENS, None)
     if type(held) is not Held or held.version != x._version or held.packing is not packing:

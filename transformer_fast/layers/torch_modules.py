@@ -25,6 +25,7 @@ from ..masks.packing import PackedMask
 from ..ops.embedding import eager_embed
 from ..ops.multihead import evaluated_heads
 from ..ops.norm import eager_layer_norm
+from ..ops.token_mask import OnTokens, call_on_tokens
 from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from . import norm as _norm
@@ -39,7 +40,6 @@ from .norm import post_norm, pre_norm
 from .padded_calls import StaysPaddedError
 from .prepacked import LAYOUT, product_of
 from .scripted_as import scripted_as
-from .token_mask import OnTokens, call_on_tokens, token_mask
 from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 
 
@@ -200,9 +200,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not alone:
             raise StaysPaddedError("its attention has a mask that is not padding alone")
         axis = 0 if self.batch_first else 1
-        token_mask(None, *(t.movedim(axis, 0) for t in (query, key, value)))
+        mask = call.read(*(t.movedim(axis, 0) for t in (query, key, value)))
         q, k, v = (t.squeeze(axis) for t in self._projected(query, key, value, query is key and key is value))
-        heads = packed_attention(q, k, v, call.mask, dropout_p=self.dropout if self.training else 0.0)
+        heads = packed_attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
         out = product_of(self, heads.flatten(-2), self.out_proj.weight, self.out_proj.bias).unsqueeze(axis)
         return out, call.weights() if need_weights else None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
+from ..masks.arguments import parts_beside
 from ..tracing import sizes
 from . import _plain_attention, eager
 from ._names import unknown_names
@@ -27,6 +28,7 @@ from .attention_checks import (
     refuse_keep_as_lengths,
 )
 from .registry import Case, Draw, Op, Tensors, register
+from .token_mask import OnTokens, call_on_tokens
 
 
 class _Options(TypedDict, total=False):
@@ -162,6 +164,10 @@ def attention(
         dropout_p = dropout_number("attention", dropout_p)
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)
+    if (on_tokens := call_on_tokens()) is not None:
+        others = return_logsumexp or causal is not False
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
+        return _on_tokens(on_tokens, q, k, v, mask, others=others, return_weights=bool(return_weights), **options)
     special = is_special(mask, softcap, sinks)
     plain = not (return_weights or return_logsumexp or special)
     extension, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
@@ -172,9 +178,18 @@ def attention(
         out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
         if out is not None:
             return out
-    options = scale, softcap, sinks, dropout_p, seed, empty_rows, return_weights, return_logsumexp
-    call = Call("attention", q, k, v, mask, offset, special, *options)
+    rest = scale, softcap, sinks, dropout_p, seed, empty_rows, return_weights, return_logsumexp
+    call = Call("attention", q, k, v, mask, offset, special, *rest)
     return call.results(padded_params(call))
+
+
+def _on_tokens(
+    call: OnTokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, others: bool, **options: Any
+) -> Any:
+    """Attention inside a layer that computes tokens alone."""
+    known = "keep_mask", "key_keep_mask", "additive_bias"
+    others = others or bool(parts_beside(mask, *known))
+    return call.attend(q, k, v, tuple(getattr(mask, name) for name in known), others=others, **options)
 
 
 def padded_params(call: Call) -> AttentionParams:

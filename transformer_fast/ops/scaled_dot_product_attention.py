@@ -16,6 +16,7 @@ from ..tracing import is_traced, number, sizes, unrecorded
 from . import eager
 from .attention import attention
 from .attention_call import MAX_TRITON_HEAD_DIM
+from .token_mask import call_on_tokens
 
 # Bound at import, so that torch's function stays reachable if a program patches torch.nn.functional.
 TORCH = torch.nn.functional.scaled_dot_product_attention
@@ -85,6 +86,8 @@ def fused_attention(
     enable_gqa: bool,
 ) -> Tensor | None:
     """:func:`scaled_dot_product_attention`; None for a call that goes to torch."""
+    if (tokens := call_on_tokens()) is not None:
+        return tokens.attend(q, k, v, (mask,), others=bool(is_causal), scale=scale, dropout_p=float(dropout_p))
     call = q, k, v, mask, dropout_p, is_causal, scale, enable_gqa
     out = _eager_result(*call)
     if out is not None or not _is_supported(*call):

@@ -10,19 +10,18 @@ from torch import nn
 from ...integrations import dispatch
 from ...layers import torch_stacks
 from ...layers.padded_calls import WITHOUT_PADDING, layers_of
-from ...layers.torch_modules import MultiheadAttention
+from ...layers.torch_modules import MultiheadAttention, TransformerEncoderLayer
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
-from ..made import Made, hold, watched_class
 from ..patterns.base import pattern_of
+from ..registered import is_swapped
 from ..report import ALREADY, Attribute, Report, Row
-from .any_layer import ANY_LAYER, WAY
-from .any_layer_trial import judge_any
 from .classes import JUDGED, packed_class
 from .layer import LAYER
 from .model import HEAD, MODEL, output_layer
-from .trial import Stack, judge, shapes_of
-from .watch import AROUND, WATCH, Judged, JudgedAsSwapped, Watch, around_of, is_packed
+from .token_layer import TokenLayer, how_to, layer_of_torch, parts_of, skips_padding, token_class, token_layer_of
+from .trial import Stack, judge
+from .watch import AROUND, WATCH, Judged, Watch, around_of, is_packed
 
 NOW = "without padding"
 
@@ -34,7 +33,7 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
         is_ours: function that returns True if a transformers attention runs on our kernels.
 
     Returns:
-        None; or, of a model in which nothing can skip padding, the reasons of lists of layers by path.
+        None; or, of a model in which nothing can skip padding, what to do about lists of layers, by path.
     """
     found = False
     inside: set[int] = set()
@@ -54,9 +53,12 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
             report.rows.append(_own_row(path, module))
             if report.rows[-1].now:
                 _change(report, module, WITHOUT_PADDING, report.padded_calls)
-    tried: list[Row] = []
-    for path, layers in _any_layers(model, "", inside):
-        tried.append(_tried_row(report, path, layers))
+    itself = token_layer_of(model)
+    registered = _token_layers(model, "", inside) if itself is None else [("", [(model, itself)])]
+    for path, layers in list(registered):
+        found = True
+        report.rows.append(_packed_row(report, path, layers))
+    unregistered = list(_unregistered(model, "", inside))
     stacks = list(_stacks(model, "", None))
     for stack in stacks:
         if all(is_packed(layer, LAYER) and layer.__dict__[JUDGED].fits() for layer in stack.layers):
@@ -83,9 +85,9 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
         kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in stack.layers))
         why = stack.obstacle or _obstacle_around(stack, model)
         report.rows.append(Row(stack.path, f"{len(stack.layers)} {kinds}", None if stack.obstacle else NOW, why))
-    if not (found or stacks or any(row.why in ("", ALREADY) for row in tried)):
-        return {row.path: row.why for row in tried}
-    report.rows += tried
+    if not (found or stacks):
+        return {row.path: row.why for row in unregistered}
+    report.rows += unregistered
     return None
 
 
@@ -120,57 +122,66 @@ def _own_row(path: str, module: nn.Module) -> Row:
     return Row(path, was, None if reason else NOW, reason)
 
 
-def _any_layers(module: nn.Module, path: str, left_out: set[int]) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Outermost lists of layers of one class around attention that was swapped by its structure."""
+def _token_layers(
+    module: nn.Module, path: str, left_out: set[int]
+) -> Iterator[tuple[str, list[tuple[nn.Module, TokenLayer]]]]:
+    """Layers of registered classes, with the statements about their classes, by the path of the module that holds
+    them; and lists of the encoder layers of ``torch.nn`` in a loop of the author's."""
     if id(module) in left_out or _is_of_transformers(module):
         return
-    layers = list(module.children())
-    alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(layer) for layer in layers}) == 1
-    if alike and all(any(map(_is_swapped, layer.modules())) for layer in layers):
+    found: dict[type, list[tuple[nn.Module, TokenLayer]]] = {}
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for name, child in module.named_children():
+        layer = token_layer_of(child)
+        if layer is None and is_list and type(child) is TransformerEncoderLayer:
+            layer = layer_of_torch(child)
+        if layer is not None:
+            found.setdefault(type(child), []).append((child, layer))
+        else:
+            yield from _token_layers(child, f"{path}.{name}" if path else name, left_out)
+    for layers in found.values():
         yield path, layers
+
+
+def _packed_row(report: Report, path: str, layers: list[tuple[nn.Module, TokenLayer]]) -> Row:
+    """Let registered layers skip padding."""
+    modules = [module for module, _ in layers]
+    was = f"{len(layers)} {type(modules[0]).__name__}"
+    if all(map(skips_padding, modules)):
+        return Row(path, was, None, ALREADY)
+    if any("forward" in vars(module) for module in modules):
+        return Row(path, was, None, "its forward was replaced")
+    for module, layer in layers:
+        if not skips_padding(module):
+            made = token_class(type(module), layer, parts_of(module))
+            report._originals.append((module, type(module), made, {}))
+            module.__class__ = made
+            _change(report, module, WITHOUT_PADDING, report.padded_calls)
+    return Row(path, was, NOW if token_layer_of(modules[0]) is None else f"{NOW} (registered)")
+
+
+def _unregistered(module: nn.Module, path: str, left_out: set[int]) -> Iterator[Row]:
+    """Rows of the outermost lists of layers of one class, which nobody has registered, around fused attention."""
+    if id(module) in left_out or _is_of_transformers(module) or token_layer_of(module) is not None:
+        return
+    kinds = {type(layer) for layer in module.children()}
+    alike = isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) == 1
+    if alike and all(any(map(_is_swapped, layer.modules())) for layer in module.children()):
+        kind, layers = kinds.pop(), list(module.children())
+        of_torch = kind.__module__.startswith(("torch.", "transformer_fast."))
+        if not any(skips_padding(layer) or token_layer_of(layer) is not None for layer in layers):
+            why = "a list of these layers keeps its padding, a stack does not" if of_torch else how_to(kind.__name__)
+            yield Row(path, f"{len(layers)} {kind.__name__}", None, why)
         return
     for name, child in module.named_children():
-        yield from _any_layers(child, f"{path}.{name}" if path else name, left_out)
-
-
-def _is_authors(module: nn.Module) -> bool:
-    """Return True for a module whose code is neither torch's nor this package's."""
-    known = ("torch.", "transformer_fast.")
-    return not isinstance(module, Made) and not type(module).__module__.startswith(known)
+        yield from _unregistered(child, f"{path}.{name}" if path else name, left_out)
 
 
 def _is_swapped(module: nn.Module) -> bool:
-    """Return True for attention that reads the mask of tokens."""
+    """Return True for attention that runs on the kernels."""
     pattern = pattern_of(module)
-    return type(module) is MultiheadAttention or (pattern is not None and pattern.on_tokens)
-
-
-def _tried_row(report: Report, path: str, layers: list[nn.Module]) -> Row:
-    """Let layers of any class skip padding, unless the trial of one of them shows an obstacle."""
-    was = f"{len(layers)} {type(layers[0]).__name__}"
-    if all(is_packed(layer, ANY_LAYER) and layer.__dict__[JUDGED].fits() for layer in layers):
-        return Row(path, was, None, ALREADY)
-    ways: dict[Any, Any] = {}
-    for layer in layers:
-        key = shapes_of(layer)
-        if key not in ways:
-            attention = next(filter(_is_swapped, layer.modules()))
-            linear = next((m for m in (*attention.modules(), *layer.modules()) if isinstance(m, nn.Linear)), None)
-            if linear is None:
-                return Row(path, was, None, "no linear layer shows the width of its inputs")
-            ways[key] = judge_any(layer, linear.in_features)
-            if isinstance(ways[key], str):
-                return Row(path, was, None, ways[key])
-    for layer in layers:
-        way = ways[shapes_of(layer)]
-        for module in [layer, *(m for m in layer.modules() if m is not layer and _is_authors(m))]:
-            made = packed_class(type(module), ANY_LAYER) if module is layer else watched_class(type(module))
-            report._originals.append((module, type(module), made, {}))
-            module.__class__ = made
-        hold(layer)
-        for name, value in ((WITHOUT_PADDING, report.padded_calls), (WAY, way), (JUDGED, JudgedAsSwapped(layer))):
-            _change(report, layer, name, value)
-    return Row(path, was, NOW)
+    fused = type(module) is MultiheadAttention or (pattern is not None and pattern.attends)
+    return fused or is_swapped(module)
 
 
 def _stacks(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[Stack]:

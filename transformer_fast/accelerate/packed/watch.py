@@ -71,14 +71,6 @@ class Judged:
         return type(self), (None, self.fits())
 
 
-class JudgedAsSwapped(Judged):
-    """The same for a layer whose modules must be those that ``accelerate`` has swapped, such as its attention."""
-
-    @staticmethod
-    def signature_of(layer: nn.Module) -> Signature:
-        return tuple((type(module), module.__dict__.get("forward")) for module in layer.modules())
-
-
 class Watch:
     """State of a model at its last call.
 

@@ -15,10 +15,10 @@ from ...dialects.common import leave_weights, merge_heads, project_heads
 from ...layers.attention import attend, attention, layer_mask
 from ...layers.hooks import TAKES_NEED_WEIGHTS
 from ...layers.linear import apply_linear
-from ...layers.token_mask import token_mask
 from ...masks import AttentionMask
 from ...masks.checks import four_dimensions
 from ...masks.packing import PackedMask, take, unpack
+from ...ops.token_mask import token_mask
 from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern, children, random_keep
 
 
@@ -35,7 +35,7 @@ class Heads(Pattern):
     """
 
     keywords = ("cache",)
-    attends = on_tokens = True
+    attends = True
 
     def __init__(self, name: str, *linears: str, head_axis: bool = True, weights: tuple[str, ...] = ()) -> None:
         super().__init__(name)

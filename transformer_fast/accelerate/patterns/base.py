@@ -23,8 +23,8 @@ from ...layers.embedding import is_lookup
 from ...layers.hooks import CHANGED, in_role, is_plain
 from ...layers.padded_calls import StaysPaddedError, padded_calls
 from ...layers.scripted_as import scripted_as
-from ...layers.token_mask import call_on_tokens
 from ...layers.torch_modules import Embedding
+from ...ops.token_mask import call_on_tokens
 from ...tensors import takes_fused_ops
 from ..made import (
     Made,
@@ -96,8 +96,6 @@ class Pattern:
     """Reason why a layer or stack keeps padding; "" if it may skip padding; None if the module is no layer or stack."""
     attends: bool = False
     """True for attention itself; False for modules around attention."""
-    on_tokens: bool = False
-    """True for attention that reads ``layers.token_mask`` inside a layer without padding."""
     passed_on: tuple[str, ...] = ()
     """Arguments that a named ``fused_forward`` takes in ``**others`` and passes on unchanged."""
 

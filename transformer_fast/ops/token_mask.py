@@ -1,13 +1,14 @@
-"""Mask of the tokens that a layer of unknown code computes: attention inside it takes this mask for the layer's own.
+"""Attention of a layer that computes the tokens of a batch alone.
 
 The layer's code is given tokens (1, T, d), or (T, 1, d), as one sequence without padding, and a mask of its own kind
-that keeps every token. What that code makes of such a mask says nothing, so attention reads the boundaries of the
-sentences here.
+that keeps every token. What that code makes of such a mask says nothing, so ``attention`` and
+``scaled_dot_product_attention`` read the boundaries of the sentences here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -18,10 +19,15 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from ..masks.packing import PackedMask
-from .padded_calls import StaysPaddedError
+from .attention_packed import attention_packed
 
 _CHECKPOINT = "it checkpoints a part of itself"
 _READ = "its code reads attention weights"
+_NOT_PADDING = "its attention has a mask that is not padding alone"
+
+
+class StaysPaddedError(Exception):
+    """Error whose text is the reason why a module computes a batch with its padding."""
 
 
 class OnTokens:
@@ -30,11 +36,63 @@ class OnTokens:
     Attributes:
         mask: mask of the tokens.
         grad_enabled: True if gradients were on when the layer was called.
+        reads: number of attentions that have read the mask.
+        redirected: True if the layer's code called torch's ``scaled_dot_product_attention``.
     """
 
     def __init__(self, mask: PackedMask) -> None:
         self.mask, self.grad_enabled = mask, torch.is_grad_enabled()
+        self.reads, self.redirected = 0, False
         self._weights: list[weakref.ref[UnreadWeights]] = []
+
+    def read(self, *inputs: Tensor | None) -> PackedMask:
+        """Mask of the tokens, for an attention with these queries, keys and values (1, T, ...); None for those that
+        are the queries.
+
+        Raises:
+            StaysPaddedError: if the inputs are not the layer's tokens.
+        """
+        expected = (1, self.mask.queries.total)
+        if any(t is not None and tuple(t.shape[:2]) != expected for t in inputs):
+            raise StaysPaddedError("its attention reads something else than the tokens of its layer")
+        self.reads += 1
+        return self.mask
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Tensor | None, ...],
+        *,
+        others: bool = False,
+        return_weights: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Attention of tokens q, k and v (1, heads, T, d) -> (1, heads, T, d); or a tuple of it and
+        :class:`UnreadWeights`.
+
+        Args:
+            q, k, v: queries, keys and values.
+            masks: what the layer's code made of its mask: tensors with one value per key.
+            others: True if the call has a mask of another kind, such as look-ahead.
+            return_weights: also return the stand-in for weights.
+            options: further arguments of :func:`transformer_fast.attention_packed`.
+
+        Raises:
+            StaysPaddedError: if the layer must compute the batch with its padding.
+        """
+        if others or not q.dim() == k.dim() == v.dim() == 4:
+            raise StaysPaddedError(_NOT_PADDING)
+        mask = self.read(*(t.transpose(1, 2) for t in (q, k, v)))
+        if any(t is not None and _values(t) != mask.queries.total for t in masks):
+            raise StaysPaddedError(_NOT_PADDING)
+        bounds = mask.queries.cu_seqlens, mask.keys.cu_seqlens
+        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
+        options |= {"max_q": mask.queries.max_length, "max_k": mask.keys.max_length}
+        out: Tensor = attention_packed(q, k, v, *bounds, **options)
+        out = out.transpose(0, 1).unsqueeze(0)
+        return (out, self.weights()) if return_weights else out
 
     def weights(self) -> UnreadWeights:
         """Stand-in for attention weights, which nobody may read."""
@@ -46,6 +104,11 @@ class OnTokens:
         """Raise StaysPaddedError if the layer's code has kept attention weights."""
         if any(ref() is not None for ref in self._weights):
             raise StaysPaddedError(_READ)
+
+
+def _values(mask: Tensor) -> int:
+    """Number of values of a mask, where an expanded dimension has one."""
+    return math.prod(size for size, stride in zip(mask.shape, mask.stride()) if stride != 0)
 
 
 class UnreadWeights:
@@ -113,9 +176,6 @@ def token_mask(mask: Any, *inputs: Tensor | None) -> Any:
     """
     if (call := call_on_tokens()) is None:
         return mask
-    expected = (1, call.mask.queries.total)
-    if isinstance(mask, Tensor) and mask.numel() != expected[1]:
-        raise StaysPaddedError("its attention has a mask that is not padding alone")
-    if any(t is not None and tuple(t.shape[:2]) != expected for t in inputs):
-        raise StaysPaddedError("its attention reads something else than the tokens of its layer")
-    return call.mask
+    if isinstance(mask, Tensor) and _values(mask) != call.mask.queries.total:
+        raise StaysPaddedError(_NOT_PADDING)
+    return call.read(*inputs)

@@ -1,0 +1,345 @@
+"""``tfast.register(kind, mask=..., tokens=True, check=...)``: with ``packed=True`` the layers run on tokens, equal at
+every token. What a call cannot run on tokens keeps its padding, and the report says why."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from registered_texts import ATTENTIONS, LAYERS, D, Layer, Stack
+from test_packed_stacks import hold, lengths, outcome
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import transformer_fast as tfast
+from transformer_fast.accelerate.packed import token_layer
+from transformer_fast.accelerate.packed.token_layer import TOKENS
+from transformer_fast.accelerate.registered import FAST
+from transformer_fast.layers.padded_calls import NO_SOURCE
+
+pytestmark = pytest.mark.usefixtures("proven_once")
+
+LENGTH = 9
+KEEP = lengths(torch.tensor([9, 2, 6, 4]), LENGTH)
+GAPS = KEEP.clone()
+GAPS[2, 3] = False
+HIDDEN_FIRST = KEEP.clone()
+HIDDEN_FIRST[:, 0] = False
+X = torch.randn(4, LENGTH, D, generator=torch.Generator().manual_seed(0))
+
+
+def registered(kind: type[nn.Module], means: str, as_mask: Callable[[Tensor], Tensor], **options: Any) -> Any:
+    """Register a layer."""
+    length_first = getattr(kind, "length_first", False)
+    x = X.transpose(0, 1) if length_first else X
+    sample = kind(), (x, as_mask(KEEP))
+    options = {"mask": "mask", "mask_means": means, "tokens": True, "batch_first": not length_first, **options}
+    return tfast.register(kind, check=sample, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registrations() -> Iterator[None]:
+    """Register all layers and the attention inside them once."""
+    with contextlib.ExitStack() as stack:
+        for kind, (fast, inputs) in ATTENTIONS.items():
+            stack.enter_context(tfast.register(kind, fast, check=(kind(0.1), inputs(3, 5))))
+        for kind, means, as_mask in {kind: (kind, means, mask) for kind, means, mask in LAYERS.values()}.values():
+            stack.enter_context(registered(kind, means, as_mask))
+        yield
+    assert not FAST and not TOKENS
+
+
+def call_with(mask: Tensor) -> Callable[[nn.Module], Tensor]:
+    return lambda model: model(X.to(next(model.parameters()).dtype), mask)
+
+
+@pytest.mark.parametrize("keep", [KEEP, GAPS, HIDDEN_FIRST], ids=["right", "gaps", "first key hidden"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_equal_the_padded_ones_at_tokens(name: str, keep: Tensor) -> None:
+    kind, _, as_mask = LAYERS[name]
+    plain = Stack(kind)
+    model = copy.deepcopy(plain)
+    report = tfast.accelerate(model, packed=True)
+    found = [outcome(each, call_with(as_mask(keep)), keep) for each in (model, plain)]
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
+    with torch.no_grad():
+        assert not model(X, as_mask(keep))[~keep].any(), "the padding was computed"
+    assert not report.padded_calls.reasons
+    row = f"3 {kind.__name__}", "without padding (registered)"
+    assert [(r.was, r.now) for r in report.rows if r.path == "layers"] == [row]
+
+
+@pytest.mark.parametrize("name", ["nn.MultiheadAttention, length first", "JoeyNMT"])
+def test_the_batch_size_is_the_length(name: str) -> None:
+    kind, _, as_mask = LAYERS[name]
+    keep, x = KEEP[:, :4].clone(), X[:, :4]
+    keep[1, 0] = False
+    plain = Stack(kind)
+    model = copy.deepcopy(plain)
+    report = tfast.accelerate(model, packed=True)
+    torch.testing.assert_close(model(x, as_mask(keep))[keep], plain(x, as_mask(keep))[keep], atol=1e-5, rtol=1e-4)
+    assert not report.padded_calls.reasons
+
+
+def test_layers_of_torch_in_a_loop_of_the_author() -> None:
+    class Loop(Stack):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, src_key_padding_mask=mask)
+            return x
+
+    for batch_first in (True, False):
+        make = functools.partial(nn.TransformerEncoderLayer, D, 2, 24, 0.0, batch_first=batch_first)
+        turned = (lambda t: t) if batch_first else (lambda t: t.transpose(0, 1))
+        call = lambda m, turned=turned: turned(m(turned(X.to(next(m.parameters()).dtype)), ~KEEP))  # noqa: E731
+        hold(Loop(make), call, KEEP)
+
+
+def test_layers_that_are_no_list() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Layer(), Layer()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.second(self.first(x, mask), mask)
+
+    plain = Loop()
+    model = copy.deepcopy(plain)
+    report = tfast.accelerate(model, packed=True)
+    torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
+    assert [row.path for row in report.rows if row.was == "2 Layer"] == [""]
+
+
+def test_a_packing_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, packing_of = [], token_layer.packing_of
+    model = Stack(Layer)
+    tfast.accelerate(model, packed=True)
+    monkeypatch.setattr(token_layer, "packing_of", lambda *args: made.append(1) or packing_of(*args))
+    mask = ~KEEP
+    model(X, mask)
+    assert len(made) == 1
+    mask.numpy()[3, 5] = False  # a write that torch does not count
+    keep = ~mask
+    plain = Stack(Layer)
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(X, mask)[keep], plain(X, mask)[keep])
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("name", ["nn.MultiheadAttention", "torch's function", "ESPnet", "fairseq"])
+def test_dropout_is_drawn_for_tokens_and_repeats_with_its_seed(name: str) -> None:
+    kind, _, as_mask = LAYERS[name]
+    model = Stack(lambda: kind(0.5))
+    report = tfast.accelerate(model, packed=True)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(outcome(model, call_with(as_mask(KEEP)), KEEP))
+    assert all(map(torch.equal, found[0], found[1])) and not torch.equal(found[0][0], found[2][0])
+    assert not report.padded_calls.reasons
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, nn.Module, Any]:
+    """Return a plain model, the same without padding, and its report."""
+    plain = Stack(Layer)
+    model = copy.deepcopy(plain)
+    return plain, model, tfast.accelerate(model, packed=True)
+
+
+def test_a_call_with_another_mask_keeps_its_padding(pair: Any) -> None:
+    plain, model, report = pair
+    scores = torch.zeros(KEEP.shape).masked_fill(~KEEP, float("-inf"))
+    scores[0, 0] = 0.5
+    empty = ~KEEP
+    empty[1] = True
+    for mask, reason in ((scores, "holds scores"), (empty, NO_SOURCE)):
+        keep = mask == 0
+        torch.testing.assert_close(model(X, mask)[keep], plain(X, mask)[keep])
+        assert any(reason in found for found in report.padded_calls.reasons), report.padded_calls.reasons
+
+
+def test_a_hook_inside_sees_the_padding(pair: Any) -> None:
+    plain, model, report = pair
+    found = []
+    model.layers[1].norm.register_forward_hook(lambda module, args, out: found.append(out.shape))
+    torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
+    assert found == [X.shape] and any("has a hook" in reason for reason in report.padded_calls.reasons)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+def unfused(layer: Any) -> None:
+    layer.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+
+
+def compiled(layer: Any) -> None:
+    layer.heads = torch.compile(layer.heads, backend="eager")
+
+
+CHANGES = {
+    "a part": (lambda layer: setattr(layer, "norm_of_ff", Mean()), "a module inside a Layer was replaced"),
+    "unfused attention": (unfused, "0 attentions inside it run on the kernels, and 1 in its check"),
+    "a compiled method": (compiled, "0 attentions inside it run on the kernels, and 1 in its check"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_replaced_later_keeps_the_padding(pair: Any, name: str) -> None:
+    plain, model, report = pair
+    change, reason = CHANGES[name]
+    for each in (plain, model):
+        change(each.layers[0])
+    model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
+    assert any(reason in found for found in report.padded_calls.reasons), report.padded_calls.reasons
+
+
+def test_the_authors_errors_stay_theirs() -> None:
+    class Picky(Layer):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            if x.isinf().any():
+                raise ValueError("infinity among the inputs")
+            return super().forward(x, mask)
+
+    with registered(Picky, "blocked", lambda keep: ~keep):
+        model = Stack(Picky)
+        report = tfast.accelerate(model, packed=True)
+    with pytest.raises(ValueError, match="infinity among the inputs"):
+        model(X.masked_fill(KEEP[..., None], float("inf")), ~KEEP)
+    assert not model(X, ~KEEP)[~KEEP].any() and len(report.padded_calls.reasons) == 1
+
+
+def test_copies_pickles_and_undo(pair: Any) -> None:
+    plain, model, report = pair
+    expected = model(X, ~KEEP)
+    assert not expected[~KEEP].any()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(X, ~KEEP), expected)
+    again = tfast.accelerate(model, packed=True)
+    assert [row.why for row in again.rows if row.path == "layers"] == ["it runs on the fused ops already"]
+    assert torch.equal(model(X, ~KEEP), expected)
+    report.undo()
+    assert torch.equal(model(X, ~KEEP), plain(X, ~KEEP))
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert [m.__dict__.keys() for m in model.modules()] == [m.__dict__.keys() for m in plain.modules()]
+
+
+def test_a_compiled_model_runs_with_its_padding(pair: Any) -> None:
+    plain, model, _ = pair
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(fast(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_layer_has_no_padding(reentrant: bool) -> None:
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, mask, use_reentrant=reentrant)
+            return x
+
+    plain = Checkpointed(Layer)
+    model = copy.deepcopy(plain)
+    report = tfast.accelerate(model, packed=True)
+    x = X.clone().requires_grad_()
+    found = [outcome(each, lambda m: m(x, ~KEEP), KEEP) for each in (model, plain)]
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
+    assert not report.padded_calls.reasons
+
+
+@pytest.mark.parametrize("name", ["nn.MultiheadAttention", "torch's function", "ESPnet", "RecBole"])
+def test_bfloat16(name: str) -> None:
+    kind, _, as_mask = LAYERS[name]
+    plain = Stack(kind).bfloat16()
+    model = copy.deepcopy(plain)
+    report = tfast.accelerate(model, packed=True)
+    mask = as_mask(KEEP)
+    mask = mask.bfloat16() if mask.is_floating_point() else mask
+    found = [call_with(mask)(each)[KEEP] for each in (model, plain)]
+    torch.testing.assert_close(*found, atol=0.1, rtol=0.1)
+    assert not report.padded_calls.reasons
+
+
+class Later(Layer):
+    """A flag of one layer changes its attention."""
+
+    causal, by_hand = False, False
+
+    def heads(self, x: Tensor, mask: Any) -> Tensor:
+        if self.by_hand:
+            scores = (x @ x.mT).masked_fill(mask[:, None], float("-inf"))
+            return scores.softmax(-1) @ x
+        ahead = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.causal else None
+        return self.attention(x, x, x, key_padding_mask=mask, attn_mask=ahead)[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [("causal", "has a mask that is not padding alone"), ("by_hand", "0 attentions inside it run on the kernels")],
+)
+def test_a_flag_of_a_later_layer_that_changes_attention_keeps_the_padding(flag: str, reason: str) -> None:
+    plain = Stack(Later)
+    setattr(plain.layers[2], flag, True)
+    model = copy.deepcopy(plain)
+    with registered(Later, "blocked", lambda keep: ~keep):
+        report = tfast.accelerate(model, packed=True)
+    torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
+    (found,) = report.padded_calls.reasons
+    assert reason in found
+
+
+def test_layers_with_other_masks_raise_an_error(pair: Any) -> None:
+    """The second mask keeps positions at which the first layer returns 0."""
+    plain, model, _ = pair
+    first, second, _ = model.layers
+    x = first(X, ~KEEP)
+    for mask in (~torch.ones_like(KEEP), None):
+        with pytest.raises(RuntimeError, match="the masks of these layers differ"):
+            second(x, mask)
+    fewer = KEEP & lengths(torch.tensor([4, 2, 3, 4]), LENGTH)
+    padded = plain.layers[0](X, ~KEEP)
+    for keep in (fewer, KEEP.clone()):
+        torch.testing.assert_close(second(x, ~keep)[keep], plain.layers[1](padded, ~keep)[keep])
+
+
+def test_a_head_behind_the_list_gets_padded_tensors(pair: Any) -> None:
+    """The documented contract: shapes of the plain model, equal at tokens, and 0 at padding."""
+    plain, model, _ = pair
+    head = nn.LSTM(D, D, batch_first=True)
+    found, expected = model(X, ~KEEP), plain(X, ~KEEP)
+    assert found.shape == expected.shape
+    at_tokens = expected * KEEP[..., None]
+    torch.testing.assert_close(head(found)[0], head(at_tokens)[0])
+
+
+def test_layers_shared_with_another_model() -> None:
+    """A teacher with the same layers sees the same: equal at tokens, and 0 at padding."""
+    student, plain = Stack(Layer), Stack(Layer)
+    plain.load_state_dict(student.state_dict())
+    teacher = Stack(Layer)
+    teacher.layers = student.layers
+    report = tfast.accelerate(student, packed=True)
+    found = teacher(X, ~KEEP)
+    torch.testing.assert_close(found[KEEP], plain(X, ~KEEP)[KEEP])
+    assert not found[~KEEP].any()
+    report.undo()
+    torch.testing.assert_close(teacher(X, ~KEEP), plain(X, ~KEEP))
+
+
+def test_the_keys_of_a_state_dict_stay(pair: Any) -> None:
+    plain, model, report = pair
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert " ".join(["3", "Layer", "->", "without", "padding", "(registered)", "layers"]) in " ".join(
+        str(report).split()
+    )

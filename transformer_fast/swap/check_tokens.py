@@ -1,0 +1,212 @@
+"""Trial of layers that a user registers as computing each token alone outside of attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accelerate import accelerate
+from ..accelerate.packed.classes import positional_names
+from ..accelerate.packed.token_layer import LOWEST, TokenLayer, seen
+from ..layers.padded_calls import NO_SOURCE, StaysPaddedError, padded_calls
+from ..ops.token_mask import OnTokens
+from .check import Trial
+from .dropouts import Dropouts
+from .inputs import Call, Sample
+
+_MIXES_POSITIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+_NO_TOKEN = "a sentence without tokens"
+
+
+def check_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]) -> TokenLayer:
+    """Compare layers with the padding and without: at each token, results and gradients are equal.
+
+    Args:
+        kind: class of the layers, which is registered.
+        layer: statement about the class.
+        samples: modules with calls.
+
+    Returns:
+        The statement, with what the calls have shown.
+
+    Raises:
+        ValueError: if the layers differ, or keep their padding.
+    """
+    reads, redirects = set(), False
+    for sample in samples:
+        for part in sample.module.modules():
+            if isinstance(part, _MIXES_POSITIONS):
+                raise ValueError(
+                    f"register: a {type(part).__name__} inside {kind.__name__} reads several positions in training"
+                )
+        try:
+            with seen() as calls:
+                _Tokens(kind, layer, calls).run_sample(sample)
+        except ValueError as error:
+            text = f"{kind.__name__} does not compute each token alone, or {layer.mask} does not mean {layer.means!r}"
+            raise ValueError(f"register: {text}: {error}") from error
+        reads |= {call.reads for call in calls}
+        redirects |= any(call.redirected for call in calls)
+    return dataclasses.replace(layer, reads=frozenset(reads), redirects=redirects)
+
+
+class _Tokens:
+    def __init__(self, kind: type[nn.Module], layer: TokenLayer, seen_calls: list[OnTokens]) -> None:
+        self.kind, self.layer, self.seen = kind, layer, seen_calls
+        self.hidden = positional_names(kind.forward)[0]
+        self.states: set[int] = set()  # tensors that are hidden states, by identity
+        self.trial = Trial(self.make, lambda t: id(t) in self.states, "the accelerated layer", buffers=True)
+
+    def make(self, module: nn.Module) -> nn.Module:
+        """Accelerate a layer."""
+        accelerate(nn.ModuleList([module]), packed=True)
+        return module
+
+    def run_sample(self, sample: Sample) -> None:
+        """Compare a sample's calls, with padding in several places."""
+        calls, keeps = [], {}
+        for given in sample.calls:
+            for call, keep in self.with_padding(given):
+                calls.append(call)
+                keeps[id(call)] = keep
+        if not calls:
+            raise ValueError("its inputs have no room for padding: give at least 2 sequences of at least 3 positions")
+        self.trial.run(sample.module, calls, lambda *pair, drops: self.compare(keeps[id(pair[3])], drops, *pair))
+        if self.trial.worst.ratio > 1.0:
+            raise ValueError(self.trial.worst.text)
+
+    def compare(
+        self,
+        keep: Tensor,
+        drops: bool,
+        plain: nn.Module,
+        fast: nn.Module,
+        dropouts: Dropouts,
+        call: Call,
+        words: str,
+    ) -> None:
+        """Compare a call at its tokens, and test that the padding was left out."""
+        if dropouts.of_features:
+            raise ValueError("it drops whole features, which reads several positions")
+        calls, before = padded_calls(fast), _stored(fast)
+        if calls is None:
+            raise ValueError("accelerate leaves it as it is")
+        calls.reasons.clear()
+        number = len(self.seen)
+
+        def select(result: Any) -> Any:
+            first = result[0] if isinstance(result, tuple) else result
+            if not isinstance(first, Tensor) or first.dim() != 3:
+                raise TypeError(f"it returns {type(first).__name__}, expected hidden states (B, L, d)")
+            first = self.layer.as_batch_first(first)
+            return first[keep.to(first.device)]
+
+        self.trial.compare(plain, fast, dropouts, call, words, drops=drops, select=select)
+        expected = {NO_SOURCE} if not bool(keep.any(1).all()) else set()
+        if others := calls.reasons.keys() - expected:
+            reason = next(iter(others))
+            advice = "; register the class of its attention first" if reason.startswith("0 attentions") else ""
+            raise ValueError(f"{reason}{advice} ({call.where})")
+        if not expected and len(self.seen) < number + 2:  # in evaluation and in training
+            raise ValueError(f"its accelerated class runs with the padding ({call.where})")
+        for place, tensor in _stored(fast).items():
+            if before.get(place) is not tensor:
+                raise ValueError(f"it keeps tensors of a call in {place}")
+
+    def with_padding(self, call: Call) -> Iterator[tuple[Call, Tensor]]:
+        """Yield a call with padding in several places, and its tokens, bool (B, L); for given inputs without further
+        arguments also with the batch size equal to the length."""
+        x, mask = self.located(call)
+        yield from self._with_masks(call, x, mask)
+        others = self.given(call)
+        del others[self.hidden], others[self.layer.mask]
+        batch, length = self.layer.as_batch_first(x).shape[:2]
+        size = min(batch, length)
+        if call.where.startswith("the given") and batch != length and size > 1 and not any(
+            isinstance(value, Tensor) for value in others.values()
+        ):  # fmt: skip
+            x = x[:size, :size]
+            mask = mask[:size, ..., :size]
+            if mask.dim() > 2 and mask.shape[-2] == length:
+                mask = mask[..., :size, :]
+            yield from self._with_masks(self.replaced(call, x, mask, f"cut to {size} of {size} positions"), x, mask)
+
+    def _with_masks(self, call: Call, x: Tensor, mask: Tensor) -> Iterator[tuple[Call, Tensor]]:
+        batch, length = self.layer.as_batch_first(x).shape[:2]
+        try:
+            given = self.layer.keep_of(mask, batch, length).cpu().expand(batch, length)
+        except StaysPaddedError as reason:
+            raise ValueError(f"{reason} ({call.where})") from reason
+        keeps = {"": given} if bool(given.any(1).all()) and not bool(given.all()) else {}
+        for where, keep in {**keeps, **_paddings(batch, length)}.items():
+            yield self.replaced(call, x, self.written(mask, keep), where or "its mask"), keep
+
+    def given(self, call: Call) -> dict[str, Any]:
+        """Arguments of a call by name."""
+        return dict(zip(positional_names(self.kind.forward), call.args)) | call.kwargs
+
+    def located(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Hidden states and mask of a call.
+
+        Raises:
+            ValueError: if one is missing or has another shape.
+        """
+        given = self.given(call)
+        x, mask = given.get(self.hidden), given.get(self.layer.mask)
+        if not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(mask, Tensor):
+            order = "(B, L, d)" if self.layer.batch_first else "(L, B, d)"
+            raise ValueError(
+                f"its inputs must have {self.hidden} {order} and a tensor {self.layer.mask} ({call.where})"
+            )
+        return x, mask
+
+    def replaced(self, call: Call, x: Tensor, mask: Tensor, where: str) -> Call:
+        """The call with other hidden states and another mask."""
+        names = positional_names(self.kind.forward)
+        self.states.add(id(x))
+        new = {self.hidden: x, self.layer.mask: mask}
+        args = tuple(new.get(name, value) for name, value in zip(names, call.args))
+        kwargs = {name: new.get(name, value) for name, value in call.kwargs.items()}
+        return Call(args, kwargs, f"{call.where}, {where}", varied=where == _NO_TOKEN)
+
+    def written(self, mask: Tensor, keep: Tensor) -> Tensor:
+        """Mask of the kind of another one, for these tokens."""
+        keep = keep.to(mask.device).view(len(keep), *[1] * (mask.dim() - 2), -1).expand(mask.shape)
+        if self.layer.means != "added":
+            return (keep if self.layer.means == "keep" else ~keep).to(mask.dtype)
+        lowest = min(float(mask.min()), LOWEST)
+        return torch.zeros_like(mask).masked_fill(~keep, lowest)
+
+
+def _paddings(batch: int, length: int) -> dict[str, Tensor]:
+    """Tokens of a batch, bool (B, L), by the place of the padding."""
+    if length < 2:
+        return {}
+    positions, rows = torch.arange(length), torch.arange(batch)[:, None]
+    end = positions < (length - 1 - rows * max(1, length // (batch + 1))).clamp(min=1)
+    found = {"padding at the end": end, "first key hidden": positions.expand(batch, -1) > 0}
+    if length > 2:
+        found["a gap"] = end | (positions == length - 1)
+    if batch > 1:
+        found[_NO_TOKEN] = end & (rows > 0)
+    return found
+
+
+def _stored(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors in attributes of a module and the modules inside, by place, also in containers."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            tensors = [t for t in values if isinstance(t, Tensor)]
+            found |= {f"{path}.{name}[{n}]".lstrip("."): t for n, t in enumerate(tensors)}
+    return found

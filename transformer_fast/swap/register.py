@@ -1,0 +1,190 @@
+"""``register``: a user says what a class of modules computes, and :func:`transformer_fast.accelerate` swaps it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from ..accelerate.packed.token_layer import MEANINGS, TOKENS, TokenLayer
+from ..accelerate.registered import FAST
+from ..accelerate.report import LOCK
+from ..accelerate.torch_swaps import SWAPS
+from .check import check_fast
+from .check_tokens import check_tokens
+from .inputs import Sample, samples_of
+
+MASKS = {
+    "key_padding_mask": "blocked",
+    "src_key_padding_mask": "blocked",
+    "encoder_padding_mask": "blocked",
+}
+"""Arguments of torch.nn and fairseq, and what they mean; ``register`` asks for the meaning of any other."""
+
+
+@dataclasses.dataclass
+class Registration:
+    """Registered class. As a context manager, the class is registered until the end of the block.
+
+    Attributes:
+        kind: the class.
+        now: the class that computes the same; or the argument that says where the padding is, and its meaning.
+    """
+
+    kind: type[nn.Module]
+    now: type[nn.Module] | TokenLayer
+
+    def remove(self) -> None:
+        """Forget the class, unless it was registered again since. Modules that were swapped keep their class until
+        ``report.undo()``."""
+        with LOCK:
+            if _latest.get(self._key) is self:
+                del _latest[self._key]
+                (TOKENS if isinstance(self.now, TokenLayer) else FAST).pop(self.kind, None)
+
+    @property
+    def _key(self) -> tuple[type[nn.Module], bool]:
+        return self.kind, isinstance(self.now, TokenLayer)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+_latest: dict[tuple[type[nn.Module], bool], Registration] = {}
+
+
+def _added(registration: Registration) -> Registration:
+    _latest[registration._key] = registration
+    return registration
+
+
+def register(
+    kind: type[nn.Module],
+    fast: type[nn.Module] | None = None,
+    *,
+    check: Any,
+    mask: str | None = None,
+    tokens: bool = False,
+    mask_means: str | None = None,
+    batch_first: bool = True,
+) -> Registration:
+    """Say what a class of your own computes, so that :func:`transformer_fast.accelerate` swaps its modules.
+
+    ``register(MyAttention, Fast, check=...)``: ``MyAttention`` computes what ``Fast`` computes, with the same names of
+    parameters, children and attributes that ``Fast.forward`` reads, and with the same order of arguments. ``Fast`` is a
+    class of this package, or one of your own, such as a subclass of ``MyAttention`` that calls
+    :func:`transformer_fast.attention`. ``accelerate(model)`` then swaps each module of exactly this class.
+
+    ``register(MyLayer, mask="key_padding_mask", tokens=True, check=...)``: ``MyLayer`` computes each token alone
+    outside of attention, ``forward`` takes hidden states first, and an argument says where the padding is.
+    ``accelerate(model, packed=True)`` then gives the layers of exactly this class tokens without padding. The outputs
+    are 0 at padding. Attention inside them must be ``nn.MultiheadAttention``, a call of
+    ``F.scaled_dot_product_attention`` or :func:`transformer_fast.attention`, or of a registered class.
+
+    The class is tried once, on copies: in evaluation, in training without dropout, and with each dropout dropping
+    everything; with the module's parameters, and with other values where all values of a parameter are equal; results,
+    buffers and all gradients. Masks among the inputs also hide the first key, and all keys of a sentence. No trial
+    shows what other modules of the class, other values of their attributes, or other inputs do: that they compute the
+    same is your statement.
+
+    Args:
+        kind: class of modules, derived from ``nn.Module``. Subclasses are not registered.
+        fast: class that computes the same.
+        check: ``(module, inputs)``, or a list of such pairs. ``module`` is an instance of ``kind``. ``inputs`` are the
+            arguments of its ``forward``: a tuple, a dict of keyword arguments, or one tensor; or a function
+            ``inputs(batch, length)`` that returns them for a batch size and a length. The function is called with
+            lengths from 1 to 300, and with the batch size equal to the length.
+        mask: name of the argument that says where the padding is. The mask is (B, L), (B, 1, L) or (B, 1, 1, L), or has
+            equal rows (B, L, L) or (B, 1, L, L).
+        tokens: True with ``mask``.
+        mask_means: "keep" (0 or False hides a key), "blocked" (0 or False keeps it) or "added" (to the scores: 0 or
+            -1e4 and less). By default "blocked" for ``key_padding_mask``, ``src_key_padding_mask`` and
+            ``encoder_padding_mask``; for other names it must be given.
+        batch_first: True for hidden states (B, L, d), False for (L, B, d).
+
+    Returns:
+        The registration; ``remove()`` takes it back, and so does the end of a ``with`` block. To register a class again
+        replaces its registration.
+
+    Raises:
+        TypeError: for classes that are no modules, are abstract or known already, and for arguments of a wrong kind.
+        ValueError: if the check finds a difference; the message has the largest error and its place.
+
+    Example:
+        >>> import transformer_fast.reference.layers as mine
+        >>> x, keep = torch.randn(2, 5, 16), torch.ones(2, 1, 5, dtype=torch.bool)
+        >>> sample = mine.MultiHeadAttention(2, 16), (x, x, x, keep)
+        >>> with tfast.register(mine.MultiHeadAttention, tfast.layers.MultiHeadAttention, check=sample):
+        ...     report = tfast.accelerate(mine.EncoderLayer(16, 2))
+        >>> [row.now for row in report.attention]
+        ['registered']
+    """
+    _check_class(kind, "the class")
+    rooms = kind.__module__.split(".")
+    if kind in SWAPS or (rooms[0] == "transformer_fast" and "reference" not in rooms):
+        raise TypeError(f"register: accelerate knows {kind.__name__} already")
+    samples = samples_of(kind, check)
+    if fast is not None and (tokens or mask is not None):
+        raise TypeError("register: give a fast class, or mask=... with tokens=True; register both in two calls")
+    if fast is not None:
+        return _register_fast(kind, fast, samples)
+    if not tokens or mask is None:
+        raise TypeError(
+            f"register: give the class that computes what {kind.__name__} computes; or, for a layer that computes each "
+            "token alone outside of attention, the name of its mask and tokens=True"
+        )
+    return _register_tokens(kind, _statement(kind, mask, mask_means, batch_first), samples)
+
+
+def _check_class(kind: Any, where: str) -> None:
+    if isinstance(kind, nn.Module):
+        raise TypeError(f"register: {where} is a module of class {type(kind).__name__}; give the class itself")
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"register: {where} must be derived from nn.Module, got {kind!r}")
+    if inspect.isabstract(kind) or kind.forward is nn.Module.forward:
+        raise TypeError(f"register: {kind.__name__} is abstract: register the classes of the modules themselves")
+
+
+def _register_fast(kind: type[nn.Module], fast: type[nn.Module], samples: list[Sample]) -> Registration:
+    _check_class(fast, "the fast class")
+    with LOCK:
+        for sample in samples:
+            check_fast(kind, fast, sample)
+        FAST[kind] = fast
+    return _added(Registration(kind, fast))
+
+
+def _statement(kind: type[nn.Module], mask: str, means: str | None, batch_first: bool) -> TokenLayer:
+    names = list(inspect.signature(kind.forward).parameters)[2:]
+    if mask not in names:
+        has = ", ".join(names) or "none"
+        raise TypeError(
+            f"register: {kind.__name__}.forward has no argument {mask!r} after its hidden states; it has {has}"
+        )
+    means = MASKS.get(mask) if means is None else means
+    if means not in MEANINGS:
+        raise TypeError(f'register: mask_means must say what {mask} means: "keep", "blocked" or "added", got {means!r}')
+    return TokenLayer(mask, means, bool(batch_first))
+
+
+def _register_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]) -> Registration:
+    with LOCK:
+        before = TOKENS.get(kind)
+        TOKENS[kind] = layer  # for the copies that the check accelerates
+        try:
+            checked = check_tokens(kind, layer, samples)
+        except BaseException:
+            del TOKENS[kind]
+            if before is not None:
+                TOKENS[kind] = before
+            raise
+        TOKENS[kind] = checked
+    return _added(Registration(kind, checked))
