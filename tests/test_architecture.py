@@ -22,7 +22,7 @@ ORDER = (
     *("masks", "attention_params", "reference"),
     *("triton", "ops", "explain", "testing", "compat"),
     *("layers", "models", "dialects"),
-    *("integrations", "generation", "accelerate", "swap"),
+    *("integrations", "huggingface", "generation", "accelerate", "swap"),
     *("translation", "cli"),
 )
 """Packages and root modules in order: each imports only earlier ones. Late and type-only imports count."""

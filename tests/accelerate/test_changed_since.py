@@ -216,7 +216,7 @@ def test_a_tensor_of_a_class() -> None:
 
 
 class Options(nn.Module):
-    """RMSNorm with options in containers."""
+    """LayerNorm with options in containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Options(nn.Module):
         self.config.offset, self.unread = 0.0, []
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        x = nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
         return (self.weight + self.options["inner"]["offset"] + self.config.offset) * x
 
 

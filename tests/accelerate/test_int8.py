@@ -38,17 +38,6 @@ class Network(nn.Module):
         return self.head(self.second(F.gelu(self.first(x))))
 
 
-class Intermediate(nn.Module):
-    """BERT's names of a linear layer and its activation."""
-
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.dense, self.intermediate_act_fn = nn.Linear(D, 96), activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.intermediate_act_fn(self.dense(x))
-
-
 class Int8Reference(nn.Module):
     """A linear layer by the definition."""
 
@@ -134,12 +123,15 @@ def test_bit_for_bit_the_reference_in_authors_code() -> None:
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.ReLU(), nn.Tanh()], ids=str)
 @torch.no_grad()
 def test_bit_for_bit_the_reference_with_an_activation(activation: nn.Module) -> None:
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = Intermediate(activation).eval()
+    config = transformers.BertConfig(hidden_size=D, intermediate_size=96)
+    model = transformers.models.bert.modeling_bert.BertIntermediate(config).eval()
+    model.intermediate_act_fn = activation
     product = int8_linear(X, model.dense.weight, model.dense.bias)
     exact = gelu(product, activation.approximate) if isinstance(activation, nn.GELU) else activation(product)
     report = tfast.accelerate(model, quantize="int8")
-    assert torch.equal(model(X), exact) and "fused BERT layer" in str(report)
+    assert torch.equal(model(X), exact) and "huggingface.ActivatedLinear" in str(report)
 
 
 @torch.no_grad()

@@ -18,14 +18,14 @@ D = 8
 
 
 class Norm(nn.Module):
-    """RMSNorm, swapped by a pattern."""
+    """LayerNorm, swapped by a pattern."""
 
     def __init__(self, width: int = D) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.rand(width)), 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        return self.weight * nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
 
 
 class Dropping(nn.Module):

@@ -46,30 +46,30 @@ def torchs() -> nn.Module:
 TEXTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "bert": (bert, """\
 attention: fused in 2 of 2 modules (BertSelfAttention, through transformers' interface)
-28 modules swapped, 6 left; nothing to gain in 14 Linear, 1 ModuleList, 1 Tanh
-3 nn.Embedding               -> layers.Embedding                 bert.embeddings.word_embeddings and 2 more
-5 nn.LayerNorm               -> layers.LayerNorm                 bert.embeddings.LayerNorm and 4 more
-8 nn.Dropout                 -> layers.Dropout                   bert.embeddings.dropout and 7 more
-8 of 4 classes               -> fused BERT layer                 bert.encoder.layer.* and 6 more
-4 BertSelfOutput, BertOutput -> fused dense, dropout, LayerNorm  bert.encoder.layer.*.attention.output and 2 more
-6 of 5 classes               left: unknown structure (the model, bert.embeddings, bert.encoder and 3 more)
+22 modules swapped, 10 left; nothing to gain in 14 Linear, 1 ModuleList, 1 Tanh
+ 3 nn.Embedding               -> layers.Embedding             bert.embeddings.word_embeddings and 2 more
+ 5 nn.LayerNorm               -> layers.LayerNorm             bert.embeddings.LayerNorm and 4 more
+ 8 nn.Dropout                 -> layers.Dropout               bert.embeddings.dropout and 7 more
+ 4 BertSelfOutput, BertOutput -> huggingface.DropoutAddNorm   bert.encoder.layer.*.attention.output and 2 more
+ 2 BertIntermediate           -> huggingface.ActivatedLinear  bert.encoder.layer.*.intermediate
+10 of 7 classes               left: unknown structure (the model, bert.embeddings, bert.encoder and 7 more)
 """),
     "whisper": (whisper, """\
 attention: fused in 9 of 9 modules (WhisperAttention, through transformers' interface)
 25 modules swapped, 9 left; nothing to gain in 2 Conv1d, 49 Linear, 2 ModuleList
- 2 nn.Embedding               -> layers.Embedding               model.encoder.embed_positions and 1 more
- 3 WhisperEncoderLayer        -> fused PreNormBartEncoderLayer  model.encoder.layers.*
-17 nn.LayerNorm               -> layers.LayerNorm               model.encoder.layers.*.self_attn_layer_norm and 14 more
- 3 WhisperDecoderLayer        -> fused PreNormBartDecoderLayer  model.decoder.layers.*
- 8 of 3 classes               left: unknown structure (the model, model and 6 more)
- 1 WhisperPositionalEmbedding left: a subclass of nn.Embedding may compute something else
-                              (model.decoder.embed_positions)
+ 2 nn.Embedding                   -> layers.Embedding                 model.encoder.embed_positions and 1 more
+ 3 WhisperEncoderLayer            -> huggingface.PreNormEncoderLayer  model.encoder.layers.*
+17 nn.LayerNorm                   -> layers.LayerNorm                 model.encoder....self_attn_layer_norm and 14 more
+ 3 WhisperDecoderLayer            -> huggingface.PreNormDecoderLayer  model.decoder.layers.*
+ 8 of 3 classes                   left: unknown structure (the model, model and 6 more)
+ 1 WhisperPositionalEmbedding     left: a subclass of nn.Embedding may compute something else
+                                  (model.decoder.embed_positions)
 """),
     "llama": (llama, """\
 attention: fused in 2 of 2 modules (LlamaAttention, through transformers' interface)
 6 modules swapped, 8 left; nothing to gain in 15 Linear, 1 ModuleList
-1 nn.Embedding -> layers.Embedding                              model.embed_tokens
-5 LlamaRMSNorm -> fused RMSNorm of weight and variance_epsilon  model.layers.*.input_layernorm and 3 more
+1 nn.Embedding -> layers.Embedding     model.embed_tokens
+5 LlamaRMSNorm -> huggingface.RMSNorm  model.layers.*.input_layernorm and 3 more
 8 of 5 classes left: unknown structure (the model, model.layers.*, model.layers.*.mlp and 3 more)
 """),
     "torch": (torchs, """\

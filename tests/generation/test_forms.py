@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 
 import handwritten as hw
-import handwritten_rms as rms
 import pytest
 import torch
 from tiny_transformer import BOS, EOS, MARKS, VOCAB, answers, assert_same, batch, tokens_of
@@ -72,11 +71,11 @@ def accelerated() -> nn.Module:
     return copy.deepcopy(accelerated_once())
 
 
-def with_layer_norms(m: nn.Module) -> None:
+def with_norms(m: nn.Module, kind: type[nn.Module]) -> None:
     for layer in (*m.encoder.layers, *m.decoder.layers):
         for sublayer in layer.sublayer:
-            sublayer.norm = nn.LayerNorm(D)
-    m.encoder.norm, m.decoder.norm = nn.LayerNorm(D), nn.LayerNorm(D)
+            sublayer.norm = kind(D)
+    m.encoder.norm, m.decoder.norm = kind(D), kind(D)
 
 
 def with_gelu(m: nn.Module) -> None:
@@ -114,9 +113,8 @@ def steps(m: nn.Module, longest: int = LONGEST) -> Decoding:
 
 CHANGES = {
     "as it is": lambda m: None,
-    "layer norms": with_layer_norms,
-    "norms of Llama": rms.with_rms,
-    "rms norms of torch": lambda m: rms.with_rms(m, nn.RMSNorm),
+    "layer norms": lambda m: with_norms(m, nn.LayerNorm),
+    "rms norms of torch": lambda m: with_norms(m, nn.RMSNorm),
     "gelu": with_gelu,
     "tied": tied,
 }

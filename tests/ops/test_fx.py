@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 import handwritten as hw
-import handwritten_rms
 import pytest
 import torch
 from swapped_modules import E, L, N, assert_alike, assert_as_torch, every_kind, inputs, make, outcome, swapped
@@ -166,10 +165,10 @@ def test_a_norm_that_takes_the_sum_along_is_recorded() -> None:
 
 @pytest.mark.parametrize(
     "name, args",
-    [("AnnotatedNorm", (E,)), ("LlamaRMSNorm", (E,)), ("AnnotatedFeedForward", (E, 12)), ("Embeddings", (E, 11))],
+    [("AnnotatedNorm", (E,)), ("AnnotatedFeedForward", (E, 12)), ("Embeddings", (E, 11))],
 )
 def test_modules_written_by_hand_are_looked_into(name: str, args: tuple[int, ...]) -> None:
-    plain = nn.Sequential((getattr(hw, name, None) or getattr(handwritten_rms, name))(*args)).eval()
+    plain = nn.Sequential(getattr(hw, name)(*args)).eval()
     fast = copy.deepcopy(plain)
     assert any(row.now for row in tfast.accelerate(fast).rows)
     ours, theirs = fx.symbolic_trace(fast), fx.symbolic_trace(plain)

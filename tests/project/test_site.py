@@ -22,7 +22,11 @@ DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 SETTINGS = ROOT / "tools/site/mkdocs.yml"
 NAVIGATION = re.search(r"^nav:\n((?: .*\n|\n)*)", SETTINGS.read_text(), re.MULTILINE)[1]
-INTERNAL = {"transformer_fast.accelerate.packed", "transformer_fast.accelerate.patterns"}
+INTERNAL = {
+    "transformer_fast.accelerate.packed",
+    "transformer_fast.accelerate.patterns",
+    "transformer_fast.huggingface",
+}
 """Packages whose ``__all__`` is for their parent package."""
 
 LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="https?:|<link[^>]* rel="(?!canonical)[^>]* href="https?:')

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import handwritten
-import handwritten_rms
 import torch
 from torch import Tensor, nn
 
@@ -149,7 +148,6 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         lambda n: (x(n), x(n), keep(n), layers.subsequentmask(n)),
     ),
     "RMSNorm": (lambda: layers.RMSNorm(D), lambda n: (x(n),)),
-    "swapped Llama norm": (lambda: swapped(handwritten_rms.LlamaRMSNorm(D)), lambda n: (x(n),)),
     "bert attention": (lambda: bert.MultiHeadedAttention(2, D), lambda n: (x(n), x(n), x(n), keep(n).unsqueeze(1))),
     "bert embedding": (lambda: bert.BERTEmbedding(VOCABULARY, D), lambda n: (ids(n),)),
     "tensorflow attention": (

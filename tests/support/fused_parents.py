@@ -177,26 +177,12 @@ HUGGING_FACE: dict[str, Parent] = {
 }  # fmt: skip
 
 
-class _DenseNorm(nn.Module):
-    """End of a block as models of transformers write it, each with another name of the norm."""
-
-    def __init__(self, norm: str) -> None:
-        super().__init__()
-        self.dense, self.dropout, self.norm_name = nn.Linear(D, D), nn.Dropout(0.1), norm
-        setattr(self, norm, nn.LayerNorm(D))
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        return getattr(self, self.norm_name)(self.dropout(self.dense(hidden_states)) + input_tensor)
-
-
 OTHERS: dict[str, Parent] = {
     "classic decoder layer, post-norm": Parent(
         lambda: reference_layers.DecoderLayer(D, HEADS, d_ff=INNER, norm_first=False, norm="layer"),
         lambda: (x(), x(S), _source(), _target()),
     ),
     "classic decoder": dataclasses.replace(LAYERS["Decoder"], fuse=None),
-    "dense, layer_norm": Parent(lambda: _DenseNorm("layer_norm"), lambda: (x(), x())),
-    "dense, norm": Parent(lambda: _DenseNorm("norm"), lambda: (x(), x())),
 }
 
 

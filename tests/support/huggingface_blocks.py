@@ -1,4 +1,4 @@
-"""Models of transformers whose blocks ``accelerate`` recognises, and accelerated copies of them."""
+"""Models of transformers whose classes are in the table of ``accelerate``, and accelerated copies of them."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ import accelerated
 import huggingface_models as models
 from torch import Tensor, nn
 
-from transformer_fast.accelerate.patterns.base import Accelerated
+from transformer_fast.huggingface import Fast
 
-DENSE_NORM = "fused dense, dropout, LayerNorm"
 BERT, BART, MARIAN = "BertForMaskedLM", "BartForConditionalGeneration", "MarianMTModel"
 M2M, T5, GPT2 = "M2M100ForConditionalGeneration", "T5ForConditionalGeneration", "GPT2LMHeadModel"
-BLOCKS = {  # class before and class after, by the class of the model
-    BERT: {"BertSelfOutput": DENSE_NORM, "BertOutput": DENSE_NORM},
-    "RobertaForMaskedLM": {"RobertaSelfOutput": DENSE_NORM, "RobertaOutput": DENSE_NORM},
-    "DistilBertForMaskedLM": {"TransformerBlock": "fused DistilBertBlock", "FFN": "fused DistilBertFeedForward"},
-    MARIAN: {"MarianEncoderLayer": "fused BartEncoderLayer", "MarianDecoderLayer": "fused BartDecoderLayer"},
-    BART: {"BartEncoderLayer": "fused BartEncoderLayer", "BartDecoderLayer": "fused BartDecoderLayer"},
-    M2M: {
-        "M2M100EncoderLayer": "fused PreNormBartEncoderLayer", "M2M100DecoderLayer": "fused PreNormBartDecoderLayer",
+BLOCKS = {  # class and its fast class, by the class of the model
+    BERT: {"BertSelfOutput": "DropoutAddNorm", "BertOutput": "DropoutAddNorm", "BertIntermediate": "ActivatedLinear"},
+    "RobertaForMaskedLM": {
+        "RobertaSelfOutput": "DropoutAddNorm", "RobertaOutput": "DropoutAddNorm",
+        "RobertaIntermediate": "ActivatedLinear",
     },
+    "EsmForMaskedLM": {"EsmSelfOutput": "DropoutAdd", "EsmOutput": "DropoutAdd"},
+    "DistilBertForMaskedLM": {"FFN": "DistilBertFeedForward"},
+    MARIAN: {"MarianEncoderLayer": "EncoderLayer", "MarianDecoderLayer": "DecoderLayer"},
+    BART: {"BartEncoderLayer": "EncoderLayer", "BartDecoderLayer": "DecoderLayer"},
+    M2M: {"M2M100EncoderLayer": "PreNormEncoderLayer", "M2M100DecoderLayer": "PreNormDecoderLayer"},
     "WhisperForConditionalGeneration": {
-        "WhisperEncoderLayer": "fused PreNormBartEncoderLayer", "WhisperDecoderLayer": "fused PreNormBartDecoderLayer",
+        "WhisperEncoderLayer": "PreNormEncoderLayer", "WhisperDecoderLayer": "PreNormDecoderLayer",
     },
-    "ViTForImageClassification": {"ViTLayer": "fused VitLayer"},
-    "CLIPForImageClassification": {"CLIPEncoderLayer": "fused ClipLayer"},
-    "Dinov2ForImageClassification": {"Dinov2Layer": "fused DinoLayer"},
-    T5: {
-        "T5Block": "fused T5Block", "T5LayerSelfAttention": "fused T5SelfAttention", "T5DenseActDense": "fused T5Dense",
-        "T5LayerCrossAttention": "fused T5CrossAttention", "T5LayerFF": "fused T5FeedForward",
-    },
-    GPT2: {"GPT2Block": "fused Gpt2Block", "GPT2MLP": "fused Gpt2FeedForward"},
+    "ViTForImageClassification": {"ViTMLP": "FeedForward"},
+    "CLIPForImageClassification": {"CLIPMLP": "FeedForward"},
+    T5: {"T5LayerNorm": "RMSNorm", "T5DenseActDense": "ReluFeedForward", "T5LayerFF": "FeedForwardAdd"},
+    "LlamaForCausalLM": {"LlamaRMSNorm": "RMSNorm"},
+    "CohereForCausalLM": {"CohereLayerNorm": "LayerNorm"},
+    "MoshiForCausalLM": {"MoshiRMSNorm": "RMSNormOfEps"},
 }  # fmt: skip
 
 
@@ -61,8 +60,8 @@ def given(name: str, side: str = "right") -> dict[str, Tensor]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that run on a pattern."""
-    return [m for m in model.modules() if isinstance(m, Accelerated)]
+    """Return the modules that have a fast class."""
+    return [m for m in model.modules() if isinstance(m, Fast)]
 
 
 def set_dropout(model: nn.Module, p: float) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .. import backends
+from .. import backends, huggingface
 from ..dialects.common import LastWeights
 from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
@@ -112,6 +112,8 @@ def accelerate(
                 give_layout(model, walk.report, layout)
             if plan is not None:
                 plan.put()
+            if outside := huggingface.note(model):
+                walk.report.notes.append(outside)
             if fused_loss and not walk.output_layers:
                 walk.report.notes.append("fused_loss: no output layer on a CPU was found")
             walk.report._explain = functools.partial(_explain, model, packed)
@@ -140,7 +142,7 @@ class _Walk:
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
         self.output_layers = output_layers(model) if fused_loss else set()
-        ours = (m for m in model.modules() if _is_ours(type(m)) or type(m) in SWAPS)
+        ours = (m for m in model.modules() if _computes_children(type(m)))
         self.applied = {id(child) for m in ours for child in m.children()}  # computed without a call
         self.fused: set[int] = set()  # modules that run on the fused ops, swapped by this call or earlier
         self.probed: dict[Any, str | None] = {}
@@ -181,6 +183,8 @@ class _Walk:
             self._visit_linear(path, module)
         elif was in SWAPS:
             self._visit_torch(path, module)
+        elif (fast := huggingface.fast_class(was)) is not None:
+            self._visit_huggingface(path, module, fast)
         elif isinstance(module, tuple(SWAPS)) and parametrize.is_parametrized(module):
             self._add_unchanged(path, module, "its parameters are computed by parametrizations")
         elif was is nn.CrossEntropyLoss and self._sums_losses_in_16_bits():
@@ -230,6 +234,12 @@ class _Walk:
         else:
             self._swap(path, module, swap.made, f"layers.{swap.made.__name__}")
 
+    def _visit_huggingface(self, path: str, module: nn.Module, fast: type[huggingface.Fast]) -> None:
+        if reason := fast.obstacle(module) or self._obstacle(module, "norm"):
+            self._add_unchanged(path, module, reason)
+        else:
+            self._swap(path, module, fast, f"huggingface.{fast.__bases__[0].__name__}")
+
     def _visit_other(self, path: str, module: nn.Module) -> None:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             self._add_unchanged(path, module, "its sizes are not known before its first call")
@@ -239,7 +249,8 @@ class _Walk:
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
-        for pattern in PATTERNS:
+        of_transformers = type(module).__module__.startswith("transformers.")
+        for pattern in () if of_transformers else PATTERNS:
             if not _matches(pattern, module):
                 continue
             obstacle = self._obstacle(module, "attention")
@@ -312,6 +323,11 @@ def _is_ours(kind: type[nn.Module]) -> bool:
     """Return True for a module whose class in this package runs on the fused ops."""
     plain = ("transformer_fast.reference", "transformer_fast.translation")
     return kind.__module__.startswith("transformer_fast.") and not kind.__module__.startswith(plain)
+
+
+def _computes_children(kind: type[nn.Module]) -> bool:
+    """Return True for a class of this package that computes its children without a call, or that gets such a class."""
+    return kind in SWAPS or (_is_ours(kind) and not issubclass(kind, huggingface.Fast))
 
 
 def _is_torchs(kind: type[nn.Module]) -> bool:

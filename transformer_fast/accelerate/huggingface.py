@@ -26,6 +26,23 @@ WEIGHTS = 'config.output_attentions is set, which transformers lets no other imp
 """Reason to keep a part, since a config of another name could not be saved."""
 
 
+class _Interface:
+    """Mark of a module whose config names our attention: transformers knows the names where a pickle is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, ()
+
+
+_INTERFACE = _Interface()
+MARK = "_transformer_fast_interface"
+"""Attribute that holds the mark."""
+
+
+def _registered() -> _Interface:
+    integration.register()
+    return _INTERFACE
+
+
 @dataclasses.dataclass
 class Part:
     """A model of transformers with its modules, except those of models inside it.
@@ -177,6 +194,7 @@ def _changes(model: nn.Module, parts: list[Part]) -> list[Any]:
     changes: list[Any] = [
         Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _configs_in(m)
     ]
+    changes += [Attribute(m, MARK, _INTERFACE) for m in model.modules() if _configs_in(m)]
     # The config of a part without attention of its own names our attention if all parts inside use it.
     ours = [part for part in parts if not part.obstacle and (part.calls or not stays)]
     todo = [(config, part) for part in ours for config in part.configs.values()]

@@ -9,11 +9,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from .. import extension
+from ..huggingface.blocks import TransposedLinear
 from ..layers.linear import Linear
 from ..layers.prepacked import LAYOUT, WeightLayout, forget_kept
 from ..layers.torch_modules import MultiheadAttention
-from .patterns.base import pattern_of
-from .patterns.linear import TransposedLinear
 from .report import ALREADY, Attribute, Report, Row
 
 NAME = "kept weights"
@@ -60,8 +59,7 @@ def give_one_layout(report: Report, path: str, module: nn.Module, layout: Weight
 
 def takes_layout(module: nn.Module) -> bool:
     """Return True if a module, or the fused module around it, multiplies by a layout."""
-    ours = isinstance(module, Linear | MultiheadAttention) or type(module) is nn.Linear
-    if not ours and not isinstance(pattern_of(module), TransposedLinear):
+    if not isinstance(module, Linear | MultiheadAttention | TransposedLinear) and type(module) is not nn.Linear:
         return False
     weights = [p for p in module._parameters.values() if p is not None]
     return bool(weights) and all(_is_kept(p) for p in weights)

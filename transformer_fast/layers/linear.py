@@ -86,8 +86,9 @@ def evaluated_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor] |
         x: (..., in).
 
     Returns:
-        (..., out) for each layer. None for a call that the modules must compute, as for
-        :func:`~.evaluated_block.block_end`.
+        (..., out) for each layer. None for a call that the modules must compute: in training mode, if a gradient is
+        needed, in compiled and traced calls, under autocast, for tensors that are not plain ones on a CPU, and for
+        modules with hooks.
     """
     direct = eager.native()
     if direct is None or not x.is_cpu or torch._C._is_tracing():
