@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -239,13 +240,49 @@ def test_generation_is_that_of_the_plain_model(name: str) -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_a_cache_comes_only_where_it_is_asked_for() -> None:
-    padded, without, _ = both(GPT2)
-    call = packed.batch(GPT2, "none").given
-    ids = {"input_ids": call["input_ids"]}
-    assert padded(**ids).past_key_values is not None
+def test_the_config_decides_on_a_cache_in_evaluation_without_labels() -> None:
+    padded, without, report = both(GPT2)
+    call = packed.batch(GPT2, "left").given
+    ids = {"input_ids": call["input_ids"], "attention_mask": call["attention_mask"]}
+    assert without.train()(**ids).past_key_values is None
+    for model in (padded.eval(), without.eval()):
+        assert model(**ids, use_cache=False).past_key_values is None
+    assert without(**call).past_key_values is None and not report.padded_calls.reasons
+    for given in ({}, {"use_cache": True}):
+        theirs, ours = (m(**ids, **given).past_key_values for m in (padded, without))
+        assert ours.get_seq_length() == theirs.get_seq_length() == packed.LENGTH
+        assert ours.layers[0].keys.shape == theirs.layers[0].keys.shape
+    without.config.use_cache = False
     assert without(**ids).past_key_values is None
-    assert without(**ids, use_cache=True).past_key_values.get_seq_length() == packed.LENGTH
+
+
+CACHES = [
+    name
+    for name in ("past_key_values", "cache")
+    if name in inspect.signature(transformers.GPT2LMHeadModel.forward).parameters or name == "past_key_values"
+]
+"""Names of the argument for a cache: transformers 5.24 takes both."""
+
+
+@pytest.mark.parametrize("argument", CACHES)
+@pytest.mark.parametrize("name", [GPT2, BART, "LlamaForCausalLM"])
+def test_a_call_with_the_cache_of_an_earlier_call(name: str, argument: str) -> None:
+    padded, without, report = both(name)
+    call = packed.batch(name, "left").given
+    keep, target = call["attention_mask"], "decoder_input_ids" if name == BART else "input_ids"
+    ids = call["labels"].clamp(4) if name == BART else call["input_ids"]
+    results = []
+    for first, then in ((padded, padded), (without, without), (padded, without)):
+        first.eval(), then.eval()
+        source = {"input_ids": call["input_ids"], "attention_mask": keep} if name == BART else {}
+        masks = [{} if name == BART else {"attention_mask": keep[:, :length]} for length in (5, ids.shape[1])]
+        read = first(**source, **masks[0], **{target: ids[:, :5]}, use_cache=True)
+        out = then(**source, **masks[1], **{target: ids[:, 5:], argument: read.past_key_values}, use_cache=True)
+        assert out.past_key_values.get_seq_length() == ids.shape[1]
+        results.append(out.logits[:, -1])
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-4, atol=1e-4)
+    assert set(report.padded_calls.reasons) == {"keys and values are cached (use_cache, past_key_values)"}
 
 
 @pytest.fixture

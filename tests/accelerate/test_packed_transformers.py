@@ -79,7 +79,7 @@ def test_a_decoder_without_padding_beside_an_encoder_with_some(name: str, attent
     target = call.given.pop("labels").clamp(min=1)
     call = packed.Batch(call.given | {"decoder_input_ids": target}, torch.ones_like(target, dtype=torch.bool))
     for training in (True, False):
-        sides.hold(call, training=training)
+        sides.hold(call, training=training, use_cache=False)
     assert sides.is_packed()
 
 

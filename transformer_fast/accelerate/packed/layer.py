@@ -28,7 +28,10 @@ LAYER = "layer"
 
 MASK, MEMORY, MEMORY_MASK = "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
 POSITIONS = ("position_ids", "position_embeddings")
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("past_key_values", "cache", "past_key_value", "layer_past")
+"""Names of a cache; that of transformers 5.24 is ``cache``."""
+CACHED = "keys and values are cached (use_cache, past_key_values)"
+"""Reason why a call keeps its padding."""
 BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"
 _KNOWN = {MASK, MEMORY, MEMORY_MASK, BIAS, MEMORY_BIAS, *POSITIONS, *CACHES}
 
@@ -131,13 +134,18 @@ def _check_others(layer: nn.Module, hidden_name: str, given: dict[str, Any]) -> 
     """Raise StaysPaddedError if a layer cannot run on packed tokens."""
     if given.get("output_attentions") or weights_are_captured():
         raise StaysPaddedError("attention weights are requested (output_attentions)")
-    if any(given.get(name) is not None for name in CACHES):
-        raise StaysPaddedError("keys and values are cached (use_cache, past_key_values)")
+    if has_cache(given):
+        raise StaysPaddedError(CACHED)
     if (BIAS in given or MEMORY_BIAS in given) and getattr(layer, "gradient_checkpointing", False) and layer.training:
         raise StaysPaddedError("its gradient checkpointing passes on a position bias")
     for name, value in given.items():
         if name not in _KNOWN and name != hidden_name and _holds_tensors(value):
             raise StaysPaddedError(f"its layers are given {name}, whose layout is unknown")
+
+
+def has_cache(given: dict[str, Any]) -> bool:
+    """Return True for a call that is given a cache."""
+    return any(given.get(name) is not None for name in CACHES)
 
 
 def _holds_tensors(value: Any) -> bool:

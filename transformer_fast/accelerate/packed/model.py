@@ -20,6 +20,7 @@ from ...tensors import takes_fused_ops
 from ...tracing import is_traced
 from ..output_layer import OutputLayer
 from .classes import Arguments, Forward, argument_names, part, positional_names
+from .layer import CACHED, has_cache
 from .logits import TokenLogits, padded_logits
 from .origin import bare, made_by, names_of_forward
 from .watch import WATCH, Watch, is_packed
@@ -69,8 +70,9 @@ def model_forward(base: type[nn.Module]) -> Forward:
             call.hold_back(reason)
             call.is_plain = True
         changes: dict[str, Any] = {}
-        asks = given.get("use_cache") is None and given.get("past_key_values") is None
-        if "use_cache" in names and asks and not call.is_plain:
+        # A loss needs no cache. Without labels, in evaluation, the config decides, as in the plain model.
+        open_ = given.get("use_cache") is None and not has_cache(given) and (self.training or _has_labels(given))
+        if "use_cache" in names and open_ and not call.is_plain:
             changes["use_cache"] = False
         if outer is None and not call.is_plain:
             if reason := _obstacle(self, watch, given, names, call):
@@ -98,6 +100,8 @@ def _obstacle(model: nn.Module, watch: Watch, given: dict[str, Any], names: froz
     routers = given.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if routers is None else routers:
         return ROUTERS
+    if has_cache(given):  # the mask then has the length of the cache too
+        return CACHED
     if (given.get("labels") is not None or positions is not None) and _loss(model) is None:
         return UNKNOWN_LOSS
     if positions is not None:
@@ -181,6 +185,10 @@ def _changes(
     return changes
 
 
+def _has_labels(given: dict[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in ("labels", "start_positions"))
+
+
 def _is_per_token(labels: Any) -> bool:
     return isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
 
@@ -195,7 +203,7 @@ def _reads_padding(counted: Tensor, keep: Tensor, shifts: bool | None) -> Tensor
 
 def _decoder_ids(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Tensor | None:
     """Ids that a decoder reads, given or made from the labels; None if it does not read ids in one pass."""
-    if given.get("decoder_inputs_embeds") is not None or given.get("past_key_values") is not None:
+    if given.get("decoder_inputs_embeds") is not None or has_cache(given):
         return None
     if given.get("decoder_input_ids") is not None:
         return given["decoder_input_ids"]
