@@ -57,13 +57,13 @@ attention: fused in 2 of 2 modules (BertSelfAttention, through transformers' int
     "whisper": (whisper, """\
 attention: fused in 9 of 9 modules (WhisperAttention, through transformers' interface)
 25 modules swapped, 9 left; nothing to gain in 2 Conv1d, 49 Linear, 2 ModuleList
- 2 nn.Embedding                   -> layers.Embedding                 model.encoder.embed_positions and 1 more
- 3 WhisperEncoderLayer            -> huggingface.PreNormEncoderLayer  model.encoder.layers.*
-17 nn.LayerNorm                   -> layers.LayerNorm                 model.encoder....self_attn_layer_norm and 14 more
- 3 WhisperDecoderLayer            -> huggingface.PreNormDecoderLayer  model.decoder.layers.*
- 8 of 3 classes                   left: unknown structure (the model, model and 6 more)
- 1 WhisperPositionalEmbedding     left: a subclass of nn.Embedding may compute something else
-                                  (model.decoder.embed_positions)
+ 2 nn.Embedding               -> layers.Embedding                 model.encoder.embed_positions and 1 more
+ 3 WhisperEncoderLayer        -> huggingface.PreNormEncoderLayer  model.encoder.layers.*
+17 nn.LayerNorm               -> layers.LayerNorm                 model.encoder....*.self_attn_layer_norm and 14 more
+ 3 WhisperDecoderLayer        -> huggingface.PreNormDecoderLayer  model.decoder.layers.*
+ 8 of 3 classes               left: unknown structure (the model, model and 6 more)
+ 1 WhisperPositionalEmbedding left: a subclass of nn.Embedding may compute something else
+                              (model.decoder.embed_positions)
 """),
     "llama": (llama, """\
 attention: fused in 2 of 2 modules (LlamaAttention, through transformers' interface)

@@ -273,3 +273,17 @@ class Stack(nn.Module):
             result = layer(x, mask, **others)
             x = result[0] if isinstance(result, tuple) else result
         return x.transpose(0, 1) if length_first else x
+
+
+LENGTH = 9
+KEEP = torch.arange(LENGTH) < torch.tensor([9, 2, 6, 4])[:, None]
+X = torch.randn(4, LENGTH, D, generator=torch.Generator().manual_seed(0))
+
+
+def registered(kind: type[nn.Module], means: str, as_mask: Callable[[Tensor], Tensor], **options: Any) -> Any:
+    """Register a layer."""
+    length_first = getattr(kind, "length_first", False)
+    x = X.transpose(0, 1) if length_first else X
+    sample = kind(), (x, as_mask(KEEP))
+    options = {"mask": "mask", "mask_means": means, "tokens": True, "batch_first": not length_first, **options}
+    return tfast.register(kind, check=sample, **options)

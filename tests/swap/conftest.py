@@ -1,3 +1,21 @@
-"""Fixtures that tests of ``register`` share with those of ``accelerate``."""
+"""Fixtures that tests of ``register`` share with each other and with those of ``accelerate``."""
 
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
 from accelerated import proven_once  # noqa: F401
+from registered_texts import Layer, Stack
+from torch import nn
+
+import transformer_fast as tfast
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, nn.Module, Any]:
+    """Return a plain model, the same without padding, and its report."""
+    plain = Stack(Layer)
+    model = copy.deepcopy(plain)
+    return plain, model, tfast.accelerate(model, packed=True)

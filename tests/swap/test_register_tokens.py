@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from registered_texts import ATTENTIONS, LAYERS, D, Layer, Stack
+from registered_texts import ATTENTIONS, KEEP, LAYERS, D, Layer, LengthFirstLayer, Stack, X, registered
 from test_packed_stacks import hold, lengths, outcome
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -25,22 +25,10 @@ from transformer_fast.layers.padded_calls import NO_SOURCE
 
 pytestmark = pytest.mark.usefixtures("proven_once")
 
-LENGTH = 9
-KEEP = lengths(torch.tensor([9, 2, 6, 4]), LENGTH)
 GAPS = KEEP.clone()
 GAPS[2, 3] = False
 HIDDEN_FIRST = KEEP.clone()
 HIDDEN_FIRST[:, 0] = False
-X = torch.randn(4, LENGTH, D, generator=torch.Generator().manual_seed(0))
-
-
-def registered(kind: type[nn.Module], means: str, as_mask: Callable[[Tensor], Tensor], **options: Any) -> Any:
-    """Register a layer."""
-    length_first = getattr(kind, "length_first", False)
-    x = X.transpose(0, 1) if length_first else X
-    sample = kind(), (x, as_mask(KEEP))
-    options = {"mask": "mask", "mask_means": means, "tokens": True, "batch_first": not length_first, **options}
-    return tfast.register(kind, check=sample, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -146,14 +134,6 @@ def test_dropout_is_drawn_for_tokens_and_repeats_with_its_seed(name: str) -> Non
     assert not report.padded_calls.reasons
 
 
-@pytest.fixture
-def pair() -> tuple[nn.Module, nn.Module, Any]:
-    """Return a plain model, the same without padding, and its report."""
-    plain = Stack(Layer)
-    model = copy.deepcopy(plain)
-    return plain, model, tfast.accelerate(model, packed=True)
-
-
 def test_a_call_with_another_mask_keeps_its_padding(pair: Any) -> None:
     plain, model, report = pair
     scores = torch.zeros(KEEP.shape).masked_fill(~KEEP, float("-inf"))
@@ -172,37 +152,6 @@ def test_a_hook_inside_sees_the_padding(pair: Any) -> None:
     model.layers[1].norm.register_forward_hook(lambda module, args, out: found.append(out.shape))
     torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
     assert found == [X.shape] and any("has a hook" in reason for reason in report.padded_calls.reasons)
-
-
-class Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x.mean(1, keepdim=True)
-
-
-def unfused(layer: Any) -> None:
-    layer.attention = nn.MultiheadAttention(D, 2, batch_first=True)
-
-
-def compiled(layer: Any) -> None:
-    layer.heads = torch.compile(layer.heads, backend="eager")
-
-
-CHANGES = {
-    "a part": (lambda layer: setattr(layer, "norm_of_ff", Mean()), "a module inside a Layer was replaced"),
-    "unfused attention": (unfused, "0 attentions inside it run on the kernels, and 1 in its check"),
-    "a compiled method": (compiled, "0 attentions inside it run on the kernels, and 1 in its check"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_is_replaced_later_keeps_the_padding(pair: Any, name: str) -> None:
-    plain, model, report = pair
-    change, reason = CHANGES[name]
-    for each in (plain, model):
-        change(each.layers[0])
-    model.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
-    assert any(reason in found for found in report.padded_calls.reasons), report.padded_calls.reasons
 
 
 def test_the_authors_errors_stay_theirs() -> None:
@@ -271,70 +220,97 @@ def test_bfloat16(name: str) -> None:
     assert not report.padded_calls.reasons
 
 
-class Later(Layer):
-    """A flag of one layer changes its attention."""
+def test_what_is_not_registered_keeps_its_padding() -> None:
+    class Derived(Layer):
+        pass
 
-    causal, by_hand = False, False
-
-    def heads(self, x: Tensor, mask: Any) -> Tensor:
-        if self.by_hand:
-            scores = (x @ x.mT).masked_fill(mask[:, None], float("-inf"))
-            return scores.softmax(-1) @ x
-        ahead = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.causal else None
-        return self.attention(x, x, x, key_padding_mask=mask, attn_mask=ahead)[0]
-
-
-@pytest.mark.parametrize(
-    ("flag", "reason"),
-    [("causal", "has a mask that is not padding alone"), ("by_hand", "0 attentions inside it run on the kernels")],
-)
-def test_a_flag_of_a_later_layer_that_changes_attention_keeps_the_padding(flag: str, reason: str) -> None:
-    plain = Stack(Later)
-    setattr(plain.layers[2], flag, True)
-    model = copy.deepcopy(plain)
-    with registered(Later, "blocked", lambda keep: ~keep):
-        report = tfast.accelerate(model, packed=True)
-    torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
-    (found,) = report.padded_calls.reasons
-    assert reason in found
+    model = nn.ModuleDict({"layers": Stack(Derived), "others": Stack(Layer)})
+    report = tfast.accelerate(model, packed=True)
+    rows = {row.path: (row.was, row.now or row.why) for row in report.rows if row.was[0].isdigit()}
+    assert rows == {
+        "layers.layers": (
+            "3 Derived",
+            "tfast.register(Derived, mask=..., tokens=True, check=...) lets them skip padding",
+        ),
+        "others.layers": ("3 Layer", "without padding (registered)"),
+    }
+    assert model["layers"](X, ~KEEP)[~KEEP].any() and not model["others"](X, ~KEEP)[~KEEP].any()
+    report = tfast.accelerate(Stack(Derived), packed=True)
+    assert report.notes == [
+        "packed: padding stays in layers (3 Derived): "
+        "tfast.register(Derived, mask=..., tokens=True, check=...) lets them skip padding"
+    ]
 
 
-def test_layers_with_other_masks_raise_an_error(pair: Any) -> None:
-    """The second mask keeps positions at which the first layer returns 0."""
-    plain, model, _ = pair
-    first, second, _ = model.layers
-    x = first(X, ~KEEP)
-    for mask in (~torch.ones_like(KEEP), None):
-        with pytest.raises(RuntimeError, match="the masks of these layers differ"):
-            second(x, mask)
-    fewer = KEEP & lengths(torch.tensor([4, 2, 3, 4]), LENGTH)
-    padded = plain.layers[0](X, ~KEEP)
-    for keep in (fewer, KEEP.clone()):
-        torch.testing.assert_close(second(x, ~keep)[keep], plain.layers[1](padded, ~keep)[keep])
+def test_a_mask_that_is_given_by_name_only() -> None:
+    class Named(Layer):
+        def forward(self, x: Tensor, *, keep: Tensor) -> Any:
+            return super().forward(x, ~keep)
 
-
-def test_a_head_behind_the_list_gets_padded_tensors(pair: Any) -> None:
-    """The documented contract: shapes of the plain model, equal at tokens, and 0 at padding."""
-    plain, model, _ = pair
-    head = nn.LSTM(D, D, batch_first=True)
-    found, expected = model(X, ~KEEP), plain(X, ~KEEP)
-    assert found.shape == expected.shape
-    at_tokens = expected * KEEP[..., None]
-    torch.testing.assert_close(head(found)[0], head(at_tokens)[0])
-
-
-def test_layers_shared_with_another_model() -> None:
-    """A teacher with the same layers sees the same: equal at tokens, and 0 at padding."""
-    student, plain = Stack(Layer), Stack(Layer)
-    plain.load_state_dict(student.state_dict())
-    teacher = Stack(Layer)
-    teacher.layers = student.layers
-    report = tfast.accelerate(student, packed=True)
-    found = teacher(X, ~KEEP)
-    torch.testing.assert_close(found[KEEP], plain(X, ~KEEP)[KEEP])
+    sample = Named(), {"x": X, "keep": KEEP}
+    with tfast.register(Named, mask="keep", mask_means="keep", tokens=True, check=sample):
+        plain = Named()
+        model = nn.ModuleList([copy.deepcopy(plain)])
+        tfast.accelerate(model, packed=True)
+    found = model[0](x=X, keep=KEEP)
+    torch.testing.assert_close(found[KEEP], plain(X, keep=KEEP)[KEEP])
     assert not found[~KEEP].any()
+
+
+def test_one_layer_is_the_model() -> None:
+    plain = Layer()
+    model = copy.deepcopy(plain)
+    report = tfast.accelerate(model, packed=True)
+    torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
+    assert not model(X, ~KEEP)[~KEEP].any() and not report.notes
+    assert [row.now for row in report.rows if row.was == "1 Layer"] == ["without padding (registered)"]
+
+
+def test_a_layer_whose_forward_was_replaced_is_left() -> None:
+    model = Stack(Layer)
+    model.layers[0].forward = lambda x, mask: x
+    report = tfast.accelerate(model, packed=True)
+    assert [row.why for row in report.rows if row.path == "layers"] == ["its forward was replaced"]
+    assert model(X, ~KEEP)[~KEEP].any()
+
+
+class Both(Layer):
+    pass
+
+
+class FastBoth(Both):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        self.fast = True
+        return super().forward(x, mask)
+
+
+def test_a_class_that_is_registered_in_both_ways() -> None:
+    plain = Stack(Both)
+    model = copy.deepcopy(plain)
+    sample = Both(), (X, ~KEEP)
+    with tfast.register(Both, FastBoth, check=sample), registered(Both, "blocked", lambda keep: ~keep):
+        report = tfast.accelerate(model, packed=True)
+    for each in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        torch.testing.assert_close(each(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
+        assert not each(X, ~KEEP)[~KEEP].any() and each.layers[0].fast
     report.undo()
-    torch.testing.assert_close(teacher(X, ~KEEP), plain(X, ~KEEP))
+    assert type(model.layers[0]) is Both
+
+
+def test_a_function_of_batch_and_length_makes_the_inputs() -> None:
+    def inputs(batch: int, length: int) -> dict[str, Tensor]:
+        keep = lengths(torch.arange(batch) % length + 1, length)
+        return {"x": torch.randn(length, batch, D), "key_padding_mask": ~keep}
+
+    class Named(LengthFirstLayer):
+        def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Any:
+            return super().forward(x, key_padding_mask)
+
+    with tfast.register(Named, mask="key_padding_mask", tokens=True, batch_first=False, check=(Named(0.1), inputs)):
+        model = Stack(Named)
+        plain = copy.deepcopy(model)
+        tfast.accelerate(model, packed=True)
+    torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
 
 
 def test_the_keys_of_a_state_dict_stay(pair: Any) -> None:

@@ -28,7 +28,7 @@ from .attention_checks import (
     refuse_keep_as_lengths,
 )
 from .registry import Case, Draw, Op, Tensors, register
-from .token_mask import OnTokens, call_on_tokens
+from .token_mask import CALL, OnTokens, call_on_tokens
 
 
 class _Options(TypedDict, total=False):
@@ -164,20 +164,20 @@ def attention(
         dropout_p = dropout_number("attention", dropout_p)
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)
-    if (on_tokens := call_on_tokens()) is not None:
-        others = return_logsumexp or causal is not False
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
-        return _on_tokens(on_tokens, q, k, v, mask, others=others, return_weights=bool(return_weights), **options)
     special = is_special(mask, softcap, sinks)
     plain = not (return_weights or return_logsumexp or special)
     extension, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
     offset = and_causal(mask.causal_offset, causal)
-    if extension is not None:
+    if extension is not None and CALL.get() is None:
         lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
         given = (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, offset, mask.window_offset, scale)
         out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
         if out is not None:
             return out
+    if (on_tokens := call_on_tokens()) is not None:
+        others = return_logsumexp or causal is not False
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
+        return _on_tokens(on_tokens, q, k, v, mask, others=others, return_weights=bool(return_weights), **options)
     rest = scale, softcap, sinks, dropout_p, seed, empty_rows, return_weights, return_logsumexp
     call = Call("attention", q, k, v, mask, offset, special, *rest)
     return call.results(padded_params(call))

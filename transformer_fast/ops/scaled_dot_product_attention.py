@@ -16,7 +16,7 @@ from ..tracing import is_traced, number, sizes, unrecorded
 from . import eager
 from .attention import attention
 from .attention_call import MAX_TRITON_HEAD_DIM
-from .token_mask import call_on_tokens
+from .token_mask import CALL, call_on_tokens
 
 # Bound at import, so that torch's function stays reachable if a program patches torch.nn.functional.
 TORCH = torch.nn.functional.scaled_dot_product_attention
@@ -86,12 +86,14 @@ def fused_attention(
     enable_gqa: bool,
 ) -> Tensor | None:
     """:func:`scaled_dot_product_attention`; None for a call that goes to torch."""
-    if (tokens := call_on_tokens()) is not None:
-        return tokens.attend(q, k, v, (mask,), others=bool(is_causal), scale=scale, dropout_p=float(dropout_p))
     call = q, k, v, mask, dropout_p, is_causal, scale, enable_gqa
     out = _eager_result(*call)
-    if out is not None or not _is_supported(*call):
+    if out is not None:
         return out
+    if (tokens := call_on_tokens()) is not None:
+        return tokens.attend(q, k, v, (mask,), others=bool(is_causal), scale=scale, dropout_p=float(dropout_p))
+    if not _is_supported(*call):
+        return None
     traced = is_traced()
     shape_of = _recorded_batch_shape if traced else _batch_shape
     leading = shape_of(q, k, v, mask, enable_gqa)
@@ -121,7 +123,9 @@ def _eager_result(
     None for any other call, and for calls with dropout, because a retry by another path would draw a second seed.
     """
     extension, by_triton, _ = eager.fast_path("attention", q)
-    if extension is None or dropout_p != 0.0 or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
+    if extension is None or dropout_p != 0.0 or CALL.get() is not None:
+        return None
+    if q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
         return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (q.shape[1] != k.shape[1] and not enable_gqa):
         return None

@@ -122,19 +122,20 @@ class UnreadWeights:
         raise StaysPaddedError(_READ)
 
 
-_call: ContextVar[OnTokens | None] = ContextVar("on_tokens", default=None)
+CALL: ContextVar[OnTokens | None] = ContextVar("on_tokens", default=None)
+"""Call of the layer that computes tokens alone; :func:`call_on_tokens` reads it."""
 
 
 @contextlib.contextmanager
 def on_tokens(mask: PackedMask) -> Iterator[OnTokens]:
     """Give attention in this block the mask of the tokens."""
     call = OnTokens(mask)
-    token = _call.set(call)
+    token = CALL.set(call)
     try:
         with _no_checkpoint():
             yield call
     finally:
-        _call.reset(token)
+        CALL.reset(token)
 
 
 @contextlib.contextmanager
@@ -158,7 +159,7 @@ def call_on_tokens() -> OnTokens | None:
     Raises:
         StaysPaddedError: inside a checkpoint, whose second run comes after the call.
     """
-    call = None if torch.compiler.is_compiling() else _call.get()
+    call = None if torch.compiler.is_compiling() else CALL.get()
     if call is not None and call.grad_enabled and not torch.is_grad_enabled():
         raise StaysPaddedError(_CHECKPOINT)
     return call
