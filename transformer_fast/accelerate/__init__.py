@@ -9,8 +9,6 @@ import sys
 import types
 from typing import Any
 
-from torch import nn
-
 from ..generation.forms import decoder_makers
 from .cached_decoder import as_decoder
 from .engine import accelerate
@@ -27,19 +25,9 @@ class _Callable(types.ModuleType):
 
     __wrapped__ = staticmethod(accelerate)  # inspect reads the signature from here
 
-    def __call__(
-        self,
-        model: nn.Module,
-        *,
-        fused_loss: bool = False,
-        packed: bool = False,
-        keep_weights: bool = False,
-        functional: bool = False,
-        quantize: str | Int8 | None = None,
-    ) -> Report:
+    def __call__(self, *args: Any, **kwargs: Any) -> Report:
         """See :func:`transformer_fast.accelerate.accelerate`."""
-        flags = {"fused_loss": fused_loss, "packed": packed, "keep_weights": keep_weights, "functional": functional}
-        return accelerate(model, **flags, quantize=quantize)
+        return accelerate(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (__name__,)

@@ -22,6 +22,7 @@ from .functional import FunctionalCalls
 from .huggingface import Attention, give_attention
 from .int8 import Int8, Plan, options
 from .kept_weights import give_layout, takes_layout
+from .keywords import with_named_errors
 from .made import Made, author_class, change_of, forget, hold, watched_class
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, Watching, output_layers
@@ -38,6 +39,7 @@ OWN_SUM = "it adds 16-bit losses in their dtype, and float16 may overflow: fused
 """Reason to list PyTorch's loss."""
 
 
+@with_named_errors
 def accelerate(
     model: nn.Module,
     *,
@@ -83,7 +85,7 @@ def accelerate(
         swap. ``report.undo()`` undoes all changes.
 
     Raises:
-        TypeError: if ``model`` is not a module.
+        TypeError: if ``model`` is not a module, a flag is no bool, or a keyword is unknown.
         ValueError: if the model cannot have int8 weights; the message has the reason.
 
     Example:
