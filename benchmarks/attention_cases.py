@@ -1,4 +1,4 @@
-"""Calls of attention that are measured or predicted, and the resources that each needs.
+"""Calls of attention that are measured, and the resources that each needs.
 
 Sentence batches have lognormal lengths with a median of 24 tokens and a sigma of 0.62, at most 256: of a batch of 64
 padded to its longest, some 12 % of the scores are of real pairs; padded to 256, some 2 %. Long batches have lengths
