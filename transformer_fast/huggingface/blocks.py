@@ -114,9 +114,9 @@ class RMSNorm(Fast):
 
     def compute(self, hidden_states: Tensor) -> Tensor | None:
         own = self._parameters
-        weight, bias, eps, kind = own["weight"], own.get("bias"), getattr(self, self.eps_name), self.kind
+        weight, bias, eps, kind = own.get("weight"), own.get("bias"), getattr(self, self.eps_name), self.kind
         if weight is None or weight.dtype != hidden_states.dtype or type(eps) is not float:
-            return None  # transformers' result has another dtype
+            return None  # a weight that is computed, or a result of another dtype
         found = None
         if type(hidden_states) is Tensor:
             found = eager_layer_norm(hidden_states, weight, bias, eps, kind, None)

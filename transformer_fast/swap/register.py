@@ -119,11 +119,10 @@ def register(
         ValueError: if the check finds a difference; the message has the largest error and its place.
 
     Example:
-        >>> import transformer_fast.reference.layers as mine
-        >>> x, keep = torch.randn(2, 5, 16), torch.ones(2, 1, 5, dtype=torch.bool)
-        >>> sample = mine.MultiHeadAttention(2, 16), (x, x, x, keep)
-        >>> with tfast.register(mine.MultiHeadAttention, tfast.layers.MultiHeadAttention, check=sample):
-        ...     report = tfast.accelerate(mine.EncoderLayer(16, 2))
+        >>> from transformer_fast.reference.layers import EncoderLayer, MultiHeadAttention as Mine
+        >>> inputs = *[torch.randn(2, 5, 16)] * 3, torch.ones(2, 1, 5, dtype=torch.bool)
+        >>> with tfast.register(Mine, tfast.layers.MultiHeadAttention, check=(Mine(2, 16), inputs)):
+        ...     report = tfast.accelerate(EncoderLayer(16, 2))
         >>> [row.now for row in report.attention]
         ['registered']
     """
