@@ -38,6 +38,8 @@ from pages import (
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, cli
+from transformer_fast.accelerate.packed.token_layer import TOKENS
+from transformer_fast.accelerate.registered import FAST
 
 TEXT = README.read_text()
 FIRST_LINES = DOCS / "first_lines.md"
@@ -187,6 +189,17 @@ def test_the_headline_is_what_the_records_say() -> None:
     page = (DOCS / "benchmarks.md").read_text()
     sentence = re.search(r"\*\*Masked attention.*?\*\*", page, re.DOTALL)[0]
     assert re.findall(r"\d+(?:\.\d)?", sentence) == [*attention, *step]
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered() -> Iterator[None]:
+    """Forget the classes that a block registers."""
+    tables = FAST, TOKENS
+    before = [table.copy() for table in tables]
+    yield
+    for table, rows in zip(tables, before, strict=True):
+        table.clear()
+        table.update(rows)
 
 
 @pytest.mark.parametrize("name", ["ops", "models", "generation"])
