@@ -266,8 +266,8 @@ FiveTensors forward_autocast(const Tensor& x, const Tensor& weight, const Option
 // Logits copied at a time, few enough to stay in a cache.
 constexpr int64_t kCopied = 1 << 20;
 
-// The cross entropy of logits (rows, vocabulary) with targets in the vocabulary: the sum of the losses in the type of
-// the arithmetic, and the gradient of that sum, undefined if not requested. The kernel overwrites copies of the logits.
+// The losses of logits (rows, vocabulary) with targets in the vocabulary, in the type of the arithmetic, and the gradient
+// of their sum, undefined if not requested. The kernel overwrites copies of the logits.
 std::tuple<Tensor, Tensor> of_logits(const Tensor& logits, const Tensor& target, double smoothing, bool gradient) {
   const int64_t rows = logits.size(0), vocabulary = logits.size(1);
   const int64_t most = std::max<int64_t>(64, kCopied / vocabulary);
@@ -279,7 +279,7 @@ std::tuple<Tensor, Tensor> of_logits(const Tensor& logits, const Tensor& target,
     chunk.copy_(logits.narrow(0, start, count));
     cross_entropy_rows(chunk, target, losses, start, smoothing, gradient);
   }
-  return {losses.sum(), gradient ? copies : Tensor()};
+  return {losses, gradient ? copies : Tensor()};
 }
 
 struct CrossEntropy {
@@ -305,14 +305,15 @@ Tensor loss_of_logits(const Tensor& logits, const Tensor& target_, double smooth
     const auto outside = [&](int64_t t) { return t != ignore_index && (t < 0 || t >= vocabulary); };
     if (std::any_of(targets, targets + rows, outside)) return {};
     const int64_t count = count_targets(target, ignore_index, vocabulary);
-    if (count == rows) {
-      std::tie(loss, gradient) = of_logits(logits, target, smoothing, records);
-    } else {
-      const Tensor counted = target.ne(ignore_index).nonzero().squeeze(1);
-      std::tie(loss, gradient) =
-          of_logits(logits.index_select(0, counted), target.index_select(0, counted), smoothing, records);
-      if (records) gradient = at::zeros(logits.sizes(), logits.options()).index_copy_(0, counted, gradient);
+    const Tensor ignored = count < rows ? target.eq(ignore_index) : Tensor();
+    Tensor losses;
+    std::tie(losses, gradient) =
+        of_logits(logits, ignored.defined() ? target.masked_fill(ignored, 0) : target, smoothing, records);
+    if (ignored.defined()) {
+      losses.masked_fill_(ignored, 0);
+      if (records) gradient.index_fill_(0, ignored.nonzero().squeeze(1), 0);
     }
+    loss = losses.sum();
     scale = at::scalar_tensor(mean && count > 0 ? 1.0 / count : 1.0, loss.options());
     if (mean) loss.div_(count);
   }

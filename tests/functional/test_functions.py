@@ -19,7 +19,7 @@ from transformer_fast.layers import functions
 from transformer_fast.testing import assert_as_exact_as_eager
 
 KEEP = torch.arange(9) < torch.tensor([9, 4])[:, None, None, None]
-TARGETS = torch.randint(0, 50, (20,), generator=torch.Generator().manual_seed(9))
+TARGETS = torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(9))
 IGNORED = TARGETS.masked_fill(torch.arange(20) % 3 == 0, -1)
 
 
@@ -29,12 +29,12 @@ class Inputs:
     Attributes:
         q, k, v: (2, 4, 9, 16); ``few`` has two heads, and ``bias`` is (4, 9, 9).
         x: rows (3, 7, 32), with ``gain`` and ``shift``; ``wide_gain`` and ``wide_shift`` are float32 at least.
-        logits: (20, 50).
+        logits: (20, 300).
     """
 
     SHAPES: ClassVar = {
         "q": (2, 4, 9, 16), "k": (2, 4, 9, 16), "v": (2, 4, 9, 16), "few": (2, 2, 9, 16), "bias": (4, 9, 9),
-        "x": (3, 7, 32), "gain": (32,), "shift": (32,), "wide_gain": (32,), "wide_shift": (32,), "logits": (20, 50),
+        "x": (3, 7, 32), "gain": (32,), "shift": (32,), "wide_gain": (32,), "wide_shift": (32,), "logits": (20, 300),
     }  # fmt: skip
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -85,6 +85,9 @@ TAKEN: dict[str, Call] = {
     "loss, sum": lambda t: F.cross_entropy(t.logits, TARGETS, reduction="sum"),
     "loss, smoothed": lambda t: F.cross_entropy(t.logits, TARGETS, label_smoothing=0.2),
     "loss, ignored": lambda t: F.cross_entropy(t.logits, IGNORED, ignore_index=-1, label_smoothing=0.1),
+    "loss, NaN in a row that is ignored": lambda t: F.cross_entropy(
+        t.logits.masked_fill((IGNORED == -1)[:, None], torch.nan), IGNORED, ignore_index=-1
+    ),
     "loss, all ignored": lambda t: F.cross_entropy(t.logits, torch.full((20,), -100)),
     "loss, strided": lambda t: F.cross_entropy(t.logits.t().contiguous().t(), TARGETS),
     "loss of torch.nn": lambda t: nn.CrossEntropyLoss(ignore_index=-1)(t.logits, IGNORED),
@@ -111,11 +114,12 @@ STAYS: dict[str, Call] = {
     "norm, grad": lambda t: torch.func.grad(lambda x: F.layer_norm(x, (32,)).pow(3).sum())(t.x.detach()),
     "norm, a subclass": lambda t: F.layer_norm(t.x.as_subclass(Labelled), (32,)),
     "norm of groups": lambda t: F.group_norm(t.x, 7),
-    "loss, weights": lambda t: F.cross_entropy(t.logits, TARGETS, weight=torch.rand(50)),
+    "loss, weights": lambda t: F.cross_entropy(t.logits, TARGETS, weight=torch.rand(300)),
+    "loss, few classes": lambda t: F.cross_entropy(t.logits[:, :255], TARGETS % 255),
     "loss, none": lambda t: F.cross_entropy(t.logits, TARGETS, reduction="none"),
     "loss, probabilities": lambda t: F.cross_entropy(t.logits, t.logits.detach().softmax(-1)),
     "loss, one row": lambda t: F.cross_entropy(t.logits[0], TARGETS[0]),
-    "loss, images": lambda t: F.cross_entropy(t.logits.view(2, 10, 50).transpose(1, 2), TARGETS.view(2, 10)),
+    "loss, images": lambda t: F.cross_entropy(t.logits.view(2, 10, 300).transpose(1, 2), TARGETS.view(2, 10)),
     "traced": lambda t: torch.jit.trace(lambda x: F.dropout(F.layer_norm(x, (32,)), 0.4), t.x, check_trace=False)(t.x),
 }
 """Calls that are torch's in a block too, bit for bit."""
@@ -186,8 +190,8 @@ WRONG: dict[str, Call] = {
     "norm, integers": lambda t: F.layer_norm(TARGETS, (20,)),
     "RMSNorm, eps": lambda t: F.rms_norm(t.x, (32,), eps="small"),
     "RMSNorm, weight": lambda t: F.rms_norm(t.x, (32,), t.gain[:31]),
-    "loss, target": lambda t: F.cross_entropy(t.logits, TARGETS + 40),
-    "loss, negative target": lambda t: F.cross_entropy(t.logits, TARGETS - 60),
+    "loss, target": lambda t: F.cross_entropy(t.logits, TARGETS + 200),
+    "loss, negative target": lambda t: F.cross_entropy(t.logits, TARGETS - 250),
     "loss, sizes": lambda t: F.cross_entropy(t.logits, TARGETS[:9]),
     "loss, smoothing": lambda t: F.cross_entropy(t.logits, TARGETS, label_smoothing=1.5),
     "loss, reduction": lambda t: F.cross_entropy(t.logits, TARGETS, reduction="average"),
@@ -291,7 +295,7 @@ def test_attention_on_a_gpu_is_ours_with_a_mask_or_dropout(dtype: torch.dtype, h
 def test_dropout_and_loss_on_a_gpu_are_torch_s_and_norms_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     with FakeTensorMode():
-        x, logits = torch.empty(2, 5, 64, device="cuda"), torch.empty(5, 64, device="cuda")
+        x, logits = torch.empty(2, 5, 64, device="cuda"), torch.empty(5, 300, device="cuda")
         assert functions.dropout(x, 0.3) is None and functions.builtin_dropout(x, 0.3, True) is None
         assert functions.cross_entropy(logits, torch.empty(5, device="cuda", dtype=torch.long)) is None
         for norm in (functions.layer_norm, functions.rms_norm):
@@ -310,7 +314,7 @@ def test_other_devices_are_torch_s() -> None:
 
 
 def test_a_loss_has_no_second_derivative_and_says_so() -> None:
-    logits = torch.randn(20, 50, requires_grad=True)
+    logits = torch.randn(20, 300, requires_grad=True)
     with tfast.functional():
         loss = F.cross_entropy(logits, TARGETS)
     (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
@@ -319,7 +323,7 @@ def test_a_loss_has_no_second_derivative_and_says_so() -> None:
 
 
 def test_a_loss_may_be_differentiated_several_times() -> None:
-    logits = torch.randn(20, 50, requires_grad=True)
+    logits = torch.randn(20, 300, requires_grad=True)
     with tfast.functional():
         loss = F.cross_entropy(logits, IGNORED, ignore_index=-1)
     grads = [torch.autograd.grad(loss, logits, torch.tensor(f), retain_graph=f < 3)[0].clone() for f in (2.0, 1.0, 3.0)]
@@ -330,7 +334,7 @@ def test_a_loss_may_be_differentiated_several_times() -> None:
 
 def test_logits_stay_as_they_were() -> None:
     """The kernel writes to copies."""
-    logits = torch.randn(20, 50)
+    logits = torch.randn(20, 300)
     before = logits.clone()
     with tfast.functional():
         F.cross_entropy(logits, TARGETS)
@@ -341,7 +345,7 @@ def test_logits_stay_as_they_were() -> None:
 def test_seeds_of_a_step() -> None:
     """A step of a small network, from one seed, twice."""
     rows = torch.randn(7, 32)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.3), nn.LayerNorm(32), nn.Linear(32, 50))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.3), nn.LayerNorm(32), nn.Linear(32, 300))
 
     @tfast.functional()
     def step() -> Tensor:

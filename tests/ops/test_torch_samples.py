@@ -21,6 +21,7 @@ from torch_samples import DTYPES, Call, outcome
 
 import transformer_fast as tfast
 from transformer_fast.function_mode import counted_calls
+from transformer_fast.layers import functions
 from transformer_fast.testing import assert_as_exact_as_eager, errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
@@ -178,7 +179,8 @@ def test_public_functions(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", samples.IN_BLOCKS)
-def test_torch_s_functions_in_a_block(name: str, dtype: torch.dtype) -> None:
+def test_torch_s_functions_in_a_block(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "FEW_CLASSES", 0)
     function = samples.in_a_block(name)
     with Gate(dtype) as gate, counted_calls() as calls:
         for what, call, torchs, exact in calls_of(name, dtype, scale_of(name)):

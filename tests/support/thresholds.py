@@ -299,6 +299,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "csrc/ops/linear.cpp:kLeastRows": lambda n: product(n, 1024, 1024),
     "csrc/ops/linear.cpp:kLeastProduct": lambda n: product(64, 256, scaled(n, 64 * 256)),
     "csrc/ops/linear.cpp:kLeastTransposed": lambda n: product(64, 256, scaled(n, 64 * 256)),
+    "transformer_fast/layers/functions.py:FEW_CLASSES": lambda n: loss_of_logits(9, n),
     "csrc/ops/cross_entropy.cpp:kCopied": lambda n: loss_of_logits(scaled(n, 2**13), 2**13),
     "transformer_fast/ops/cross_entropy.py:CHUNK_ELEMENTS": lambda n: loss(scaled(n, 2**17), 2**17),
     # decoding

@@ -23,6 +23,8 @@ from ..tracing import is_traced
 from .devices import left_to_torch
 from .dropout import fused_dropout
 
+FEW_CLASSES = 256
+"""Number of classes from which our cross entropy is faster than torch's."""
 _NARROW = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_NARROW, torch.float64)
 
@@ -85,9 +87,12 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Mean or sum of the losses of logits (N, C) with targets (N,) int64, on a CPU, in eager mode without autocast."""
+    """Mean or sum of the losses of logits (N, C), C of at least :data:`FEW_CLASSES`, with targets (N,) int64, on a CPU,
+    in eager mode without autocast."""
     given = weight, size_average, reduce
-    if any(option is not None for option in given) or not (direct := eager.native()):
+    if any(option is not None for option in given) or not isinstance(input, Tensor) or input.dim() != 2:
+        return None
+    if input.shape[1] < FEW_CLASSES or not (direct := eager.native()):
         return None
     loss = direct.cross_entropy(input, target, label_smoothing, ignore_index, reduction)
     return None if loss is None else loss.to(input.dtype)
