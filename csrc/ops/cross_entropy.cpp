@@ -182,9 +182,8 @@ FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTe
 // The scale of saved gradients in a backward, and whether that is the last use of the tensors that only the node has.
 struct Scale {
   Scale(const variable_list& grads, const Tensor& saved)
-      : tensor(grads[0] * saved),
-        ends(!torch::autograd::get_current_graph_task_keep_graph() &&
-             eager::is_plain_eager(grads, /*any_device=*/true)),
+      : tensor(grads[0] * saved), ends(!torch::autograd::get_current_graph_task_keep_graph() &&
+                                       eager::is_plain_eager(grads, /*any_device=*/true)),
         is_one(ends && tensor.is_cpu() && tensor.item<double>() == 1) {}
 
   // `alone`: true if only the node has the gradient, which is then scaled in place if the graph is not kept.
