@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 import packed_models as packed  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
-from transformer_fast.accelerate.packed.logits import TokenLogits  # noqa: E402
+from transformer_fast.huggingface.logits import TokenLogits  # noqa: E402
 from transformer_fast.layers.padded_calls import GAPS, NO_TOKEN, recorded  # noqa: E402
 from transformer_fast.masks.packing import Packing  # noqa: E402
 
@@ -46,8 +46,12 @@ def labels_at_padding(call: packed.Batch) -> dict[str, Any]:
 
 KEPT: dict[str, tuple[str, Callable[[packed.Batch], dict[str, Any]], str]] = {
     "weights": (BERT, lambda call: {"output_attentions": True}, "attention weights are requested (output_attentions)"),
+    "hidden states": (
+        BERT, lambda call: {"output_hidden_states": True},
+        "hidden states of the layers are requested (output_hidden_states)",
+    ),
     "a cache": (GPT2, lambda call: {"use_cache": True}, "keys and values are cached (use_cache, past_key_values)"),
-    "a mask of four dimensions": (BERT, four_dimensions, "its mask is a tensor, not padding, look-ahead or a window"),
+    "a mask of four dimensions": (BERT, four_dimensions, "its mask is a tensor, not padding or look-ahead"),
     "labels at padding": (
         BERT, labels_at_padding, "the loss reads padding: labels at padding, or after it, are not all -100",
     ),
@@ -111,17 +115,16 @@ def test_a_reentrant_checkpoint_inside_a_layer() -> None:
         def forward(self, hidden: Tensor, mask: Tensor, *_: Any, **kwargs: Any) -> Any:
             return checkpoint(lambda x, m: self.inner(x, m, **kwargs), hidden, mask, use_reentrant=True)
 
-    plain = packed.make(BERT, **DROPOUTS)
+    plain = packed.make(BERT)
     again = copy.deepcopy(plain)
     for layer in again.bert.encoder.layer:
         layer.attention = Again(layer.attention)
     call, found = packed.batch(BERT, "right"), []
     for model in (plain, again):
         report = tfast.accelerate(model, packed=True)
-        torch.manual_seed(3)
         step = packed.step(model.train(), call)
         found.append({name.replace(".inner", ""): t for name, t in step.items()})
-        assert not report.padded_calls.reasons
+    assert list(report.padded_calls.reasons) == ["a Again inside is not known; it may read padding"]
     packed.close(*found)
 
 
@@ -183,7 +186,6 @@ WAYS: dict[str, tuple[str, Callable[[nn.Module, dict[str, Any]], Outputs]]] = {
     "by position": (BERT, lambda m, given: (m(given["input_ids"], given["attention_mask"]).logits,)),
     "tuples": (BERT, lambda m, given: m(**given, return_dict=False)[1:]),
     "tuples of a decoder": (BART, lambda m, given: m(**given, return_dict=False)[1:2]),
-    "hidden states": (BERT, lambda m, given: m(**given, output_hidden_states=True).hidden_states[1:]),
     "inference mode": (BERT, lambda m, given: torch.inference_mode()(lambda: (m(**given).logits,))()),
 }
 
@@ -226,7 +228,7 @@ def test_the_inputs_of_a_decoder_end_where_its_labels_do() -> None:
     call = packed.batch(BART, "right")
     with recorded() as passes:
         without(**call.given)
-    assert [each.tokens for each in passes[2:]] == [int(call.tokens.sum())] * 2
+    assert [each.tokens for each in passes[1:]] == [int(call.tokens.sum())]
     assert not report.padded_calls.reasons
 
 
@@ -337,8 +339,8 @@ def test_the_output_layer_runs_on_tokens() -> None:
         return of(logits, packing)
 
     with mock.patch.object(TokenLogits, "of", watched):
-        outs = [model(**call.given) for _ in range(2)]  # the first call learns that the layer is called
-    assert seen == [(1, int(call.tokens.sum()))]
+        outs = [model(**call.given) for _ in range(2)]
+    assert seen == [(1, int(call.tokens.sum()))] * 2
     for out in outs:
         assert out.logits.shape[:2] == call.tokens.shape and not out.logits[~call.tokens].any()
         assert type(out.logits) is Tensor

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import packed_models as packed
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.packed.origin import HEADS, Head, listed
+from transformer_fast.huggingface.heads import HEADS, Head, listed
 
 pytestmark = pytest.mark.usefixtures("proven_once")
 PAGE = Path(__file__).parents[2] / "docs" / "packed.md"

@@ -15,7 +15,6 @@ pytest.importorskip("transformers")
 import packed_models as packed
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("proven_once")
 MODELS = ("BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration")
@@ -40,7 +39,7 @@ def test_a_step_is_that_of_the_plain_model(name: str, wrapper: str) -> None:
     if wrapper == "fully_shard":
         from torch.distributed.fsdp import fully_shard  # seconds, which each process that collects would spend
 
-        for module in [m for m in model.modules() if isinstance(m, Packed) and hasattr(m, "self_attn")]:
+        for module in [m for m in model.modules() if hasattr(m, "self_attn")]:
             fully_shard(module)
         fully_shard(model)
         loss = model(**call.given).loss

@@ -17,8 +17,7 @@ transformers = pytest.importorskip("transformers")
 import packed_models as packed  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
-from transformer_fast.integrations.unpadded import Unpadded, known  # noqa: E402
-from transformer_fast.layers.padded_calls import PaddedCalls  # noqa: E402
+from transformer_fast.integrations.tokens import is_full, packing_at, with_packing  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("proven_once")
 WAITS = (
@@ -123,27 +122,8 @@ def test_a_stack_of_torch_reads_its_masks_once() -> None:
 
 def test_a_mask_that_was_written_to_is_read_again() -> None:
     keep = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    call, device = Unpadded(PaddedCalls()), torch.device("cpu")
-
-    def packing(mask: torch.Tensor) -> object:
-        return call.packing(mask, 2, 4, device, causal=None)
-
-    first = packing(keep)
-    assert packing(keep[:]) is first and packing(keep.clone()) is first
+    first = packing_at(with_packing(keep, packing_at(keep)))
+    assert packing_at(keep) is first and packing_at(keep.clone()) is not first and not is_full(keep)
     keep[0, 1] = False
-    again = packing(keep)
-    assert again is not first and again is not None and again.total == 4
-
-
-def test_a_known_mask_is_converted_to_the_same_tensor_until_one_is_written_to() -> None:
-    for written in ("nothing", "the mask", "the alias", "the tensor"):
-        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-        keep = mask.bool()
-        alias = known(mask, keep)
-        assert torch.equal(alias, mask) and alias.to(torch.float64).dtype == torch.float64
-        for name, t in (("the mask", mask), ("the alias", alias), ("the tensor", keep)):
-            if name == written:
-                t[0, 0] = 0
-        converted = alias.to(device=mask.device, dtype=torch.bool)
-        assert (converted is keep) == (written == "nothing")
-        assert torch.equal(converted, mask.bool())
+    again = packing_at(keep)
+    assert again is not first and again.total == 4

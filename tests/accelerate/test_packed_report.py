@@ -16,16 +16,16 @@ def test_explain_counts_positions_and_tokens() -> None:
     call, seq2seq = packed.batch(BERT, "right"), packed.batch(BART, "right")
     _, _, report = both(BERT)
     text = report.explain(call.given)
-    assert text.splitlines()[2].split() == ["bert.encoder.layer", "(2)", "27", "17", "17"]
+    assert text.splitlines()[2].split() == ["bert.encoder", "(2)", "27", "17", "17"]
     assert text.endswith("these layers skip 37% of their positions, which are padding")
     kept = report.explain(call.given | {"output_attentions": True})
-    assert kept.splitlines()[2].split()[:4] == ["bert.encoder.layer", "(2)", "27", "27"]
+    assert kept.splitlines()[2].split()[:4] == ["bert.encoder", "(2)", "27", "27"]
     assert kept.splitlines()[2].endswith("attention weights are requested (output_attentions)")
     _, _, report = both(BART)
     rows = [line.split() for line in report.explain(seq2seq.given).splitlines()[2:-1]]
     assert rows == [
-        ["model.encoder.layers", "(2)", "27", "17", "17"],
-        ["model.decoder.layers", "(2)", "21", "13", "13"],
+        ["model.encoder", "(2)", "27", "17", "17"],
+        ["model.decoder", "(2)", "21", "13", "13"],
     ]
     assert "no padding" in both(BERT)[2].explain((torch.ones(2, 5, dtype=torch.int64),))
 

@@ -292,7 +292,7 @@ def test_tensors_that_this_package_makes_keep_modules_fused() -> None:
     ``TokenLogits`` have values. No module of a model reads logits.
     """
     from transformer_fast.accelerate import lazy_logits
-    from transformer_fast.accelerate.packed.logits import TokenLogits
+    from transformer_fast.huggingface.logits import TokenLogits
     from transformer_fast.integrations import lazy_bias, lazy_mask
 
     assert lazy_logits and lazy_bias and lazy_mask

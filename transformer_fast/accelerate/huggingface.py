@@ -18,7 +18,6 @@ from torch import nn
 
 from ..integrations import dispatch
 from ..integrations import transformers as integration
-from ..integrations.lazy_bias import with_lazy_bias
 from ..integrations.names import NAME, NAMES, is_ours
 from .report import ALREADY, Attribute, Row
 
@@ -85,25 +84,6 @@ class Part:
         names = sorted({self.name_for(c) for c in self.configs.values() if c._attn_implementation in NAMES})
         now = f"attn_implementation={', '.join(names)}"
         return Row(self.path, was, None if self.obstacle else now, self.obstacle)
-
-
-@dataclasses.dataclass
-class _Class:
-    """A change of a module's class."""
-
-    module: nn.Module
-    new: type[nn.Module]
-    old: type[nn.Module] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.old = type(self.module)
-
-    def put(self) -> None:
-        self.module.__class__ = self.new
-
-    def undo(self) -> None:
-        if type(self.module) is self.new:
-            self.module.__class__ = self.old
 
 
 @dataclasses.dataclass
@@ -204,8 +184,6 @@ def _changes(model: nn.Module, parts: list[Part]) -> list[Any]:
                 memo[id(config)]._attn_implementation_internal = part.name_for(config)
             stays.add(id(config))
             todo.extend((inner, part) for inner in vars(config).values() if _is_config(inner))
-    layers = {id(m): m for part in ours for m in part.modules}.values()
-    changes += [_Class(m, made) for m in layers if (made := with_lazy_bias(type(m))) is not type(m)]
     return changes
 
 

@@ -27,10 +27,10 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
 from .. import backends, ops
+from ..lazy_tensor import VIEWS, Lazy, Node, cast, make_nothing
 from ..ops import eager
 from ..tensor_cache import stamp_of
 from ..tracing import is_traced
-from .lazy_tensor import VIEWS, Lazy, Node, cast, make_nothing
 from .report import LOCK
 
 _aten = torch.ops.aten

@@ -1,6 +1,11 @@
 """Models of Hugging Face transformers: the table of classes, and their fast forwards."""
 
 from .blocks import Fast
-from .table import fast_class, note
+from .heads import output_layer
+from .inside import has_code_of_a_user
+from .stacks import Stack
+from .table import fast_class, is_packed, model_class, not_in_the_table, note, packed_class
 
-__all__ = ["Fast", "fast_class", "note"]
+__all__ = [
+    "Fast", "Stack", "fast_class", "has_code_of_a_user", "is_packed", "model_class", "not_in_the_table", "note", "output_layer", "packed_class",
+]  # fmt: skip

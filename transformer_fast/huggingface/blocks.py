@@ -7,12 +7,17 @@ children of the module at each call. A child that is hooked, replaced or subclas
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..integrations.names import is_ours
+from ..integrations.tokens import BOUNDARIES
 from ..layers.activated import activated_linear
 from ..layers.dropout import apply_dropout
 from ..layers.feed_forward import linear_relu_dropout
@@ -20,12 +25,35 @@ from ..layers.hooks import is_plain
 from ..layers.norm import Unsummed, norm_and_sum
 from ..layers.norm import unsummed as sum_of_one_dtype
 from ..layers.prepacked import product_of
+from ..masks import AttentionMask
 from ..ops.linear import is_faster
 from ..ops.norm import eager_layer_norm
+from ..tracing import is_traced
+
+
+@dataclasses.dataclass(frozen=True)
+class Former:
+    """Class of transformers from which a fast class is derived.
+
+    Attributes:
+        kind: the class.
+        forward: its method.
+        names: arguments of the method that have a place, without ``self``.
+        head: of a model around stacks, what its head reads.
+        reads_last: of such a model, True if a head of one position reads the last token of a row, not the first one.
+    """
+
+    kind: type[nn.Module]
+    forward: Callable[..., Any]
+    names: tuple[str, ...]
+    head: Any = None
+    reads_last: bool = False
 
 
 class Fast(nn.Module):
     """First base of a fast class; the last base is the class of transformers."""
+
+    _former: Former
 
     @staticmethod
     def obstacle(module: Any) -> str:
@@ -215,6 +243,58 @@ class PreNormDecoderLayer(DecoderLayer):
     """mBART's decoder layer."""
 
     norm_first = True
+
+
+WORTH_IT = 256 * 256
+"""Minimum number of scores per head for relative positions in normal form. With fewer, as in a step of generation,
+reading a dense bias is faster than making a table of distances."""
+
+
+class RelativeAttention(Fast):
+    """T5's attention, with its relative positions as a part of the mask: no bias of size (Lq, Lk) is made.
+
+    The first layer returns that part in place of the bias, and the layers behind it read it.
+    """
+
+    def compute(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | AttentionMask | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, AttentionMask, Tensor | None] | None:
+        if torch.compiler.is_compiling() or is_traced() or not is_ours(self.config._attn_implementation):
+            return None
+        source = hidden_states if key_value_states is None else key_value_states
+        is_small = hidden_states.shape[1] * source.shape[1] < WORTH_IT and BOUNDARIES not in kwargs
+        if position_bias is None:
+            if cache is not None or past_key_values is not None or (is_small and self.has_relative_attention_bias):
+                return None
+            if not self.has_relative_attention_bias:
+                position_bias = AttentionMask()
+            elif self.training and getattr(self, "gradient_checkpointing", False):
+                return None
+            else:
+                position_bias = self._positions()
+        elif not isinstance(position_bias, AttentionMask):
+            return None
+        q, k, v = (
+            linear(x).view(*x.shape[:-1], -1, self.key_value_proj_dim).transpose(1, 2)
+            for linear, x in ((self.q, hidden_states), (self.k, source), (self.v, source))
+        )
+        attend = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        p = self.dropout if self.training else 0.0
+        out, weights = attend(
+            self, q, k, v, mask, dropout=p, scaling=self.scaling, position_bias=position_bias, **kwargs
+        )
+        return self.o(out.reshape(*hidden_states.shape[:-1], -1)), position_bias, weights
+
+    def _positions(self) -> AttentionMask:
+        weight = self.relative_attention_bias.weight
+        return AttentionMask.relative(weight, self.relative_attention_max_distance, not self.is_decoder)
 
 
 def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:

@@ -164,6 +164,10 @@ _CLASSES = {
         longt5: LongT5LayerFF, mt5: MT5LayerFF, pix2struct: Pix2StructTextLayerFF, pop2piano: Pop2PianoLayerFF,
         t5: T5LayerFF, udop: UdopLayerFF, umt5: UMT5LayerFF
     """,
+    "RelativeAttention": """
+        longt5: LongT5Attention, mt5: MT5Attention, pop2piano: Pop2PianoAttention,
+        switch_transformers: SwitchTransformersAttention, t5: T5Attention, udop: UdopAttention
+    """,
     "EncoderLayer": """
         bart: BartEncoderLayer, blenderbot_small: BlenderbotSmallEncoderLayer, informer: InformerEncoderLayer,
         marian: MarianEncoderLayer, plbart: PLBartEncoderLayer,
@@ -190,10 +194,41 @@ _CLASSES = {
 """Classes by the name of their fast class in ``blocks.py``: the folder of a model, a file if its name differs from that
 of the folder, and the classes in the file. Classes of one fast class have the same code."""
 
+_STACKS = {
+    "Encoder": """
+        albert: AlbertTransformer, bert: BertEncoder, camembert: CamembertEncoder,
+        electra: ElectraEncoder, roberta: RobertaEncoder, xlm_roberta: XLMRobertaEncoder
+    """,
+    "EncoderOfDistilBert": "distilbert: Transformer",
+    "Model": """
+        gemma2: Gemma2Model, gpt2: GPT2Model, gpt_neox: GPTNeoXModel, llama: LlamaModel, mistral: MistralModel,
+        phi: PhiModel, qwen2: Qwen2Model, qwen3: Qwen3Model
+    """,
+    "CountedPositions": "opt: OPTDecoder",
+    "BidirectionalModel": "eurobert: EuroBertModel, modernbert: ModernBertModel",
+    "TextStack": """
+        bart: BartDecoder BartEncoder, m2m_100: M2M100Decoder M2M100Encoder, marian: MarianDecoder MarianEncoder,
+        mbart: MBartDecoder MBartEncoder, pegasus: PegasusDecoder PegasusEncoder
+    """,
+    "StackOfDistances": "mt5: MT5Stack, t5: T5Stack",
+    "BertLayer": """
+        bert: BertLayer, camembert: CamembertLayer, electra: ElectraLayer, roberta: RobertaLayer,
+        xlm_roberta: XLMRobertaLayer
+    """,
+    "PositionTable": """
+        bart: BartLearnedPositionalEmbedding, marian: MarianSinusoidalPositionalEmbedding,
+        mbart: MBartLearnedPositionalEmbedding, pegasus: PegasusSinusoidalPositionalEmbedding
+    """,
+    "PositionTableOfIds": "m2m_100: M2M100SinusoidalPositionalEmbedding",
+}
+"""Classes that compute tokens alone with ``packed=True``, by the name of their fast class in ``stacks.py`` and
+``token_layers.py``. The models
+in the same files that transformers lists by their heads run their output layers and losses on tokens."""
 
-def _by_full_name() -> dict[str, str]:
-    found = {"transformers.pytorch_utils.Conv1D": "TransposedLinear"}
-    for fast, text in _CLASSES.items():
+
+def _by_full_name(table: dict[str, str]) -> dict[str, str]:
+    found = {}
+    for fast, text in table.items():
         for row in text.split(","):
             place, names = row.split(":")
             folder, _, stem = place.strip().partition("/")
@@ -201,8 +236,17 @@ def _by_full_name() -> dict[str, str]:
     return found
 
 
-CLASSES = _by_full_name()
+NOT_SHIFTED = {"BartForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "PegasusForCausalLM"}
+"""Causal models whose loss compares the logits of a position with the label of the same position."""
+
+CLASSES = {"transformers.pytorch_utils.Conv1D": "TransposedLinear", **_by_full_name(_CLASSES)}
 """Name of the fast class, by the full name of a class of transformers."""
+STACKS = _by_full_name(_STACKS)
+"""Name of the fast class with ``packed=True``, by the full name of a class of transformers."""
+
+
+FILES = frozenset(path.rpartition(".")[0] for path in STACKS)
+"""Files of the stacks."""
 
 
 def name_of(kind: type) -> str | None:

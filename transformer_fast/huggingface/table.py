@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from typing import Any
 from torch import nn
 
 from ..tensors import takes_fused_ops
-from . import blocks, supported
-from .blocks import Fast
+from . import blocks, heads, stacks, supported, token_layers
+from .blocks import Fast, Former
+from .heads import Head, HeadModel
+from .inside import is_held
 
 
 def fast_class(kind: type[nn.Module]) -> type[Fast] | None:
@@ -23,23 +26,57 @@ def fast_class(kind: type[nn.Module]) -> type[Fast] | None:
         None for a class that is not in the table, for a user's class, for a class whose ``forward`` was replaced, and
         for a version of transformers that the table does not have.
     """
-    if supported.name_of(kind) is None or not supported.has_version() or not is_original(kind):
+    name = supported.name_of(kind)
+    if name is None or not supported.has_version() or not is_original(kind):
         return None
-    return _made(kind)
+    return _made(kind, getattr(blocks, name))
+
+
+def packed_class(kind: type[nn.Module]) -> type[Fast] | None:
+    """Return the fast class of a stack, or of a table of positions, for ``packed=True``; None as :func:`fast_class`."""
+    name = supported.STACKS.get(f"{kind.__module__}.{kind.__qualname__}")
+    if name is None or not supported.has_version() or not is_original(kind):
+        return None
+    return _made(kind, _on_tokens(name), is_named_alike=True)
+
+
+def _on_tokens(name: str) -> type[Fast]:
+    return getattr(stacks, name, None) or getattr(token_layers, name)
+
+
+def model_class(kind: type[nn.Module]) -> type[HeadModel] | None:
+    """Return the fast class of a model around stacks; None for a class that transformers does not list by its head, or
+    whose file has no stack in the table."""
+    if not supported.has_version() or kind.__module__ not in supported.FILES or not is_original(kind):
+        return None
+    head = heads.head_of(kind.__name__)
+    return None if head is None else _model(kind, head)
+
+
+def is_packed(kind: type[nn.Module]) -> bool:
+    """Return True for a stack, and for a class that has a fast one."""
+    return issubclass(kind, stacks.Stack) or packed_class(kind) is not None
+
+
+def not_in_the_table(kind: type[nn.Module]) -> str:
+    """Reason why a model of transformers keeps its padding."""
+    if not supported.has_version():
+        return f"its classes are not in the table for transformers {supported.version()}"
+    return f"the table of stacks without padding has no class of {kind.__name__}"
 
 
 def is_original(kind: type[nn.Module]) -> bool:
-    """Return True if transformers' module holds this very class, and defines its ``forward``."""
-    module = sys.modules.get(kind.__module__)
-    if module is None or vars(module).get(kind.__qualname__) is not kind:
+    """Return True if transformers' modules hold this very class, and the one that defines its ``forward``."""
+    definer = next(base for base in kind.__mro__ if "forward" in vars(base))
+    if not (is_held(kind) and is_held(definer)):
         return False
     forward: Any = kind.forward
     while (inner := getattr(forward, "__wrapped__", None)) is not None:  # checkpointing, renamed arguments
         if not _is_transformers(forward):
             return False
         forward = inner
-    own = isinstance(forward, types.FunctionType) and forward.__globals__ is vars(module)
-    return own and forward.__qualname__ == f"{kind.__qualname__}.forward"
+    own = isinstance(forward, types.FunctionType) and forward.__globals__ is vars(sys.modules[definer.__module__])
+    return own and forward.__qualname__ == f"{definer.__qualname__}.forward"
 
 
 def note(model: nn.Module) -> str:
@@ -54,12 +91,40 @@ def note(model: nn.Module) -> str:
 
 
 @functools.cache
-def _made(kind: type[nn.Module]) -> type[Fast]:
-    base: type[Fast] = getattr(blocks, supported.name_of(kind) or "")
+def _made(kind: type[nn.Module], base: type[Fast], *, is_named_alike: bool = False, **more: Any) -> type[Fast]:
     _, _, stem = kind.__module__.rpartition(".")
-    qualname = f"{kind.__qualname__}_of_{stem}"
-    attributes = {"__module__": __name__, "__qualname__": qualname, "__doc__": kind.__doc__}
+    attributes = {"__module__": __name__, "__qualname__": f"{kind.__qualname__}_of_{stem}", "__doc__": kind.__doc__}
+    if is_named_alike:  # transformers finds what a model records by the full name of its class
+        attributes |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced}
+    attributes["_former"] = Former(kind, kind.forward, _names(kind.forward), **more)
     return type(kind.__name__, (base, kind), {**attributes, "forward": _forward(kind, base.compute)})
+
+
+def _reduced(self: Fast, protocol: int) -> tuple[Any, ...]:
+    _, _, *rest = super(type(self), self).__reduce_ex__(protocol)
+    return _remade, (self._former.kind,), *rest
+
+
+def _remade(kind: type[nn.Module]) -> nn.Module:
+    """New module of the fast class, for a pickle; in a version that the table does not have, of the class itself."""
+    made = packed_class(kind) or model_class(kind) or kind
+    return made.__new__(made)
+
+
+@functools.cache
+def _model(kind: type[nn.Module], head: Head) -> type[HeadModel]:
+    reads_last = any(
+        issubclass(_on_tokens(name), stacks.Model) and _on_tokens(name) is not stacks.BidirectionalModel
+        for path, name in supported.STACKS.items()
+        if path.startswith(f"{kind.__module__}.")
+    )
+    return _made(kind, HeadModel, is_named_alike=True, head=head, reads_last=reads_last)  # type: ignore[return-value]
+
+
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the arguments of a method that have a place, without ``self``."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 def _forward(kind: type[nn.Module], compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,10 +144,11 @@ def _forward(kind: type[nn.Module], compute: Callable[..., Any]) -> Callable[...
 
 
 def _is_transformers(function: Any) -> bool:
-    """Return True for a function that a module of transformers defines."""
+    """Return True for a function that a module of transformers defines, and for torch's ``no_grad`` around one."""
     of: dict[str, Any] = getattr(function, "__globals__", {})
     name = of.get("__name__", "")
-    return name.partition(".")[0] == "transformers" and of is getattr(sys.modules.get(name), "__dict__", None)
+    known = name.partition(".")[0] == "transformers" or name == "torch.utils._contextlib"
+    return known and of is getattr(sys.modules.get(name), "__dict__", None)
 
 
 def __getattr__(name: str) -> type[nn.Module]:

@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 
 from .layer_code import calls_the_interface, keywords_of, names_of, own_arguments, strings_of, uses_masks_by_itself
-from .lazy_bias import with_lazy_bias
 
 _prepared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Configs and models by id."""
@@ -60,15 +59,10 @@ def prepare_caller(config: Any) -> None:
     if config is None or _prepared.get(id(config)) is config:
         return
     if models := _running_models():
-        model, outermost = models[0], models[-1]
+        model = models[0]
         layers = dict.fromkeys(type(m) for m in model.modules() if not hasattr(m, "post_init"))  # without models
         if (layer := _attention_of_its_own(layers)) is not None:
             raise NotImplementedError(_message(type(model), layer, config._attn_implementation))
-        if _prepared.get(id(outermost)) is not outermost:  # with parts that ask for no mask
-            for module in outermost.modules():
-                if (made := with_lazy_bias(type(module))) is not type(module):
-                    module.__class__ = made
-            _prepared[id(outermost)] = outermost
         _prepared[id(config)] = config
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..layers.padded_calls import StaysPaddedError
 from ..masks import AttentionMask
-from ..masks.packing import PackedMask, Packing
+from ..masks.arguments import parts_beside
 from ..tensors import made_when_read
 
 _LAYOUT = {
@@ -56,10 +54,10 @@ class LazyMask(Tensor):
     a key is kept and the least number of the dtype where not, to be added to the scores.
 
     Attributes:
-        call: the :class:`~.unpadded.Unpadded` call in which the mask was made; None outside of such a call.
+        keep: the padding in the mask, bool (B, Lk); None for none.
     """
 
-    call: Any = None
+    keep: Tensor | None = None
     _content: _Content
 
     @staticmethod
@@ -77,6 +75,13 @@ class LazyMask(Tensor):
         if dense is None or dense._version == self._content.version:
             return self._content.normal
         return AttentionMask(keep_mask=dense) if self.dtype == torch.bool else AttentionMask(additive_bias=dense)
+
+    def is_padding(self, is_causal: bool) -> bool:
+        """Return True if the mask is padding alone, or padding and a look-ahead mask."""
+        mask = self.mask
+        if parts_beside(mask, "key_keep_mask", "causal_offset"):
+            return False
+        return (mask.key_keep_mask is None) is (self.keep is None) and (mask.causal_offset == 0) is is_causal
 
     def __repr__(self, **_: Any) -> str:
         return f"{type(self).__name__}({self.mask}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -121,45 +126,6 @@ class LazyMask(Tensor):
             return args[0].alias()
         args, kwargs = tree_map_only(LazyMask, lambda lazy: lazy.dense(), (args, kwargs or {}))
         return function(*args, **kwargs)
-
-
-class PackedLazyMask(LazyMask):
-    """Mask of a packed batch, (1, 1, Tq, Tk): tokens see the tokens of their own sequence.
-
-    Attributes:
-        packed: mask for the kernels.
-        by_layer: True in place of a mask that the model left out: ``is_causal`` of the layer says what its tokens see.
-    """
-
-    packed: PackedMask
-    by_layer: bool
-
-    @property
-    def has_gaps(self) -> bool:
-        """Return True if padding was removed between tokens of a sequence, which changes their distances."""
-        return self.packed.queries.has_gaps or self.packed.keys.has_gaps
-
-    @staticmethod
-    def __new__(cls, packed: PackedMask, device: torch.device, dtype: torch.dtype, by_layer: bool = False) -> Any:
-        shape = 1, 1, packed.queries.total, packed.keys.total
-        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        lazy.packed, lazy.by_layer = packed, by_layer
-        return lazy
-
-    @functools.cached_property
-    def _content(self) -> _Content:  # type: ignore[override]
-        """The mask as an AttentionMask, for code that does not support PackedMask."""
-        mask = AttentionMask.documents(_sequences(self.packed.queries), _sequences(self.packed.keys))
-        return _Content(mask if self.packed.window is None else mask & self.packed.window)
-
-    def dense(self) -> Tensor:
-        """Refuse: code that is not ours gets the mask of the padded rows, as in the plain model."""
-        raise StaysPaddedError("a module inside it, which is not fused, reads the mask")
-
-
-def _sequences(packing: Packing) -> Tensor:
-    """Sequence index per token, int64 (1, T)."""
-    return (packing.indices // max(packing.length, 1))[None]
 
 
 def bounds_of(pattern: Any, offset: int) -> AttentionMask | None:

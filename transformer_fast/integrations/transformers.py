@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layers.padded_calls import GAPS, StaysPaddedError
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes
-from . import dispatch, flattened, unpadded
+from . import dispatch, flattened
 from .layer_code import own_arguments
-from .lazy_bias import LazyBias
-from .lazy_mask import LazyMask, PackedLazyMask, bounds_of
+from .lazy_mask import LazyMask, bounds_of
 from .names import NAME, NAMES, registered
+from .tokens import Boundaries, is_flat, is_full
 
 SPARSE = {
     "sinks": "a sink for each query",
@@ -70,10 +69,11 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | AttentionMask | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     empty_rows: str = "uniform",
+    boundaries: Boundaries | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with the signature of transformers' attention interface.
@@ -86,12 +86,13 @@ def attention_forward(
         dropout: probability, on the weights.
         scaling: factor of the scores; ``1 / sqrt(D)`` by default.
         is_causal: look-ahead mask; used without ``attention_mask`` and with more than one query.
-        position_bias: float, added to the scores.
+        position_bias: float, added to the scores; or relative positions as a part of a mask.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added.
         s_aux: (H,), attention sinks.
         cu_seq_lens_q, max_length_q: int32 (B + 1,) and an int, where the sequences of a flattened batch begin, and the
             length of the longest; each sequence attends to itself (:mod:`.flattened`).
         empty_rows: what a query with every key blocked gets, as in :func:`~transformer_fast.attention`.
+        boundaries: sequences of a stack that computes tokens alone; other masks are not read then.
 
     Returns:
         (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
@@ -102,6 +103,10 @@ def attention_forward(
             model with cross-attention.
         ValueError: for sequences that do not fit the tokens.
     """
+    if boundaries is not None:
+        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
+        options["sliding_window"] = kwargs.get("sliding_window")
+        return boundaries.attend(module, query, key, value, position_bias, **options), None
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
             layer = type(module).__name__
@@ -114,22 +119,14 @@ def attention_forward(
             )
     wanted = "dropped" if kwargs.get("output_attentions") or weights_are_captured() else False
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
-    if isinstance(attention_mask, PackedLazyMask) and not wanted:
-        packed_mask = _packed_mask(attention_mask, position_bias, module, is_causal)
-        if packed_mask is not None:
-            of_queries, of_keys = (
-                flattened.Bounds(p.cu_seqlens, p.max_length)
-                for p in (attention_mask.packed.queries, attention_mask.packed.keys)
-            )
-            return of_queries.attend(query, key, value, packed_mask, of_keys, **options), None
     sequences = flattened.Bounds.of(module, query, key, kwargs)
     if sizes(query)[0] != sizes(key)[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
-    if _is_left_to_the_layer(attention_mask, query) and _looks_back(module, is_causal):
-        mask = AttentionMask.causal() if mask is None else mask & AttentionMask.causal()
-    if isinstance(position_bias, LazyBias) and position_bias.shape[2:] == (query.shape[2], key.shape[2]):
-        mask = position_bias.mask if mask is None else mask & position_bias.mask
+    if attention_mask is None and sizes(query)[2] > 1 and _looks_back(module, is_causal):
+        mask = AttentionMask.causal()
+    if isinstance(position_bias, AttentionMask):
+        mask = position_bias if mask is None else mask & position_bias
     elif position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     options["empty_rows"] = empty_rows
@@ -143,13 +140,13 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def weights_are_captured() -> bool:
-    """Return True if transformers records the weights of this call. Layers such as GPT-2's do not pass
-    ``output_attentions`` on; transformers captures the weights that the layer returns."""
+def weights_are_captured(what: str = "attentions") -> bool:
+    """Return True if transformers records the weights of this call, or the hidden states of its layers. Layers such as
+    GPT-2's do not pass ``output_attentions`` on; transformers captures the weights that the layer returns."""
     capturing = sys.modules.get("transformers.utils.output_capturing")  # since transformers 5
     if capturing is None or torch.compiler.is_compiling():
         return False
-    return any("attentions" in key for key in capturing._active_collector.get() or ())
+    return any(what in key for key in capturing._active_collector.get() or ())
 
 
 def eager_forward(
@@ -241,9 +238,11 @@ def _mask_as_by(theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[st
 
     if torch.compiler.is_compiling() or is_traced() or args:
         return theirs(*args, **kwargs)
+    if is_flat():
+        return None
     kwargs = flattened.apart(kwargs)
     shape = tuple(kwargs.get(name) for name in ("batch_size", "q_length", "kv_length"))
-    mask = _normal_form(**kwargs)
+    mask, padding = _normal_form(**kwargs)
     may_be_left_out = kwargs.get("allow_is_bidirectional_skip") or theirs is sdpa_mask
     if mask is not None and mask.key_keep_mask is not None and (shape[1] == shape[2] or mask.causal_offset is None):
         may_be_left_out = False  # a query sees each key, so the padding must be in the mask
@@ -256,10 +255,11 @@ def _mask_as_by(theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[st
         keep = sdpa_mask(**kwargs | {"allow_is_causal_skip": False})
         if keep is None:
             return None
+        padding = None
         mask, shape = AttentionMask.keep(keep), (keep.shape[0], *keep.shape[2:])
     dtype = torch.bool if theirs is sdpa_mask else kwargs.get("dtype", torch.float32)
     lazy = LazyMask(mask, (shape[0], 1, *shape[1:]), torch.device(kwargs.get("device", "cpu")), dtype)
-    lazy.call = unpadded.current()
+    lazy.keep = padding
     return lazy
 
 
@@ -273,48 +273,33 @@ def _normal_form(
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> AttentionMask | None:
-    """Mask in normal form, from the arguments of transformers' mask functions; None if it has none."""
+) -> tuple[AttentionMask | None, Tensor | None]:
+    """Mask in normal form, from the arguments of transformers' mask functions, and its padding, bool (B, Lk); None for
+    a mask that has no such form, and without padding."""
     if not all(type(n) is int for n in (batch_size, q_length, kv_length, q_offset, kv_offset)):
-        return None
+        return None, None
     patterns, sequences = flattened.split(mask_function)
     mask = AttentionMask() if sequences is None else AttentionMask.documents(sequences)
     for pattern in patterns:
         bounds = bounds_of(pattern, q_offset - kv_offset)
         if bounds is None:
-            return None
+            return None, None
         mask = mask & bounds
-    if attention_mask is not None:
-        if attention_mask.dim() != 2 or attention_mask.shape[1] < kv_offset + kv_length:
-            return None
-        keys = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-        if unpadded.has_padding(keys):
-            mask = mask & AttentionMask.keep(keys[:, None, None])
-    return mask
-
-
-def _is_left_to_the_layer(mask: Tensor | None, query: Tensor) -> bool:
-    """Return True for a call without a mask, where the layer says if it is causal; also of packed tokens."""
-    return mask.by_layer if isinstance(mask, PackedLazyMask) else mask is None and sizes(query)[2] > 1
+    if attention_mask is None:
+        return mask, None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < kv_offset + kv_length:
+        return None, None
+    keys = attention_mask.to(torch.bool)
+    if kv_offset or keys.shape[1] != kv_length:
+        keys = keys[:, kv_offset : kv_offset + kv_length]
+    if is_full(keys):
+        return mask, None
+    return mask & AttentionMask.keep(keys[:, None, None]), keys
 
 
 def _looks_back(module: nn.Module, is_causal: bool | None) -> bool:
     """Return True if a layer without a mask is causal."""
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
-
-
-def _packed_mask(
-    mask: PackedLazyMask, position_bias: Tensor | None, module: nn.Module, is_causal: bool | None
-) -> AttentionMask | None:
-    """Mask parts of a packed batch, counted within each sequence; None if the bias is a tensor."""
-    within = mask.packed.window or AttentionMask()
-    if mask.by_layer and _looks_back(module, is_causal):
-        within = AttentionMask.causal()
-    if position_bias is None:
-        return within
-    if mask.has_gaps:
-        raise StaysPaddedError(GAPS)
-    return within & position_bias.mask if isinstance(position_bias, LazyBias) else None
 
 
 def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:

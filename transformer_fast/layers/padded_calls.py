@@ -24,7 +24,7 @@ NO_TOKEN = "a batch has no token at all"
 NO_SOURCE = "a row of the encoder has no token"
 
 _LOG = logging.getLogger("transformer_fast")
-_LISTS = ("layers", "enc_layers", "dec_layers", "blks")
+_LISTS = ("layers", "enc_layers", "dec_layers", "blks", "layer", "block", "h", "albert_layer_groups")
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,5 @@
 """Models that skip the padding of a batch: ``accelerate(model, packed=True)``. ``walk.py`` is the way in."""
 
-from .classes import Packed
 from .walk import pack
 
-__all__ = ["Packed", "pack"]
+__all__ = ["pack"]

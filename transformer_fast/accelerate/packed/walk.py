@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...integrations import dispatch
+from ... import huggingface
 from ...layers import torch_stacks
 from ...layers.padded_calls import WITHOUT_PADDING, layers_of
 from ...layers.torch_modules import MultiheadAttention, TransformerEncoderLayer
@@ -16,12 +16,8 @@ from ...models.transformer import Transformer
 from ..patterns.base import pattern_of
 from ..registered import is_swapped
 from ..report import ALREADY, Attribute, Report, Row
-from .classes import JUDGED, packed_class
-from .layer import LAYER
-from .model import HEAD, MODEL, output_layer
+from .output import tokens_head
 from .token_layer import TokenLayer, how_to, layer_of_torch, parts_of, skips_padding, token_class, token_layer_of
-from .trial import Stack, judge
-from .watch import AROUND, WATCH, Judged, Watch, around_of, is_packed
 
 NOW = "without padding"
 
@@ -59,49 +55,56 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
         found = True
         report.rows.append(_packed_row(report, path, layers))
     unregistered = list(_unregistered(model, "", inside))
-    stacks = list(_stacks(model, "", None))
-    for stack in stacks:
-        if all(is_packed(layer, LAYER) and layer.__dict__[JUDGED].fits() for layer in stack.layers):
-            stack.obstacle = ALREADY
-        elif not all(is_ours(m) for layer in stack.layers for m in layer.modules() if _attends(m)):
-            stack.obstacle = "its attention is not fused"
-        else:
-            judge(stack)
-    for module, part in _parts(stacks, model):
-        if not is_packed(module, part):
-            made = packed_class(type(module), part)
-            report._originals.append((module, type(module), made, {}))
-            module.__class__ = made
-            if part == MODEL:
-                _change(report, module, WITHOUT_PADDING, report.padded_calls)
-        if part == MODEL:
-            _change(report, module, WATCH, Watch())
-        elif part == LAYER:
-            _change(report, module, JUDGED, Judged(module))
-    for path, module in model.named_modules():
-        if is_packed(module, MODEL):
-            _change(report, module, AROUND, around_of(path, model))
-    for stack in stacks:
-        kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in stack.layers))
-        why = stack.obstacle or _obstacle_around(stack, model)
-        report.rows.append(Row(stack.path, f"{len(stack.layers)} {kinds}", None if stack.obstacle else NOW, why))
+    stacks = list(_of_transformers(model, report, is_ours))
+    report.rows += stacks
     if not (found or stacks):
         return {row.path: row.why for row in unregistered}
     report.rows += unregistered
     return None
 
 
+def _of_transformers(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool]) -> Iterator[Row]:
+    """Rows of the stacks of transformers; the stacks, and the models around them, get their fast classes."""
+    packed: set[int] = set()
+    for path, module in list(model.named_modules()):
+        kind = type(module)
+        if issubclass(kind, huggingface.Stack):
+            packed.add(id(module))
+            yield Row(path, kind.__name__, None, ALREADY)
+        elif (fast := huggingface.packed_class(kind)) is not None:
+            if not issubclass(fast, huggingface.Stack):  # a table of positions inside of a stack
+                _swap(report, module, fast)
+            elif not any(map(is_ours, module.modules())):
+                yield Row(path, kind.__name__, None, "its attention is not fused")
+            else:
+                packed.add(id(module))
+                _swap(report, module, fast)
+                yield Row(path, kind.__name__, NOW)
+        elif _is_of_transformers(module) and not any(huggingface.is_packed(type(m)) for m in module.modules()):
+            if any(map(is_ours, module.modules())) and not any(map(_is_of_transformers, module.children())):
+                yield Row(path, kind.__name__, None, huggingface.not_in_the_table(kind))
+    for module in list(model.modules()):
+        if id(module) not in packed and not packed.isdisjoint(map(id, module.modules())):
+            if huggingface.has_code_of_a_user(type(module)):
+                report.notes.append(f"what the code of {type(module).__name__} reads of the stacks inside is 0 at padding")
+            if (fast := huggingface.model_class(type(module))) is not None:
+                _swap(report, module, fast)
+                head = huggingface.output_layer(module)
+                if head is not None and fast._former.head.on_tokens and (made := tokens_head(type(head))) is not None:
+                    report._originals.append((head, type(head), made, {}))
+                    head.__class__ = made
+
+
+def _swap(report: Report, module: nn.Module, fast: type[nn.Module]) -> None:
+    report._originals.append((module, type(module), fast, {}))
+    module.__class__ = fast
+    _change(report, module, WITHOUT_PADDING, report.padded_calls)
+
+
 def _change(report: Report, module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute of a module; the report can undo the change."""
     report._changes.append(change := Attribute(module, name, value))
     change.put()
-
-
-def _obstacle_around(stack: Stack, model: nn.Module) -> str:
-    """Reason why the calls of a model keep the padding of a stack that can skip it, or ""."""
-    around = (m for m in model.modules() if is_packed(m, MODEL) and any(inner is stack.owner for inner in m.modules()))
-    outermost = next(around)
-    return outermost.__dict__[WATCH].obstacle(outermost)
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -184,34 +187,5 @@ def _is_swapped(module: nn.Module) -> bool:
     return fused or is_swapped(module)
 
 
-def _stacks(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[Stack]:
-    """Outermost lists of layers whose attention uses transformers' interface."""
-    model = module if _is_of_transformers(module) else model
-    for name, child in module.named_children():
-        place = f"{path}.{name}" if path else name
-        if model is not None and isinstance(child, nn.ModuleList) and any(map(_attends, child.modules())):
-            yield Stack(place, list(child), model, module)
-        else:
-            yield from _stacks(child, place, model)
-
-
 def _is_of_transformers(module: nn.Module) -> bool:
     return hasattr(module, "config") and hasattr(module, "get_output_embeddings")
-
-
-def _attends(module: nn.Module) -> bool:
-    return dispatch.calls_the_interface(type(module))
-
-
-def _parts(stacks: list[Stack], model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield (module, part) for each module that skips padding."""
-    layers = {id(layer): layer for stack in stacks if not stack.obstacle for layer in stack.layers}
-    inside = {id(stack.model) for stack in stacks if stack.obstacle in ("", ALREADY)}
-    models = {
-        id(module): module
-        for module in model.modules()
-        if hasattr(module, "get_output_embeddings") and not inside.isdisjoint(map(id, module.modules()))
-    }
-    heads = {id(head): head for head in map(output_layer, models.values()) if head is not None}
-    for modules, part in ((layers, LAYER), (heads, HEAD), (models, MODEL)):
-        yield from ((module, part) for module in modules.values())

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
-from ...backends import in_transform
-from ...layers.padder import Held, Take
-from ...masks.packing import Packing, unpack
+from ..backends import in_transform
+from ..layers.padder import Held, Take
+from ..masks.packing import Packing, unpack
 from ..lazy_tensor import Lazy, Node, make_nothing
 
 _PASS: set[Any] = {
@@ -37,6 +37,12 @@ _ASK: set[Any] = {
     *(Tensor.__len__, Tensor.register_hook),
 }
 """Operations that read no values."""
+
+
+class TokensHead:
+    """First base of an output layer's class: inside of a call that keeps tokens, its logits are those of tokens."""
+
+    skips_logits = False
 
 
 class TokenLogits(Tensor):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..tensors import made_when_read
+from .tensors import made_when_read
 
 _aten = torch.ops.aten
 

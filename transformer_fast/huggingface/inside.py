@@ -1,0 +1,110 @@
+"""What may stand inside of a stack that computes tokens alone: code that computes each position by itself.
+
+A class is known because a module of transformers or torch holds this very object, with the ``forward`` that it was
+first seen with. All others, hooks included, may read padding.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ..integrations.names import is_ours
+from .blocks import Fast
+from .logits import TokensHead
+
+_PER_POSITION = {
+    nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Embedding, nn.Identity, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.GELU,
+    nn.SiLU, nn.LeakyReLU, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.ParameterList,
+    nn.CrossEntropyLoss,
+}  # fmt: skip
+"""Modules of torch that compute each position by itself."""
+_PEFT = {"peft.tuners.lora.layer.Linear"}
+"""Adapters that compute each position by itself."""
+_HARMLESS = (
+    "torch.distributed.", "torch.utils.module_tracker", "transformers.utils.output_capturing",
+    "transformers.modeling_utils",
+)  # fmt: skip
+"""Python modules whose hooks may see tokens without padding."""
+
+_seen: dict[type, tuple[type, Any]] = {}
+"""Classes that are known: the class that computes, and its ``forward`` when it was first seen."""
+
+
+def obstacle_inside(module: nn.Module) -> str:
+    """Reason why a module, or one inside it, may read padding, or ""."""
+    if torch_module._has_any_global_hook() and any(map(_is_foreign, _global_hooks())):
+        return "a hook of all modules is set; it may read padding"
+    return _obstacle(module)
+
+
+def _obstacle(module: nn.Module) -> str:
+    own, kind = module.__dict__, type(module)
+    seen = _seen.get(kind)
+    if "forward" in own or not (_is_known(kind) if seen is None else seen[0].forward is seen[1]):
+        return f"a {kind.__name__} inside is not known; it may read padding"
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        if has_foreign_hook(module):
+            return f"a {kind.__name__} has a hook, which may read padding"
+    if (config := own.get("config")) is not None and not is_ours(config._attn_implementation):
+        return f"a {kind.__name__} has another attention"
+    for child in own["_modules"].values():
+        if child is not None and (reason := _obstacle(child)):
+            return reason
+    return ""
+
+
+def has_foreign_hook(module: nn.Module) -> bool:
+    """Return True if a module has a hook that may read padding."""
+    own = module.__dict__
+    hooks = (own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+    return any(_is_foreign(hook) for each in hooks for hook in each.values())
+
+
+def _is_known(kind: Any) -> bool:
+    if kind in _seen:
+        base, forward = _seen[kind]
+        return base.forward is forward
+    base = kind
+    if kind.__module__.startswith("torch.distributed.") and not is_held(kind):  # FSDP's subclass of a class
+        known, base = _is_known(kind.__bases__[-1]), kind.__bases__[-1]
+    elif issubclass(kind, Fast | TokensHead):  # a class that a user derived from one of these has no such attribute
+        known = not {"_former", "recipe"}.isdisjoint(vars(kind))
+    elif kind.__module__.startswith(("transformers.", "transformer_fast.layers.")):
+        known = is_held(kind)
+    else:
+        known = kind in _PER_POSITION or (f"{kind.__module__}.{kind.__qualname__}" in _PEFT and is_held(kind))
+    if known:
+        base = base._former.kind if issubclass(base, Fast) else base
+        _seen[kind] = base, base.forward
+    return known
+
+
+def is_held(kind: type) -> bool:
+    """Return True for a class that a Python module holds under the class's name."""
+    try:
+        return operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind
+    except (AttributeError, KeyError):
+        return False
+
+
+def has_code_of_a_user(kind: type[nn.Module]) -> bool:
+    """Return True for a class whose calls run code that is not a library's."""
+    definers = (next(base for base in kind.__mro__ if name in vars(base)) for name in ("forward", "__call__"))
+    return not all(base.__module__.startswith(_LIBRARIES) for base in definers)
+
+
+_LIBRARIES = ("torch.", "transformers.", "transformer_fast.", "sentence_transformers.", "peft.", "accelerate.")
+
+
+def _is_foreign(hook: Any) -> bool:
+    return not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS)
+
+
+def _global_hooks() -> list[Any]:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [hook for name in names for hook in getattr(torch_module, f"_global{name}").values()]
