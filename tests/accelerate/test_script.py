@@ -16,7 +16,6 @@ from torch import nn
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.functional import FunctionalCalls
-from transformer_fast.accelerate.packed.classes import Packed
 from transformer_fast.accelerate.patterns.base import Accelerated
 from transformer_fast.reference import layers as reference
 
@@ -103,17 +102,6 @@ def test_every_made_class_is_scripted_as_the_class_before() -> None:
     assert isinstance(model[0], Accelerated) and isinstance(model[1], FunctionalCalls)
     assert "pattern" not in model[0].__annotations__
     assert list(model[1].__annotations__) == ["size", "shift"]
-
-
-def test_a_packed_model_is_scripted_too() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=99, **sizes)).eval()
-    head = copy.deepcopy(model.get_output_embeddings())
-    tfast.accelerate(model, packed=True)
-    packed = model.get_output_embeddings()
-    assert isinstance(packed, Packed)
-    assert torch.equal(torch.jit.script(packed)(X), torch.jit.script(head)(X))
 
 
 def test_signatures_stay() -> None:

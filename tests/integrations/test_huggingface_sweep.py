@@ -12,7 +12,7 @@ import huggingface_models as models  # noqa: E402
 import huggingface_sweep as sweep  # noqa: E402
 import huggingface_table as page  # noqa: E402
 
-from transformer_fast.integrations import dispatch  # noqa: E402
+from transformer_fast.integrations import interface  # noqa: E402
 
 CASES = page.cases()
 VERSION, SAID = page.documented()
@@ -36,9 +36,13 @@ def sample() -> list[Any]:
 def test_equal_to_eager_or_refused_by_name(case: models.Case) -> None:
     what, why = sweep.verdict(case)
     if what == sweep.REFUSED:
-        first_word = why.replace(":", " ").split()[0]
-        known = {type(module).__name__ for module in models.make(case, "eager").modules()}
-        assert first_word in known and 'attn_implementation="transformer_fast"' in why and '"eager"' in why
+        words, modules = why.replace(":", " ").split(), list(models.make(case, "eager").modules())
+        known = {type(m).__name__ for m in modules} | {type(m.config).__name__ for m in modules if hasattr(m, "config")}
+        assert (
+            words[2 if words[0] == "models" else 0] in known
+            and 'attn_implementation="transformer_fast"' in why
+            and '"eager"' in why
+        )
     if what == sweep.NOT_MADE and not SAME_VERSION:
         pytest.skip(f"not made by transformers {transformers.__version__}: {why}")
     assert (what == sweep.NOT_MADE) == (case.name in models.NOT_MADE), why
@@ -66,5 +70,5 @@ def test_a_model_that_is_refused_would_be_as_eager(name: str, monkeypatch: pytes
     """The layers of a refused model get the mask that they know."""
     case = next(case for case in CASES if case.name == name)
     assert sweep.verdict(case)[0] == sweep.REFUSED
-    monkeypatch.setattr(dispatch, "_attention_of_its_own", lambda layers: None)
-    assert sweep.verdict(case)[0] == sweep.UNTOUCHED
+    monkeypatch.setattr(interface, "check", lambda config: None)
+    assert sweep.verdict(case)[0] == sweep.ALONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
-from transformer_fast.integrations import lazy_bias, lazy_mask
+from transformer_fast.integrations import lazy_mask
 from transformer_fast.testing import assert_as_exact_as_eager
 
 transformers = pytest.importorskip("transformers")
@@ -110,7 +111,8 @@ def test_no_mask_becomes_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 PATTERN = {
     "batch_size": 2, "q_length": 5, "kv_length": 7, "q_offset": 2, "kv_offset": 0,
-    "mask_function": masking_utils.sliding_window_causal_mask_function(3),
+    "mask_function": masking_utils.sliding_window_causal_mask_function(3), "local_size": 3,
+    "allow_is_causal_skip": True,
 }  # fmt: skip
 
 
@@ -152,13 +154,16 @@ def test_a_mask_is_that_of_transformers_to_all_who_read_it(kind: str, inference:
             assert torch.equal(read_by_attention, expected)
 
 
-def test_a_pattern_whose_meaning_changed_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = masking_utils.sliding_window_causal_mask_function
-    assert lazy_mask.bounds_of(window(3), 0).window_offset == -2
-    assert lazy_mask.bounds_of(lambda b, h, q, k: k <= q, 0) is None
-    assert lazy_mask.bounds_of(window(0), 0) is None
-    monkeypatch.setattr(lazy_mask, "_sides_of", lambda pattern: (3, 0))
-    assert lazy_mask.bounds_of(window(3), 0) is None
+def test_a_pattern_is_known_by_its_identity_or_by_its_size() -> None:
+    both_sides = masking_utils.sliding_window_bidirectional_mask_function
+    window, chunks = masking_utils.sliding_window_causal_mask_function, masking_utils.chunked_causal_mask_function
+    assert lazy_mask.bounds_of(masking_utils.causal_mask_function, 1, None).causal_offset == 1
+    assert lazy_mask.bounds_of(window(3), 0, 3).window_offset == -2
+    found = lazy_mask.bounds_of(both_sides(3), 0, 3)
+    assert (found.window_offset, found.causal_offset) == (-3, 3)
+    unknown = (lambda b, h, q, k: k <= q, None), (window(3), None), (window(3), 4), (window(0), 0), (both_sides(3), 2)
+    for pattern, size in (*unknown, (chunks(3, torch.zeros(1, dtype=torch.int64)), 3)):
+        assert lazy_mask.bounds_of(pattern, 0, size) is None
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
@@ -306,16 +311,13 @@ def test_relative_positions_are_never_a_dense_tensor(name: str, monkeypatch: pyt
     length = 260  # from 256 x 256 scores on
     ids, mask, out = torch.randint(4, 40, (2, length)), torch.ones(2, length, dtype=torch.long), []
     mask[1, 200:] = 0
-    made: list[None] = []
-    dense = lazy_bias.LazyBias.dense
-    monkeypatch.setattr(lazy_bias.LazyBias, "dense", lambda self: made.append(None) or dense(self))
     settings = {"relative_attention_max_distance": 40, "decoder_start_token_id": 2}
     if name == "SwitchTransformers":
         settings |= {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-    for model in both(f"{name}ForConditionalGeneration", **settings):
-        model(
-            input_ids=ids[:1], decoder_input_ids=ids[:1]
-        )  # some encoders run before the model asks for its first mask
+    plain = both(f"{name}ForConditionalGeneration", **settings)[1]
+    fast = copy.deepcopy(plain)
+    tfast.accelerate(fast)
+    for model in (fast, plain):
         seen: list[object] = []
         attention = model.train().encoder.block[1].layer[0].SelfAttention
         attention.register_forward_pre_hook(
@@ -327,19 +329,9 @@ def test_relative_positions_are_never_a_dense_tensor(name: str, monkeypatch: pyt
         tables = [s.block[0].layer[0].SelfAttention.relative_attention_bias for s in (model.encoder, model.decoder)]
         out.append((loss.detach(), [table.weight.grad for table in tables]))
         if len(out) == 1:
-            assert isinstance(seen[0], lazy_bias.LazyBias) and not made
+            assert isinstance(seen[0], AttentionMask)
     torch.testing.assert_close(*out, atol=1e-5, rtol=1e-3)
     assert all(grad.abs().max() > 0 for grad in out[1][1])
-
-
-def test_a_bias_that_something_else_reads_is_dense() -> None:
-    weight = torch.randn(32, 4, requires_grad=True)
-    lazy = lazy_bias.LazyBias(AttentionMask.relative(weight), (1, 4, 9, 9), weight)
-    expected = AttentionMask.relative(weight).added(9, 9)
-    assert lazy.shape == (1, 4, 9, 9) and torch.equal(lazy + 1, expected + 1)
-    assert torch.equal(lazy[:, :, -1:], expected[:, :, -1:])
-    (grad,) = torch.autograd.grad((lazy * 2).sum(), weight)
-    assert torch.equal(grad, torch.autograd.grad((expected * 2).sum(), weight)[0])
 
 
 @pytest.mark.parametrize("is_causal", [None, True, False])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast.integrations.transformers as integration
-from transformer_fast.integrations import dispatch
+from transformer_fast.integrations import interface
 from transformer_fast.testing import errors
 
 ULPS = 8.0
@@ -66,8 +66,7 @@ def verdict(case: models.Case) -> tuple[str, str]:
     for side in sides(case):
         expected = _logits(eager, models.inputs(case, side))
         torch.testing.assert_close(_logits(model, models.inputs(case, side)), expected, equal_nan=True)
-    layers = {type(m): None for m in model.modules() if not hasattr(m, "post_init")}
-    return (ALONE if dispatch.obstacle(nn.Module, layers, {}) else UNTOUCHED), ""
+    return (UNTOUCHED if interface.can_use(type(model)) else ALONE), ""
 
 
 class Three:

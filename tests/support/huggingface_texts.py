@@ -62,6 +62,56 @@ _NORM_OF_SQUARES = """
 def _norm(self, x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"""
 
+
+def _relative(old: str) -> str:
+    """Return the text of T5's attention, with the name of the cache of a version of transformers."""
+    return f"""def forward(self, hidden_states, mask=None, key_value_states=None, position_bias=None, cache=None, **kwargs):
+    input_shape = hidden_states.shape[:-1]
+    hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
+    past_seen_tokens = cache.get_seq_length(self.layer_idx) if cache is not None else 0
+    past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
+    is_cross_attention = key_value_states is not None
+    query_states = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
+    is_updated = False
+    if isinstance(cache, EncoderDecoderCache):
+        is_updated = cache.is_updated.get(self.layer_idx)
+        if is_cross_attention:
+            {old} = cache.cross_attention_cache
+        else:
+            {old} = cache.self_attention_cache
+    else:
+        {old} = cache
+    current_states = key_value_states if is_cross_attention else hidden_states
+    if is_cross_attention and cache is not None and is_updated:
+        key_states = {old}.layers[self.layer_idx].keys
+        value_states = {old}.layers[self.layer_idx].values
+    else:
+        kv_shape = (*current_states.shape[:-1], -1, self.key_value_proj_dim)
+        key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
+        value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
+        if cache is not None:
+            key_states, value_states = {old}.update(key_states, value_states, self.layer_idx%s)
+            if is_cross_attention and isinstance(cache, EncoderDecoderCache):
+                cache.is_updated[self.layer_idx] = True
+    if position_bias is None:
+        key_length = key_states.shape[-2]
+        if not self.has_relative_attention_bias:
+            position_bias = torch.zeros((1, self.n_heads, input_shape[1], key_length), device=query_states.device, \
+dtype=query_states.dtype)
+            if self.gradient_checkpointing and self.training:
+                position_bias.requires_grad = True
+        else:
+            position_bias = self.compute_bias(input_shape[1], key_length, device=query_states.device, \
+past_seen_tokens=past_seen_tokens)
+    attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, \
+eager_attention_forward)
+    attn_output, attn_weights = attention_interface(self, query_states, key_states, value_states, mask, \
+dropout=0.0 if not self.training else self.dropout, scaling=self.scaling, position_bias=position_bias, **kwargs)
+    attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+    attn_output = self.o(attn_output)
+    return (attn_output, position_bias, attn_weights)"""
+
+
 TEXTS: dict[str, tuple[str, ...]] = {
     "DropoutAddNorm": (
         f"{_OUTPUT}    hidden_states = self.LayerNorm(hidden_states + input_tensor)\n    return hidden_states",
@@ -107,6 +157,10 @@ def ff_chunk(self, input):
     forwarded_states = self.DenseReluDense(forwarded_states)
     hidden_states = hidden_states + self.dropout(forwarded_states)
     return hidden_states""",
+    ),
+    "RelativeAttention": (
+        _relative("curr_past_key_values") % "",
+        _relative("curr_cache") % ", kwargs=kwargs",
     ),
     "RMSNorm": (
         f"{_RMS}self.weight * hidden_states.to(input_dtype)",

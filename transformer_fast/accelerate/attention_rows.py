@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..integrations import dispatch
+from ..integrations import interface
 from ..layers import torch_modules
 from .functional import WAY, FunctionalCalls
 from .huggingface import Attention
@@ -21,7 +21,7 @@ UNKNOWN = (
 _NAMED = re.compile("attention|attn", re.IGNORECASE)
 
 
-def attention_rows(model: nn.Module, rows: list[Row], interface: Attention) -> list[Row]:
+def attention_rows(model: nn.Module, rows: list[Row], attention: Attention) -> list[Row]:
     """One row per attention module, in order; ``now`` is the way to the kernels, None if there is none.
 
     Attention is a module that looks up transformers' interface, an ``nn.MultiheadAttention``, a module that was swapped
@@ -30,16 +30,16 @@ def attention_rows(model: nn.Module, rows: list[Row], interface: Attention) -> l
     Args:
         model: model after its modules were swapped.
         rows: rows of the report so far.
-        interface: outcome for transformers' attention interface.
+        attention: outcome for transformers' attention interface.
     """
-    return list(_Search(rows, interface).inside(model, ""))
+    return list(_Search(rows, attention).inside(model, ""))
 
 
 class _Search:
-    def __init__(self, rows: list[Row], interface: Attention) -> None:
+    def __init__(self, rows: list[Row], attention: Attention) -> None:
         self.reasons = {row.path: row.why for row in rows if row.now is None or row.why}
-        self.parts = {row.path: row.why for row in interface.rows}
-        self.interface = interface
+        self.parts = {row.path: row.why for row in attention.rows}
+        self.attention = attention
         self.seen: set[int] = set()
 
     def inside(self, module: nn.Module, path: str) -> Iterator[Row]:
@@ -72,8 +72,8 @@ class _Search:
             return Row(path, name, "by its structure")
         if is_swapped(module) and _NAMED.search(name):
             return Row(path, name, "registered")
-        if dispatch.calls_the_interface(type(module)):
-            if id(module) in self.interface.layers:
+        if interface.calls_the_interface(module):
+            if id(module) in self.attention.layers:
                 return Row(path, name, "through transformers' interface")
             return Row(path, name, None, self._part(path))
         ours = type(module).__module__.startswith("transformer_fast.")

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ..integrations import dispatch
+from ..integrations import interface
 from ..integrations import transformers as integration
 from ..integrations.names import NAME, NAMES, is_ours
 from .report import ALREADY, Attribute, Row
@@ -66,11 +66,6 @@ class Part:
     def implementations(self) -> set[Any]:
         return {config._attn_implementation for config in self.configs.values()}
 
-    @property
-    def kinds(self) -> list[type[nn.Module]]:
-        """Classes of its layers."""
-        return list(dict.fromkeys(type(m) for m in self.modules if m is not self.module or not _is_model(m)))
-
     def name_for(self, config: Any) -> str:
         """Name of our attention in place of a config's implementation."""
         return NAME if id(config) in self.always else NAMES[config._attn_implementation]
@@ -111,7 +106,7 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], chang
     """
     done = Attention()
     parts = list(_parts(model))
-    always = {key for part in parts if dispatch.asks_for("sdpa", part.modules) for key in part.configs}
+    always = {key for part in parts if interface.asks_for_sdpa(part.modules) for key in part.configs}
     for part in parts:
         part.always = always
         _judge(part, obstacle)
@@ -129,7 +124,7 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], chang
             done.rows.append(row)
             done.parts.add(id(part.module))
         if part.calls and part.obstacle in ("", ALREADY):
-            done.layers.update(id(m) for m in part.modules if dispatch.calls_the_interface(type(m)))
+            done.layers.update(id(m) for m in part.modules if interface.calls_the_interface(m))
     if any(part.calls for part in ours):
         for change in _changes(model, parts):
             changes.append(change)
@@ -138,12 +133,12 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], chang
 
 
 def _judge(part: Part, obstacle: Callable[[nn.Module], str]) -> None:
-    kinds = part.kinds
-    part.calls = any(map(dispatch.calls_the_interface, kinds))
+    part.calls = any(map(interface.calls_the_interface, part.modules))
     others = {name for name in part.implementations if not is_ours(name)} - {*NAMES, None}
-    refused = dispatch.obstacle(type(part.module), kinds, integration.SPARSE)
     if not part.calls:
-        part.obstacle = refused if _is_model(part.module) else ""
+        own = any(m is not part.module and interface.folder_of(type(m)) for m in part.modules)
+        refused = own and _is_model(part.module) and not interface.can_use(type(part.module))
+        part.obstacle = interface.OWN_ATTENTION if refused else ""
     elif all(map(is_ours, part.implementations)):
         part.obstacle = ALREADY
     elif others:
@@ -151,7 +146,7 @@ def _judge(part: Part, obstacle: Callable[[nn.Module], str]) -> None:
     elif any(getattr(config, "output_attentions", False) for config in part.configs.values()):
         part.obstacle = WEIGHTS
     else:
-        part.obstacle = obstacle(part.module) or refused
+        part.obstacle = obstacle(part.module) or interface.lacks(part.modules)
 
 
 def _share_obstacles(parts: list[Part]) -> None:

@@ -102,7 +102,9 @@ class HeadModel(Fast):
                 result = self._former.forward(self, **given | changes)
             except StaysPaddedError as reason:  # of a stack whose tokens the output layer waits for
                 call.hold(str(reason))
-                result = self._former.forward(self, **given | {name: value for name, value in changes.items() if name == "use_cache"})
+                result = self._former.forward(
+                    self, **given | {name: value for name, value in changes.items() if name == "use_cache"}
+                )
         return result if call.head is None else _with_padding(result, call.head)
 
     def _needs_no_cache(self, given: dict[str, Any]) -> bool:
@@ -156,10 +158,15 @@ class HeadModel(Fast):
         All that must be known of the masks and labels is read at once, since each read waits for a GPU. A call that
         must keep its padding is held.
         """
-        labels, decodes = given.get("labels"), "decoder_attention_mask" in self._former.names and self.config.is_encoder_decoder
+        labels, decodes = (
+            given.get("labels"),
+            "decoder_attention_mask" in self._former.names and self.config.is_encoder_decoder,
+        )
         own, per_token = "decoder_attention_mask" if decodes else "attention_mask", _is_per_token(labels)
         masks = {name: given.get(name) for name in ("attention_mask", own)}
-        keeps = {name: t.flatten(0, -2).bool() for name, t in masks.items() if isinstance(t, Tensor) and 2 <= t.dim() <= 3}
+        keeps = {
+            name: t.flatten(0, -2).bool() for name, t in masks.items() if isinstance(t, Tensor) and 2 <= t.dim() <= 3
+        }
         if decodes and masks[own] is None and self._former.head.on_tokens and per_token:
             keeps[own] = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that is not ignored
         counts = per_token and own in keeps and labels.shape == keeps[own].shape
@@ -204,7 +211,9 @@ class HeadModel(Fast):
         call.head = found[own]
         if labels is not None:
             tokens = take(labels, call.head)
-            if self._former.head.shifts:  # the last token of a sequence must not predict the first token of the next one
+            if (
+                self._former.head.shifts
+            ):  # the last token of a sequence must not predict the first token of the next one
                 starts = call.head.cu_seqlens[:-1].long()  # that of empty sequences at the end is T
                 tokens = nn.functional.pad(tokens, (0, 1)).index_fill(0, starts, IGNORED)[:-1]
             changes["labels"] = tokens.unsqueeze(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -128,54 +127,34 @@ class LazyMask(Tensor):
         return function(*args, **kwargs)
 
 
-def bounds_of(pattern: Any, offset: int) -> AttentionMask | None:
+def bounds_of(pattern: Any, offset: int, local_size: int | None) -> AttentionMask | None:
     """Causal and window parts equal to a mask function of transformers, or None for other functions.
 
     Args:
-        pattern: function of (batch, head, query, key) indices, as the ``create_..._mask`` functions make them.
+        pattern: function of (batch, head, query, key) indices.
         offset: index of the first query minus index of the first key.
+        local_size: number that transformers gives for a pattern of its own that is a window, or chunks; None for
+            others.
     """
-    sides = _sides_of(pattern)
-    if sides is None or not _is_window(pattern, *sides):
-        return None
-    left, right = sides  # a config without a window may have a window size of 0, which would block everything
-    if left is not None and right is not None and left + right < 0:
-        return None
-    return AttentionMask.window(left, right, offset)
+    from transformers import masking_utils
 
-
-def _sides_of(pattern: Any) -> tuple[int | None, int | None] | None:
-    """Arguments (left, right) of :meth:`AttentionMask.window`, from the names of transformers' patterns."""
-    if not inspect.isfunction(pattern) or pattern.__module__ != "transformers.masking_utils":
+    if pattern is masking_utils.causal_mask_function:
+        return AttentionMask.window(None, 0, offset)
+    if pattern is masking_utils.bidirectional_mask_function:
+        return AttentionMask()
+    if local_size is None or local_size < 1:
         return None
-    given = inspect.getclosurevars(pattern).nonlocals
-    match pattern.__qualname__.partition(".")[0]:
-        case "causal_mask_function":
-            return None, 0
-        case "bidirectional_mask_function":
-            return None, None
-        case "sliding_window_overlay":
-            return given["sliding_window"] - 1, None
-        case "sliding_window_bidirectional_overlay":
-            return given["sliding_window"], given["sliding_window"]
-        case "and_masks":
-            sides = [_sides_of(part) for part in given["mask_functions"]]
-            if None in sides:
-                return None
-            lefts, rights = zip(*sides, strict=True)
-            return tuple(min((n for n in side if n is not None), default=None) for side in (lefts, rights))
+    for left, right in ((local_size - 1, 0), (local_size, local_size)):
+        if _is_window(pattern, left, right):
+            return AttentionMask.window(left, right, offset)
     return None
 
 
-def _is_window(pattern: Any, left: int | None, right: int | None) -> bool:
-    """Return True if the pattern computes this window, tested at the window's edges, because a name may change its
-    meaning."""
-    edges = (-(left or 0), 0, right or 0)
+def _is_window(pattern: Any, left: int, right: int) -> bool:
+    """Return True if the pattern computes this window, tested at the window's edges, from two queries on: chunks differ
+    from a window at one of them."""
+    edges = -left, 0, right
     distances = torch.tensor(sorted({edge + step for edge in edges for step in (-1, 0, 1)}))
-    expected = torch.ones_like(distances, dtype=torch.bool)
-    if left is not None:
-        expected &= distances >= -left
-    if right is not None:
-        expected &= distances <= right
-    query = 2 - distances[:1]
-    return torch.equal(pattern(0, 0, query, query + distances).expand(len(distances)), expected)
+    expected = (distances >= -left) & (distances <= right)
+    queries = 2 - distances[:1], 3 - distances[:1]
+    return all(torch.equal(pattern(0, 0, q, q + distances).expand(len(distances)), expected) for q in queries)

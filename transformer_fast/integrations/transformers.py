@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from .. import ops
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes
-from . import dispatch, flattened
-from .layer_code import own_arguments
+from . import flattened, interface
 from .lazy_mask import LazyMask, bounds_of
 from .names import NAME, NAMES, registered
 from .tokens import Boundaries, is_flat, is_full
 
-SPARSE = {
+_UNSUPPORTED = {
     "sinks": "a sink for each query",
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
+    "cache": "a paged cache",
+    "head_mask": "masks of whole heads",
 }
-"""Arguments that some models always pass to attention and that the kernels lack."""
-_UNSUPPORTED = {**SPARSE, "cache": "a paged cache", "head_mask": "masks of whole heads"}
+"""Arguments of attention that the kernels lack."""
 
 
 def register(name: str = NAME) -> None:
@@ -111,7 +111,7 @@ def attention_forward(
         if kwargs.get(option) is not None:
             layer = type(module).__name__
             raise NotImplementedError(f'{layer}: attn_implementation="{NAME}" has no {what} ({option}=); use "eager"')
-    for option in own_arguments(type(module)):
+    for option in interface.own_arguments(type(module)):
         if kwargs.get(option) is not None:
             layer = type(module).__name__
             raise NotImplementedError(
@@ -123,7 +123,9 @@ def attention_forward(
     if sizes(query)[0] != sizes(key)[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
-    if attention_mask is None and sizes(query)[2] > 1 and _looks_back(module, is_causal):
+    if sequences is not None and _is_of_boundaries(attention_mask) and interface.supports_flash(type(module.config)):
+        mask, bias = flattened.seen_within(module, is_causal, kwargs.get("sliding_window")), None
+    elif attention_mask is None and sizes(query)[2] > 1 and _looks_back(module, is_causal):
         mask = AttentionMask.causal()
     if isinstance(position_bias, AttentionMask):
         mask = position_bias if mask is None else mask & position_bias
@@ -163,7 +165,9 @@ def eager_forward(
     """
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = attention_mask.to(query.dtype)
-    return attention_forward(module, query, key, value, attention_mask, **{**kwargs, "is_causal": False})
+    if kwargs.get("cu_seq_lens_q") is None:
+        kwargs["is_causal"] = False
+    return attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 def sdpa_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -186,11 +190,11 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     recorded = torch.compiler.is_compiling() or is_traced()
-    if recorded and dispatch.supports_sdpa(type(kwargs.get("config"))):
+    if recorded and interface.supports_sdpa(type(kwargs.get("config"))):
         return sdpa_mask(*args, **kwargs)
-    if not recorded:
-        dispatch.prepare_caller(kwargs.get("config"))
-    return _mask_as_by(eager_mask, args, kwargs | {"allow_is_bidirectional_skip": False})
+    if not recorded and kwargs.get("config") is not None:
+        interface.check(kwargs["config"])
+    return _mask_as_by(eager_mask, args, kwargs, is_always_made=True)
 
 
 def eager_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -205,11 +209,6 @@ def sdpa_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     return _mask_as_by(sdpa_mask, args, kwargs)
-
-
-def mask_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the masks that a model with one of our names makes for hidden states of a dtype."""
-    return torch.bool if config._attn_implementation == NAMES["sdpa"] else dtype
 
 
 class _IsNeeded(Exception):
@@ -228,7 +227,9 @@ def _is_left_out(theirs: Callable[..., Tensor | None], kwargs: dict[str, Any]) -
         return False
 
 
-def _mask_as_by(theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def _mask_as_by(
+    theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[str, Any], *, is_always_made: bool = False
+) -> Tensor | None:
     """Mask of a mask function of transformers; a :class:`LazyMask` if it need not be computed now.
 
     Padding, look-ahead and sliding windows stay in normal form, which the kernels read. For other patterns the normal
@@ -240,9 +241,10 @@ def _mask_as_by(theirs: Callable[..., Tensor | None], args: Any, kwargs: dict[st
         return theirs(*args, **kwargs)
     if is_flat():
         return None
-    kwargs = flattened.apart(kwargs)
     shape = tuple(kwargs.get(name) for name in ("batch_size", "q_length", "kv_length"))
     mask, padding = _normal_form(**kwargs)
+    if is_always_made:
+        kwargs = kwargs | {"allow_is_bidirectional_skip": False}
     may_be_left_out = kwargs.get("allow_is_bidirectional_skip") or theirs is sdpa_mask
     if mask is not None and mask.key_keep_mask is not None and (shape[1] == shape[2] or mask.causal_offset is None):
         may_be_left_out = False  # a query sees each key, so the padding must be in the mask
@@ -272,19 +274,19 @@ def _normal_form(
     kv_offset: int | Tensor = 0,
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
-    **_: Any,
+    local_size: int | None = None,
+    **options: Any,
 ) -> tuple[AttentionMask | None, Tensor | None]:
     """Mask in normal form, from the arguments of transformers' mask functions, and its padding, bool (B, Lk); None for
     a mask that has no such form, and without padding."""
     if not all(type(n) is int for n in (batch_size, q_length, kv_length, q_offset, kv_offset)):
         return None, None
-    patterns, sequences = flattened.split(mask_function)
-    mask = AttentionMask() if sequences is None else AttentionMask.documents(sequences)
-    for pattern in patterns:
-        bounds = bounds_of(pattern, q_offset - kv_offset)
-        if bounds is None:
-            return None, None
-        mask = mask & bounds
+    # transformers sets these arguments for a pattern of its own to which nothing was added.
+    is_plain = options.get("allow_is_causal_skip") or options.get("allow_is_bidirectional_skip")
+    size = local_size if is_plain and not options.get("use_vmap") else None
+    mask = bounds_of(mask_function, q_offset - kv_offset, size)
+    if mask is None:
+        return None, None
     if attention_mask is None:
         return mask, None
     if attention_mask.dim() != 2 or attention_mask.shape[1] < kv_offset + kv_length:
@@ -295,6 +297,11 @@ def _normal_form(
     if is_full(keys):
         return mask, None
     return mask & AttentionMask.keep(keys[:, None, None]), keys
+
+
+def _is_of_boundaries(mask: Tensor | None) -> bool:
+    """Return True for no mask, and for a mask of transformers without padding: boundaries then say what is seen."""
+    return mask is None or (isinstance(mask, LazyMask) and mask.keep is None)
 
 
 def _looks_back(module: nn.Module, is_causal: bool | None) -> bool:

@@ -86,7 +86,9 @@ def _of_transformers(model: nn.Module, report: Report, is_ours: Callable[[nn.Mod
     for module in list(model.modules()):
         if id(module) not in packed and not packed.isdisjoint(map(id, module.modules())):
             if huggingface.has_code_of_a_user(type(module)):
-                report.notes.append(f"what the code of {type(module).__name__} reads of the stacks inside is 0 at padding")
+                report.notes.append(
+                    f"what the code of {type(module).__name__} reads of the stacks inside is 0 at padding"
+                )
             if (fast := huggingface.model_class(type(module))) is not None:
                 _swap(report, module, fast)
                 head = huggingface.output_layer(module)
