@@ -59,6 +59,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "convnext": {"patch_size": 2},
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
     "dots1": {"n_shared_experts": 1},
     "esmc": {"num_key_value_heads": HEADS},
     "falcon_h1": {"mamba_d_ssm": WIDTH, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 8},
