@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import nox
@@ -45,6 +46,7 @@ KERNEL_TESTS = (
     "tests/generation/test_step_linear.py",
 )
 SETS = "from transformer_fast import extension; print(*extension.usable_instruction_sets()[1:])"
+SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 WHEEL_TEST = "tests/project/test_packaging.py::test_a_stranger_can_use_the_wheel"
 
 
@@ -134,6 +136,19 @@ def lab(session: nox.Session) -> None:
 def wheel(session: nox.Session, sets: str) -> None:
     """Build a wheel with kernels for these instruction sets, and use it in an empty environment."""
     session.run(*PYTEST, WHEEL_TEST, env={"TRANSFORMER_FAST_TEST_WHEEL": sets})
+
+
+@nox.session(venv_backend="venv")
+def newest(session: nox.Session) -> None:
+    """Sweep of the newest transformers, peft and sentence-transformers (tests/support/newest.py), without pins.
+
+    The session's environment has these libraries and what .venv lacks. The session takes about a minute.
+    """
+    own = session.run("python", "-c", SITE, silent=True).strip()
+    Path(own, "project.pth").write_text(sysconfig.get_path("purelib"))
+    session.install("--upgrade", "--progress-bar=off", "transformers", "peft", "sentence-transformers")
+    path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    session.run("python", "tests/support/newest.py", env=path)
 
 
 NEWEST_TORCH = "2.15.0"

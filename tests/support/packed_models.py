@@ -67,7 +67,7 @@ def _ids(length: int, generator: torch.Generator) -> Tensor:
     return torch.randint(4, models.VOCABULARY - 4, (3, length), generator=generator)
 
 
-def make(name: str, attention: str = "eager", **settings: Any) -> nn.Module:
+def make(name: str, attention: str | None = "eager", **settings: Any) -> nn.Module:
     """Return a tiny model of a class with large weights, so that padding has an effect, and without dropout unless a
     setting names it."""
     model = models.make(models.named(name), attention, **settings)
@@ -93,7 +93,7 @@ def step(model: nn.Module, call: Batch, **more: Any) -> dict[str, Tensor]:
     with softmax_in_the_dtype_of_its_input():
         output = model(**call.given, **more)
     found = {name: t for name, t in output.items() if isinstance(t, Tensor) and name != "loss"}
-    for keep in (call.tokens, call.given["attention_mask"].bool()):  # of a decoder, and of its encoder
+    for keep in (call.tokens, call.given.get("attention_mask", call.tokens).bool()):  # of a decoder, and of its encoder
         found = {name: t[keep] if t.shape[:2] == keep.shape else t for name, t in found.items()}
     loss = output["loss"] if output.get("loss") is not None else sum(t.square().mean() for t in found.values())
     loss.backward()
@@ -117,11 +117,11 @@ def close(
 
 
 class Sides:
-    """A plain model, the same in fp64, and the same without padding."""
+    """A plain model, the same in fp64, and the same after ``accelerate``, without padding by default."""
 
-    def __init__(self, plain: nn.Module) -> None:
+    def __init__(self, plain: nn.Module, *, packed: bool = True) -> None:
         self.plain, self.exact, self.packed = plain, copy.deepcopy(plain).double(), copy.deepcopy(plain)
-        self.report = tfast.accelerate(self.packed, packed=True)
+        self.report = tfast.accelerate(self.packed, packed=packed)
 
     def hold(self, call: Batch, *, training: bool, gradients: bool = True, **more: Any) -> None:
         """Compare a call by the gate of every kernel; gradients with the rounding of the largest one.
