@@ -137,8 +137,8 @@ def test_a_second_time_and_undo(name: str) -> None:
     assert {row.path for row in again.already} == {row.path for row in first.swapped}
     assert {row.why for row in again.already} == {ALREADY}
     text = str(again)
-    assert f"nothing was changed: {len(first.swapped)} modules of this model run on the fused ops already" in text
-    assert f"already, {len(first.left)} left" in text and "no module of this model" not in text
+    already = f"0 modules swapped, {len(first.swapped)} on the fused ops already, {len(first.left)} left"
+    assert already in text.splitlines()
     again.undo()  # undoes nothing, because it changed nothing
     assert kinds(m) == fast
     for _ in range(2):  # the second time there is nothing left to take back
@@ -184,8 +184,9 @@ def test_what_holds_swapped_modules_says_how_many() -> None:
 def test_a_model_it_cannot_help_is_left_and_the_report_says_so() -> None:
     plain, m, report = pair(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), OtherAttention(4, 2)))
     assert not report.swapped and kinds(m) == kinds(plain)
-    for part in ("nothing was changed", "1 Linear", "OtherAttention", "a subclass of nn.MultiheadAttention"):
+    for part in ("0 modules swapped, 1 left", "OtherAttention", "a subclass of nn.MultiheadAttention"):
         assert part in str(report)
+    assert report.plain.keys() >= {"Linear", "ReLU", "Sequential"}
 
 
 def test_what_was_left_for_one_reason_is_one_line() -> None:
@@ -194,12 +195,8 @@ def test_what_was_left_for_one_reason_is_one_line() -> None:
     m["model"], m["other"] = hw.make_model(11, 11, 1, D, 12, 2), OtherAttention(4, 2)
     report = tfast.accelerate(m)
     unknown = [row for row in report.left if row.why.startswith("unknown structure")]
-    lines = [line for line in str(report).splitlines() if "unknown structure" in line]
-    assert (
-        len(unknown) > 1 and len(lines) == 1 and lines[0].endswith("left: unknown structure (model, model.generator)")
-    )
-    assert f" {len(report.left)} left" in str(report)
-    assert sum("not today" in line and "(part*.0)" in line for line in str(report).splitlines()) == 1
+    assert len(unknown) == 2 and f" {len(report.left)} left" in str(report)
+    assert sum("not today" in line and "(part0.0 and 2 more)" in line for line in str(report).splitlines()) == 1
     assert "a subclass of nn.MultiheadAttention" in str(report)
 
 

@@ -184,4 +184,4 @@ def test_on_a_gpu_dropout_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> N
     reason = "dropout alone is not measured on a GPU, and its launch takes the host longer than torch's"
     assert [(row.path, row.why) for row in report.left] == [("0", reason), ("1", reason)]
     assert [row.path for row in report.swapped] == ["2"]
-    assert f"2 nn.Dropout left: {reason} (*)" in " ".join(str(report).split())
+    assert f"2 nn.Dropout left: {reason} (0" in " ".join(str(report).split())

@@ -316,6 +316,4 @@ def test_a_function_of_batch_and_length_makes_the_inputs() -> None:
 def test_the_keys_of_a_state_dict_stay(pair: Any) -> None:
     plain, model, report = pair
     assert model.state_dict().keys() == plain.state_dict().keys()
-    assert " ".join(["3", "Layer", "->", "without", "padding", "(registered)", "layers"]) in " ".join(
-        str(report).split()
-    )
+    assert "padding is skipped in layers" in str(report).splitlines()[0]

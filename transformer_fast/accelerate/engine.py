@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -107,7 +108,7 @@ def accelerate(
             if fused_loss:
                 walk.report._changes.append(Watching())
             walk.visit(model, "")
-            walk.tell_of_attention()
+            walk.report.attention = attention_rows(model, walk.report.rows, walk.attention)
             if packed:
                 walk.pack()
             if layout is not None:
@@ -131,6 +132,7 @@ def _explain(model: nn.Module, packed: bool, batch: Any) -> str:
         return explained(model, batch)
     with LOCK:
         report = accelerate(model, packed=True)
+        report.padded_calls.warns = False
         try:
             return f"with packed=True:\n{explained(model, batch)}"
         finally:
@@ -201,18 +203,14 @@ class _Walk:
         narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters())
         return narrow and self.device.type == "cpu" and not self.output_layers
 
-    def tell_of_attention(self) -> None:
-        """Add the attention modules, in place of the rows of the models of transformers around them."""
-        report = self.report
-        report.attention = attention_rows(self.model, report.rows, self.attention)
-        said = {row.why for row in report.attention}
-        report._told = [row for row in self.attention.rows if row.now or row.why in said or row.why == ALREADY]
-
     def pack(self) -> None:
         """Let stacks of layers skip padding."""
-        reasons = pack(self.model, self.report, lambda attention: id(attention) in self.attention.layers)
-        if reasons is not None:
-            self.report.notes += padding_notes(self.model, self.report.attention, reasons)
+        report = self.report
+        report.packed = report.padded_calls.warns = True
+        before = len(report.rows)
+        reasons = pack(self.model, report, lambda attention: id(attention) in self.attention.layers)
+        report.rows[before:] = [dataclasses.replace(row, is_stack=True) for row in report.rows[before:]]
+        report.notes += padding_notes(self.model, report, reasons)
 
     def _visit_registered(self, path: str, module: nn.Module) -> None:
         if reason := self._obstacle(module, "attention"):

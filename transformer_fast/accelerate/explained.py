@@ -1,99 +1,72 @@
-"""``Report.explain``: positions that a model computes for a batch, with padding and without, and calls of torch's
-functions that are ours."""
+"""``Report.explain``: calls of a batch that reach the kernels, and positions that the layers compute."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import backends
 from ..function_mode import Calls, counted_calls
-from ..layers.padded_calls import Pass, layers_of, recorded
+from ..layers.padded_calls import layers_of, recorded
 from .functional import FunctionalCalls
 from .report_text import wrapped
 
 
-@dataclasses.dataclass
-class Line:
-    """Positions and tokens of a batch in the layers of one list.
+class _Kernels(TorchDispatchMode):
+    """Count the calls of the ops of this package, and of torch's attention."""
 
-    Attributes:
-        path: path of the list or of the stack in the model.
-        positions: number of positions of the batch, padding included.
-        tokens: number of tokens; None if the layers kept the padding.
-        reason: reason for keeping the padding, or "".
-        layers: number of layers.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
 
-    path: str
-    positions: int
-    tokens: int | None
-    reason: str
-    layers: int = 0
-
-    @property
-    def computed(self) -> int:
-        """Number of positions that each layer computes."""
-        return self.positions if self.tokens is None else self.tokens
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        if func.namespace == "transformer_fast":
+            self.calls[name] += 1
+        elif name.startswith("_scaled_dot_product"):
+            self.calls["torch's own attention"] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def explained(model: nn.Module, batch: Any) -> str:
-    """Table of the stacks of a packed model for one batch; the model is called once, without gradients.
+    """Kernels and positions of a packed model for one batch; the model is called once, without gradients.
 
     Args:
         model: model after ``accelerate(model, packed=True)``.
         batch: keyword arguments, a tuple of arguments, or one argument.
     """
     parameter = next(model.parameters())
-    with torch.no_grad(), recorded() as passes, counted_calls() as calls:
-        if isinstance(batch, Mapping):
-            model(**batch)
-        else:
-            model(*(batch if isinstance(batch, tuple) else (batch,)))
+    args = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
+    with torch.no_grad(), recorded() as passes, counted_calls() as calls, _Kernels() as kernels:
+        model(*args, **(batch if isinstance(batch, Mapping) else {}))
     backend, why = backends.choose("attention", parameter.device, parameter.dtype)
-    lines = [f"kernels: {backend} ({why})"]
+    counts = ", ".join(f"{name} {n}" for name, n in kernels.calls.most_common())
+    lines = [f"kernels: {backend} ({why})", f"calls: {counts or 'none reached them'}"]
     if calls or any(isinstance(module, FunctionalCalls) for module in model.modules()):
-        lines += wrapped(f"torch's functions that this package computes: {_calls(calls)}")
-    found = _lines(model, passes)
-    if not found:
-        return "\n".join([*lines, "this batch has no padding that the model's layers can skip"])
-    header = ("layers", "positions", "tokens", "computed", "why not")
-    rows = [header]
-    for line in found:
-        tokens = "" if line.tokens is None else str(line.tokens)
-        rows.append((f"{line.path} ({line.layers})", str(line.positions), tokens, str(line.computed), line.reason))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines += ["  ".join((row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:4], widths[1:])), row[4])).rstrip()
-              for row in rows]  # fmt: skip
-    return "\n".join([*lines, _summary(found)])
+        lines.append(f"torch's functions that this package computes: {_functions(calls)}")
+    paths = {id(module): path for path, module in model.named_modules()}
+    places: Counter[tuple[str, int, int, str]] = Counter()
+    for each in passes:
+        path, layers = paths.get(id(each.module), type(each.module).__name__), layers_of(each.module)
+        path = path.rpartition(".")[0] if layers[0] is each.module else path
+        computed = each.positions if each.tokens is None else each.tokens
+        places[path, each.positions, computed, each.reason] += len(layers)
+    for (path, positions, computed, reason), n in places.items():
+        lines.append(f"{path} ({n}): {computed} of {positions} positions{': ' if reason else ''}{reason}")
+    total = sum(positions * n for (_, positions, _, _), n in places.items())
+    left = sum((positions - computed) * n for (_, positions, computed, _), n in places.items())
+    said = f"these layers skip {left / total:.0%} of their positions, which are padding" if total else ""
+    lines.append(said or "this batch has no padding that the model's layers can skip")
+    return "\n".join(part for line in lines for part in wrapped(line))
 
 
-def _calls(calls: Calls) -> str:
+def _functions(calls: Calls) -> str:
     """Text: how many calls of each function were ours."""
     names = dict.fromkeys(name for name, _ in calls)
     parts = [f"{name} in {calls[name, True]} of {calls[name, True] + calls[name, False]} calls" for name in names]
     return ", ".join(parts) or "none was called"
-
-
-def _lines(model: nn.Module, passes: list[Pass]) -> list[Line]:
-    """Lines of the table: one per list of layers and outcome."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    lines: dict[Any, Line] = {}
-    for each in passes:
-        path = paths.get(id(each.module), type(each.module).__name__)
-        layers = layers_of(each.module)
-        path = path.rpartition(".")[0] if layers[0] is each.module else path
-        key = path, each.positions, each.tokens, each.reason
-        lines.setdefault(key, Line(*key)).layers += len(layers)
-    return list(lines.values())
-
-
-def _summary(lines: list[Line]) -> str:
-    positions = sum(line.positions * line.layers for line in lines)
-    computed = sum(line.computed * line.layers for line in lines)
-    left = 1 - computed / positions
-    return f"these layers skip {left:.0%} of their positions, which are padding"

@@ -1,38 +1,36 @@
-"""Notes of a report about ``packed=True`` for a model that keeps its padding: the layers, and the reasons."""
+"""Notes of a report about ``packed=True`` for layers that keep their padding: the place, and what to do."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from .functional import WAY
-from .row import Row
+from .report import Report
+from .row import ALREADY
 
 
-def padding_notes(model: nn.Module, attention: list[Row], reasons: dict[str, str]) -> list[str]:
-    """One note per list of layers with attention.
+def padding_notes(model: nn.Module, report: Report, reasons: dict[str, str] | None) -> list[str]:
+    """One note per list of layers that keeps its padding.
 
     Args:
-        model: any model without a stack that can skip padding.
-        attention: its attention modules.
-        reasons: why lists of layers keep their padding, by path.
+        model: model after its stacks were packed.
+        report: its report; the row of a stack that keeps its padding has a reason.
+        reasons: if no stack can skip padding, what to do about lists of layers, by path; else None.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    groups: dict[str, list[Row]] = {}
-    for row in attention:
-        groups.setdefault(_list_around(row.path, modules), []).append(row)
-    notes = []
-    for path, rows in groups.items():
+    stacks = [row for row in report.rows if row.is_stack and row.why not in ("", ALREADY)]
+    notes = {row.path: (row.was, row.why) for row in stacks}
+    for row in report.attention if reasons is not None else ():
+        path = _list_around(row.path, modules)
         layers = _layers(modules[path])
         kind = type(layers[0]).__name__
-        not_fused = next((row for row in rows if row.now is None), None)
-        if rows[0].now == WAY:
-            reason = f"the attention of {rows[0].was} is its own code"
-        elif not_fused is not None:
-            reason = f"the attention of {not_fused.was} is not fused"
-        else:
-            reason = reasons.get(path) or f"no list of layers is around it, and {kind} may read padding"
-        notes.append(f"packed: padding stays in {path or 'the model'} ({len(layers)} {kind}): {reason}")
-    return notes or ["packed: padding stays: no attention was found in this model"]
+        reason = (reasons or {}).get(path) or f"no list of layers is around it, and {kind} may read padding"
+        if row.now in (None, WAY):
+            reason = f"the attention of {row.was} is {'not fused' if row.now is None else 'its own code'}"
+        if row.now is None or path not in notes:
+            notes[path] = f"{len(layers)} {kind}", reason
+    said = [f"packed: padding stays in {path or 'the model'} ({was}): {why}" for path, (was, why) in notes.items()]
+    return said if said or reasons is None else ["packed: padding stays: no attention was found in this model"]
 
 
 def _list_around(path: str, modules: dict[str, nn.Module]) -> str:
@@ -45,6 +43,5 @@ def _list_around(path: str, modules: dict[str, nn.Module]) -> str:
 def _layers(module: nn.Module) -> list[nn.Module]:
     """Layers of a list; any other module itself."""
     layers = list(module.children())
-    if isinstance(module, nn.ModuleList | nn.Sequential) and layers and len({type(layer) for layer in layers}) == 1:
-        return layers
-    return [module]
+    alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(layer) for layer in layers}) == 1
+    return layers if alike else [module]

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..layers.padded_calls import PaddedCalls
 from .made import Made, change_of, forget
-from .report_text import attention_text, summary, table, wrapped
+from .report_text import text_of
 from .row import ALREADY, Row
 
 LOCK = threading.RLock()
@@ -57,11 +57,12 @@ class Attribute:
 
 @dataclasses.dataclass
 class Report:
-    """Result of ``accelerate``: print it for the table, or :meth:`undo` it.
+    """Result of ``accelerate``: print it for at most ten lines, or :meth:`undo` it.
 
     Attributes:
         rows: one row per swapped module, and per unchanged module that a reader might expect to be swapped.
         plain: number of ``torch.nn`` modules with nothing to gain (Linear, ReLU, containers), by class name.
+        packed: True if the padding was to be skipped.
         padded_calls: reasons why calls of a packed model kept their padding so far, with counts.
         attention: one row per attention module; ``now`` is the way in which the kernels compute the module, None if
             they do not.
@@ -71,6 +72,7 @@ class Report:
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     plain: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    packed: bool = False
     padded_calls: PaddedCalls = dataclasses.field(default_factory=PaddedCalls)
     attention: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -79,7 +81,6 @@ class Report:
         default_factory=list, repr=False
     )
     _changes: list[Change] = dataclasses.field(default_factory=list, repr=False)
-    _told: list[Row] = dataclasses.field(default_factory=list, repr=False)
     _explain: Callable[[Any], str] = dataclasses.field(default=str, repr=False)
 
     @property
@@ -105,9 +106,9 @@ class Report:
         return collections.Counter((name, change) for name, change in found if change)
 
     def explain(self, batch: Any) -> str:
-        """Table of a batch in the layers of the model: positions, tokens, and computed positions.
+        """Count the calls of a batch that reach the kernels, and the positions that the layers compute.
 
-        The model is called once, without gradients and in its current mode. Without ``packed=True`` the table shows
+        The model is called once, without gradients and in its current mode. Without ``packed=True`` the text shows
         what packing would skip. With ``functional=True`` a line counts the calls of torch's functions that are ours.
 
         Args:
@@ -135,10 +136,6 @@ class Report:
             self._changes.clear()
 
     def __str__(self) -> str:
-        told = {id(row) for row in self._told}
-        rows = [row for row in self.rows if id(row) not in told]
-        calls = [f"{n} calls with padding: {reason}" for reason, n in self.padded_calls.reasons.items()]
         changed = [f"{n} {name} run their own code: {why}" for (name, why), n in self.changed.items()]
-        numbers = summary(rows, self.plain, changed=bool(self.swapped))
-        notes = [line for note in (*self.notes, *changed, *calls) for line in wrapped(note)]
-        return "\n".join([*attention_text(self.attention), *numbers, *table(rows), *notes])
+        calls = [f"{n} calls with padding: {reason}" for reason, n in self.padded_calls.reasons.items()]
+        return text_of(self.rows, self.attention, [*self.notes, *changed, *calls], packed=self.packed)

@@ -10,12 +10,17 @@ ALREADY = "it runs on the fused ops already"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One module: path in the model, former class, new class (None: unchanged), and the reason to leave it."""
+    """One module: path in the model, former class, new class (None: unchanged), and the reason to leave it.
+
+    Attributes:
+        is_stack: True for a row about layers that skip padding, or keep it for the reason.
+    """
 
     path: str
     was: str
     now: str | None
     why: str = ""
+    is_stack: bool = False
 
     @property
     def reason(self) -> str:

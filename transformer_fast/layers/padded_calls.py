@@ -38,15 +38,18 @@ class PaddedCalls:
 
     Attributes:
         reasons: counts by reason, in order of first occurrence.
+        warns: log a reason at its first occurrence.
     """
+
+    warns = False
 
     def __init__(self) -> None:
         self.reasons: dict[str, int] = {}
 
     def add(self, reason: str) -> None:
-        """Count a reason; log it at its first occurrence."""
-        if reason not in self.reasons:
-            _LOG.info("a batch runs with its padding: %s", reason)
+        """Count a reason."""
+        if self.warns and reason not in self.reasons:
+            _LOG.warning("packed=True: a batch runs with its padding: %s", reason)
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 

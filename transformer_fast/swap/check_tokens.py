@@ -64,7 +64,7 @@ class _Tokens:
 
     def make(self, module: nn.Module) -> nn.Module:
         """Accelerate a layer."""
-        accelerate(nn.ModuleList([module]), packed=True)
+        accelerate(nn.ModuleList([module]), packed=True).padded_calls.warns = False
         return module
 
     def run_sample(self, sample: Sample) -> None:
