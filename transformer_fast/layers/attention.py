@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from .. import ops
 from ..masks import AttentionMask
 from ..masks.packing import PackedMask, packing_of, take, unpack
+from ..ops.scaled_dot_product_attention import TORCH
+from .devices import attends_by_torch
 from .dropout import fused_p
 from .linear import apply_linear, apply_linears
+
+_TORCHS = {"scale", "empty_rows"}
+"""Options of an attention that torch computes too."""
 
 LayerMask = Tensor | AttentionMask | PackedMask | None
 """Mask argument of a layer: a keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int; an AttentionMask; a PackedMask for
@@ -102,12 +107,31 @@ def attend(
     """
     p = 0.0 if dropout is None else fused_p(dropout)
     if p is not None:
-        return ops.attention(q, k, v, mask, dropout_p=p, return_weights=return_weights, **options)
+        return module_attention(q, k, v, mask, dropout_p=p, return_weights=return_weights, **options)
     assert dropout is not None
     _, weights = ops.attention(q, k, v, mask, return_weights=True, **options)
     dropped = dropout(weights)
     out = torch.matmul(dropped, v)
     return (out, dropped if return_weights == "dropped" else weights) if return_weights else out
+
+
+def module_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_weights: bool | str = False,
+    **options: Any,
+) -> Any:
+    """:func:`transformer_fast.attention` in a module; a call that torch computes faster (``attends_by_torch``) is
+    torch's."""
+    if attends_by_torch(q, mask, bias, dropout_p) and not return_weights and options.keys() <= _TORCHS:
+        causal = isinstance(mask, AttentionMask) and mask.causal_offset is not None
+        return TORCH(q, k, v, is_causal=causal, scale=options.get("scale"), enable_gqa=q.shape[1] != k.shape[1])
+    return ops.attention(q, k, v, mask, bias=bias, dropout_p=dropout_p, return_weights=return_weights, **options)
 
 
 def _padded_attention(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .. import backends
+from ..masks import AttentionMask
+from ..masks.arguments import parts_beside
 from ..ops.attention_call import MAX_TRITON_HEAD_DIM
+from ..ops.token_mask import call_on_tokens
 
 ON_GPU = {
     "attention": "",
@@ -41,6 +45,23 @@ def left_to_torch(op: str, device: torch.device, within: nn.Module | None = None
     if op == "attention" and within is not None and (head_dim := _head_dim(within)) > MAX_TRITON_HEAD_DIM:
         return f"its head_dim is {head_dim}, and the kernels take up to {MAX_TRITON_HEAD_DIM} on a GPU"
     return ON_GPU[op]
+
+
+def attends_by_torch(
+    query: Tensor, mask: AttentionMask | Tensor | None, bias: Tensor | None = None, dropout_p: float = 0.0
+) -> bool:
+    """Return True for a call of attention that is left to torch: on a GPU, with neither mask nor dropout.
+
+    cuDNN is 1.1 to 1.8 times as fast there (docs/results/gpu.md). A look-ahead mask alone is torch's ``is_causal``. A
+    backend that was chosen by name computes every call. In a layer on tokens each call has the boundaries as a mask.
+    """
+    if not query.is_cuda or dropout_p != 0.0 or bias is not None or call_on_tokens() is not None:
+        return False
+    if backends.current() != "auto":
+        return False
+    if isinstance(mask, AttentionMask):
+        return mask.causal_offset in (None, 0) and not parts_beside(mask, "causal_offset")
+    return mask is None
 
 
 def _head_dim(module: nn.Module) -> int:

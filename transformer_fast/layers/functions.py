@@ -20,7 +20,7 @@ from ..ops.norm import eager_layer_norm
 from ..ops.scaled_dot_product_attention import fused_attention
 from ..tensors import takes_fused_ops
 from ..tracing import is_traced
-from .devices import left_to_torch
+from .devices import attends_by_torch, left_to_torch
 from .dropout import fused_dropout
 
 FEW_CLASSES = 256
@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
     """Attention; on a GPU a call with neither mask nor dropout is torch's."""
     if not isinstance(query, Tensor) or left_to_torch("attention", query.device):
         return None
-    if query.is_cuda and attn_mask is None and dropout_p == 0.0:
+    if attends_by_torch(query, attn_mask, None, dropout_p):
         return None
     return fused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 

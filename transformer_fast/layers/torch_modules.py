@@ -30,7 +30,7 @@ from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from . import norm as _norm
 from .activated import activated_linear
-from .attention import packed_attention
+from .attention import module_attention, packed_attention
 from .by_torch import by_torch, norm_by_torch
 from .dropout import apply_dropout
 from .feed_forward import linear_relu_dropout
@@ -174,7 +174,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not takes_fused_ops(*self._parameters.values(), *self.out_proj._parameters.values()):
             return self._by_torch(*given)
         q, k, v = (t.permute(batch, 2, length, 3) for t in self._projected(query, key, value, same))
-        result = ops.attention(
+        result = module_attention(
             q,
             k,
             v,
