@@ -18,7 +18,7 @@ PACKAGE = Path(transformer_fast.__file__).parent
 ROOT = PACKAGE.parent
 
 ORDER = (
-    *("tracing", "function_mode", "extension", "backends", "tensors", "tensor_cache", "target_checks"),
+    *("tracing", "function_mode", "extension", "backends", "tensors", "tensor_cache", "lazy_tensor", "target_checks"),
     *("masks", "attention_params", "reference"),
     *("triton", "ops", "explain", "testing", "compat"),
     *("layers", "models", "dialects"),

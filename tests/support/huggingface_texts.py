@@ -65,7 +65,8 @@ def _norm(self, x):
 
 def _relative(old: str) -> str:
     """Return the text of T5's attention, with the name of the cache of a version of transformers."""
-    return f"""def forward(self, hidden_states, mask=None, key_value_states=None, position_bias=None, cache=None, **kwargs):
+    return f"""def forward(self, hidden_states, mask=None, key_value_states=None, position_bias=None, cache=None, \
+**kwargs):
     input_shape = hidden_states.shape[:-1]
     hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
     past_seen_tokens = cache.get_seq_length(self.layer_idx) if cache is not None else 0

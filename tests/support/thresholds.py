@@ -256,7 +256,7 @@ def logits_left_out(count: int) -> None:
 
 
 def t5(scores: int) -> None:
-    """Test T5's attention bias, which stays lazy for many scores per head: (L, L), for L on both sides."""
+    """Test T5's relative positions, which are a part of the mask for many scores per head: (L, L), for L on both sides."""
     import transformers
 
     config = transformers.T5Config(
@@ -323,7 +323,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     # models
     "transformer_fast/accelerate/int8.py:FEW_OUTPUTS": int8_outputs,
     "transformer_fast/accelerate/output_layer.py:WORTH_IT": logits_left_out,
-    "transformer_fast/integrations/lazy_bias.py:WORTH_IT": t5,
+    "transformer_fast/huggingface/blocks.py:WORTH_IT": t5,
 }
 """Function to run for each number, with one less and with one more."""
 

@@ -100,7 +100,7 @@ def accelerate(
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
     with LOCK:
         layout = WeightLayout(keep=True) if keep_weights else None
-        walk = _Walk(model, fused_loss, functional, layout)
+        walk = _Walk(model, fused_loss, packed, functional, layout)
         try:
             plan = None if quantize is None else Plan(model, options(quantize), walk.report)
             walk.int8 = plan.inside if plan is not None else set()
@@ -140,8 +140,10 @@ def _explain(model: nn.Module, packed: bool, batch: Any) -> str:
 
 
 class _Walk:
-    def __init__(self, model: nn.Module, fused_loss: bool, functional: bool, layout: WeightLayout | None) -> None:
-        self.model, self.functional, self.layout = model, functional, layout
+    def __init__(
+        self, model: nn.Module, fused_loss: bool, packed: bool, functional: bool, layout: WeightLayout | None
+    ) -> None:
+        self.model, self.packed, self.functional, self.layout = model, packed, functional, layout
         self.report = Report()
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
@@ -265,6 +267,8 @@ class _Walk:
                 reason = difference
         if id(module) in self.attention.layers:
             self.fused.add(id(module))
+        elif self.packed and huggingface.is_packed(type(module)):
+            self._add_unchanged(path, module, reason)  # padding leaves at its door, so its own class must stay
         elif self.functional and not (left := functional_calls.obstacle(module)):
             self._swap(path, module, functional_calls.functional_class(type(module)), functional_calls.NAME)
         elif self.functional:

@@ -22,6 +22,8 @@ WAY = "where its code calls F.scaled_dot_product_attention"
 class FunctionalCalls(Swapped):
     """First base of a class whose ``forward`` runs in a block of ``functional()``."""
 
+    computes_as_former = True
+
 
 _KNOWN = ("builtins", "torch", "transformers", "typing")
 """Packages whose classes may have subclasses: nothing is registered."""

@@ -4,8 +4,9 @@ from .blocks import Fast
 from .heads import output_layer
 from .inside import has_code_of_a_user
 from .stacks import Stack
-from .table import fast_class, is_packed, model_class, not_in_the_table, note, packed_class
+from .table import fast_class, is_packed, model_class, not_in_the_table, note, packed_class, reads_padding
 
 __all__ = [
-    "Fast", "Stack", "fast_class", "has_code_of_a_user", "is_packed", "model_class", "not_in_the_table", "note", "output_layer", "packed_class",
+    "Fast", "Stack", "fast_class", "has_code_of_a_user", "is_packed", "model_class", "not_in_the_table", "note",
+    "output_layer", "packed_class", "reads_padding",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
 import sys
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from ..integrations.tokens import with_packing
 from ..layers.padded_calls import GAPS, NO_SOURCE, PaddedCalls, StaysPaddedError, padded_calls
-from ..masks.packing import Packing, packings_of, take, unpack
+from ..masks.packing import Packing, packings_of, take
 from ..tracing import is_traced
 from . import supported
 from .blocks import Fast
@@ -102,9 +101,8 @@ class HeadModel(Fast):
                 result = self._former.forward(self, **given | changes)
             except StaysPaddedError as reason:  # of a stack whose tokens the output layer waits for
                 call.hold(str(reason))
-                result = self._former.forward(
-                    self, **given | {name: value for name, value in changes.items() if name == "use_cache"}
-                )
+                changes = {"use_cache": False} if "use_cache" in changes else {}
+                result = self._former.forward(self, **given | changes)
         return result if call.head is None else _with_padding(result, call.head)
 
     def _needs_no_cache(self, given: dict[str, Any]) -> bool:
@@ -158,19 +156,16 @@ class HeadModel(Fast):
         All that must be known of the masks and labels is read at once, since each read waits for a GPU. A call that
         must keep its padding is held.
         """
-        labels, decodes = (
-            given.get("labels"),
-            "decoder_attention_mask" in self._former.names and self.config.is_encoder_decoder,
-        )
+        labels, names, head = given.get("labels"), self._former.names, self._former.head
+        decodes = "decoder_attention_mask" in names and self.config.is_encoder_decoder
         own, per_token = "decoder_attention_mask" if decodes else "attention_mask", _is_per_token(labels)
         masks = {name: given.get(name) for name in ("attention_mask", own)}
-        keeps = {
-            name: t.flatten(0, -2).bool() for name, t in masks.items() if isinstance(t, Tensor) and 2 <= t.dim() <= 3
-        }
-        if decodes and masks[own] is None and self._former.head.on_tokens and per_token:
+        tensors = {name: t for name, t in masks.items() if isinstance(t, Tensor) and 2 <= t.dim() <= 3}
+        keeps = {name: t.flatten(0, -2).bool() for name, t in tensors.items()}
+        if decodes and masks[own] is None and head.on_tokens and per_token:
             keeps[own] = (labels != IGNORED).flip(1).cumsum(1).flip(1) > 0  # up to the last label that is not ignored
         counts = per_token and own in keeps and labels.shape == keeps[own].shape
-        also = [_reads_padding(labels != IGNORED, keeps[own], self._former.head.shifts)] if counts else []
+        also = [_reads_padding(labels != IGNORED, keeps[own], head.shifts)] if counts else []
         reads = self._reads(given, keeps[own]) if own in keeps else None
         packings, values = packings_of(
             ((keep, *keep.shape, keep.device) for keep in keeps.values()), also if reads is None else [*also, reads]
@@ -197,13 +192,13 @@ class HeadModel(Fast):
             changes |= {own: with_packing(keeps[own].detach(), found[own]), "decoder_input_ids": ids}
         if own not in changes or found[own].is_full or found[own].total == 0:
             return changes
-        others = [value for name, value in given.items() if name not in self._former.names]
+        others = [value for name, value in given.items() if name not in names]
         unclear = any(isinstance(value, Tensor) and value.dim() > 1 for value in others)
         if counts and (values[0] or unclear):
             call.hold(READS_PADDING)
             return {}
         if labels is not None and not counts:
-            if self._former.head.labels_per_token:
+            if head.labels_per_token:
                 call.hold(READS_PADDING)
             return changes
         if not self.runs_on_tokens() or given.get("logits_to_keep") or unclear:
@@ -211,9 +206,7 @@ class HeadModel(Fast):
         call.head = found[own]
         if labels is not None:
             tokens = take(labels, call.head)
-            if (
-                self._former.head.shifts
-            ):  # the last token of a sequence must not predict the first token of the next one
+            if head.shifts:  # the last token of a sequence must not predict the first token of the next one
                 starts = call.head.cu_seqlens[:-1].long()  # that of empty sequences at the end is T
                 tokens = nn.functional.pad(tokens, (0, 1)).index_fill(0, starts, IGNORED)[:-1]
             changes["labels"] = tokens.unsqueeze(0)

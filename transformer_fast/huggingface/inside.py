@@ -1,4 +1,4 @@
-"""What may stand inside of a stack that computes tokens alone: code that computes each position by itself.
+"""Code inside of a stack that computes tokens alone: it must compute each position by itself.
 
 A class is known because a module of transformers or torch holds this very object, with the ``forward`` that it was
 first seen with. All others, hooks included, may read padding.
@@ -47,9 +47,9 @@ def _obstacle(module: nn.Module) -> str:
     seen = _seen.get(kind)
     if "forward" in own or not (_is_known(kind) if seen is None else seen[0].forward is seen[1]):
         return f"a {kind.__name__} inside is not known; it may read padding"
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-        if has_foreign_hook(module):
-            return f"a {kind.__name__} has a hook, which may read padding"
+    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    if hooked and has_foreign_hook(module):
+        return f"a {kind.__name__} has a hook, which may read padding"
     if (config := own.get("config")) is not None and not is_ours(config._attn_implementation):
         return f"a {kind.__name__} has another attention"
     for child in own["_modules"].values():
@@ -72,6 +72,8 @@ def _is_known(kind: Any) -> bool:
     base = kind
     if kind.__module__.startswith("torch.distributed.") and not is_held(kind):  # FSDP's subclass of a class
         known, base = _is_known(kind.__bases__[-1]), kind.__bases__[-1]
+    elif getattr(kind, "computes_as_former", False) and "recipe" in vars(kind):
+        known, base = _is_known(kind.former), kind.former
     elif issubclass(kind, Fast | TokensHead):  # a class that a user derived from one of these has no such attribute
         known = not {"_former", "recipe"}.isdisjoint(vars(kind))
     elif kind.__module__.startswith(("transformers.", "transformer_fast.layers.")):

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..backends import in_transform
 from ..layers.padder import Held, Take
-from ..masks.packing import Packing, unpack
 from ..lazy_tensor import Lazy, Node, make_nothing
+from ..masks.packing import Packing, unpack
 
 _PASS: set[Any] = {
     *(torch.add, torch.sub, torch.mul, torch.div, torch.tanh, torch.neg),

@@ -1,6 +1,6 @@
-"""Stacks of transformers that compute tokens alone: padding leaves at the door of a stack, and comes back at its end.
+"""Stacks of transformers that compute tokens alone: padding leaves at the door, and comes back at the end.
 
-Inside, the batch is one row of tokens (1, T, d) without a mask, and each layer gets the boundaries of the sequences as a
+Inside, the batch is one row of tokens (1, T, d) without a mask. Each layer gets the boundaries of the sequences as a
 keyword argument, which it passes on to its attention. A stack that must keep its padding runs as it is.
 """
 
@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..integrations.lazy_mask import LazyMask
 from ..integrations.names import is_ours

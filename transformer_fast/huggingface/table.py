@@ -54,8 +54,21 @@ def model_class(kind: type[nn.Module]) -> type[HeadModel] | None:
 
 
 def is_packed(kind: type[nn.Module]) -> bool:
-    """Return True for a stack, and for a class that has a fast one."""
-    return issubclass(kind, stacks.Stack) or packed_class(kind) is not None
+    """Return True for a class that has a fast one for ``packed=True``, or is one."""
+    made = issubclass(kind, stacks.Stack | HeadModel)
+    return made or packed_class(kind) is not None or model_class(kind) is not None
+
+
+def reads_padding(kind: type[nn.Module]) -> str:
+    """Reason why a model of transformers, around a stack of another file, may read what the stack has at padding; ""
+    for a model whose head reads each position by itself, and for other modules."""
+    if kind.__module__ in supported.FILES or not kind.__module__.startswith("transformers.models."):
+        return ""
+    if not hasattr(kind, "get_output_embeddings"):
+        return ""
+    head = heads.head_of(kind.__name__)
+    is_safe = head is not None and not head.one_position
+    return "" if is_safe else f"the head of {kind.__name__} is unknown; it may read padding"
 
 
 def not_in_the_table(kind: type[nn.Module]) -> str:

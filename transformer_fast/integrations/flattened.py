@@ -102,7 +102,7 @@ def _rises(starts: Tensor, end: int) -> bool:
 
 
 def seen_within(module: nn.Module, is_causal: bool | None, window: int | None) -> AttentionMask:
-    """What the tokens of a sequence see of it, as FlashAttention's arguments say: look-ahead and sliding window."""
+    """Mask within each sequence, as FlashAttention's arguments say it: look-ahead and sliding window."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if window is not None:
         return AttentionMask.window(window - 1, 0 if is_causal else window - 1)

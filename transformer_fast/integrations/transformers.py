@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from ..layers.attention import module_attention
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes
 from . import flattened, interface
 from .lazy_mask import LazyMask, bounds_of
 from .names import NAME, NAMES, registered
-from .tokens import Boundaries, is_flat, is_full
+from .tokens import BOUNDARIES, Boundaries, is_flat, is_full
 
 _UNSUPPORTED = {
     "sinks": "a sink for each query",
@@ -73,7 +73,6 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     empty_rows: str = "uniform",
-    boundaries: Boundaries | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with the signature of transformers' attention interface.
@@ -103,6 +102,7 @@ def attention_forward(
             model with cross-attention.
         ValueError: for sequences that do not fit the tokens.
     """
+    boundaries: Boundaries | None = kwargs.get(BOUNDARIES)
     if boundaries is not None:
         options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
         options["sliding_window"] = kwargs.get("sliding_window")
@@ -137,7 +137,7 @@ def attention_forward(
         if bias is None and not wanted and flattened.is_packable(mask):
             return sequences.attend(query, key, value, mask, sequences, **options), None
         mask = mask & sequences.documents(query.shape[2])
-    result = ops.attention(query, key, value, mask, bias=bias, return_weights=wanted, **options)
+    result = module_attention(query, key, value, mask, bias=bias, return_weights=wanted, **options)
     out, weights = result if wanted else (result, None)
     return out.transpose(1, 2).contiguous(), weights
 

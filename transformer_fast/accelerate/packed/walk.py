@@ -66,23 +66,27 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
 def _of_transformers(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool]) -> Iterator[Row]:
     """Rows of the stacks of transformers; the stacks, and the models around them, get their fast classes."""
     packed: set[int] = set()
+    unknown: dict[int, str] = {}
     for path, module in list(model.named_modules()):
         kind = type(module)
+        if reason := huggingface.reads_padding(kind):
+            unknown |= {id(inner): reason for inner in module.modules()}
         if issubclass(kind, huggingface.Stack):
             packed.add(id(module))
             yield Row(path, kind.__name__, None, ALREADY)
         elif (fast := huggingface.packed_class(kind)) is not None:
             if not issubclass(fast, huggingface.Stack):  # a table of positions inside of a stack
                 _swap(report, module, fast)
+            elif id(module) in unknown:
+                yield Row(path, kind.__name__, None, unknown[id(module)])
             elif not any(map(is_ours, module.modules())):
                 yield Row(path, kind.__name__, None, "its attention is not fused")
             else:
                 packed.add(id(module))
                 _swap(report, module, fast)
                 yield Row(path, kind.__name__, NOW)
-        elif _is_of_transformers(module) and not any(huggingface.is_packed(type(m)) for m in module.modules()):
-            if any(map(is_ours, module.modules())) and not any(map(_is_of_transformers, module.children())):
-                yield Row(path, kind.__name__, None, huggingface.not_in_the_table(kind))
+        elif _is_of_transformers(module) and _is_alone(module) and any(map(is_ours, module.modules())):
+            yield Row(path, kind.__name__, None, huggingface.not_in_the_table(kind))
     for module in list(model.modules()):
         if id(module) not in packed and not packed.isdisjoint(map(id, module.modules())):
             if huggingface.has_code_of_a_user(type(module)):
@@ -95,6 +99,13 @@ def _of_transformers(model: nn.Module, report: Report, is_ours: Callable[[nn.Mod
                 if head is not None and fast._former.head.on_tokens and (made := tokens_head(type(head))) is not None:
                     report._originals.append((head, type(head), made, {}))
                     head.__class__ = made
+
+
+def _is_alone(model: nn.Module) -> bool:
+    """Return True for a model of transformers without a model inside and without a stack that can skip padding."""
+    if any(map(_is_of_transformers, model.children())):
+        return False
+    return not any(huggingface.is_packed(type(module)) for module in model.modules())
 
 
 def _swap(report: Report, module: nn.Module, fast: type[nn.Module]) -> None:
