@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .accelerate import accelerate
 else:
     from . import accelerate  # the package itself, which is callable
-from .swap import register
+from .swap.register import register
 
 layers.Decoder, layers.Encoder, layers.Transformer = Decoder, Encoder, Transformer
 

@@ -1,3 +1,3 @@
 """Fixtures that several tests of accelerate share."""
 
-from accelerated import fused, proven_once, small_calls  # noqa: F401
+from accelerated import fused, small_calls  # noqa: F401

@@ -20,11 +20,10 @@ from torch.nn.utils import parametrizations
 
 import transformer_fast as tfast
 import transformer_fast.accelerate.lazy_logits
-import transformer_fast.accelerate.patterns.base as base
+import transformer_fast.accelerate.packed.walk as walk
 from transformer_fast.accelerate import accelerate, lazy_logits
 from transformer_fast.reference import layers as reference
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 D = 8
 ALREADY = "it runs on the fused ops already"
 STATEMENTS = [
@@ -53,7 +52,7 @@ def test_every_way_to_import(order: int) -> None:
 @pytest.mark.parametrize("function", [tfast.accelerate, accelerate], ids=["package", "function"])
 def test_it_is_a_function(function: Callable[..., Any]) -> None:
     assert transformer_fast.accelerate.lazy_logits is lazy_logits
-    assert base.__name__ == "transformer_fast.accelerate.patterns.base"
+    assert walk.__name__ == "transformer_fast.accelerate.packed.walk"
     names = ["model", "fused_loss", "packed", "keep_weights", "functional", "quantize"]
     assert callable(function) and list(inspect.signature(function).parameters) == names
     assert "in place" in (inspect.getdoc(function) or "")

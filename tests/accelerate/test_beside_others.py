@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from accelerated import surroundings
-from handwritten import make_model
+from handwritten import AnnotatedFeedForward, make_model
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast import backends
 from transformer_fast.accelerate import engine
-from transformer_fast.accelerate.surroundings import DrawsNumbersError, quiet
 
 D = 16
 
@@ -79,40 +78,34 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "normal": lambda: torch.normal(0.0, 1.0, (3,)),
     "in place": lambda: torch.empty(3).uniform_(),
     "bernoulli": lambda: torch.bernoulli(torch.full((3,), 0.5)),
-    "dropout of all": lambda: nn.functional.dropout(torch.ones(3), 1.0),
-    "dropout of none": lambda: nn.functional.dropout(torch.ones(3), 0.0),
-    "evaluation": lambda: nn.functional.dropout(torch.ones(3), 0.5, False),
     "our attention": lambda: tfast.attention(*[torch.ones(1, 1, 2, 4)] * 3, dropout_p=0.5),
-}
-REFUSED: dict[str, Callable[[], Any]] = {
     "dropout": lambda: nn.functional.dropout(torch.ones(3), 0.5),
     "torch.dropout": lambda: torch.dropout(torch.ones(3), p=0.5, train=True),
     "attention": lambda: nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 4)] * 3, dropout_p=0.5),
-    "heads": lambda: nn.MultiheadAttention(4, 2, dropout=0.5)(*[torch.ones(2, 3, 4)] * 3),
-    "lstm": lambda: nn.LSTM(4, 4, num_layers=2, dropout=0.5, dtype=torch.float64)(torch.ones(2, 3, 4)),
     "like": lambda: torch.rand_like(torch.ones(3)),
+}
+DOES_NOT_DRAW: dict[str, Callable[[], Any]] = {
+    "dropout of all": lambda: nn.functional.dropout(torch.ones(3), 1.0),
+    "dropout of none": lambda: nn.functional.dropout(torch.ones(3), 0.0),
+    "evaluation": lambda: nn.functional.dropout(torch.ones(3), 0.5, False),
 }
 
 
-@pytest.mark.parametrize("name", [*DRAWS, *REFUSED])
-def test_what_is_drawn_in_a_trial(name: str) -> None:
-    before = torch.get_rng_state()
-    with quiet():
-        if name in DRAWS:
-            assert DRAWS[name]().dtype == torch.float64
-        else:
-            with torch.random.fork_rng(devices=[]), pytest.raises(DrawsNumbersError):  # the weights of a new module
-                REFUSED[name]()
+@pytest.mark.parametrize("mode", ["always", "in training"])
+@pytest.mark.parametrize("name", [*DRAWS, *DOES_NOT_DRAW])
+def test_a_module_that_draws_is_left(name: str, mode: str) -> None:
+    """The random state is that of before, also where a draw changes no result."""
+
+    class Drawing(AnnotatedFeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training or mode == "always":
+                {**DRAWS, **DOES_NOT_DRAW}[name]()
+            return super().forward(x)
+
+    m, before = Drawing(D, 32), torch.get_rng_state()
+    row = tfast.accelerate(m).rows[0]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_trial_computes_in_float64() -> None:
-    ids = torch.tensor([1, 3])
-    with quiet():
-        made = [torch.ones(2), torch.tensor(0.1), torch.arange(0.0, 1.0, 0.3), torch.linspace(0, 1, 3), ids / 3]
-        made += [ids.sqrt(), ids * 0.1, torch.where(ids > 1, 0.5, 0.25), ids.float().mean(), made[0].to(torch.float32)]
-    assert {t.dtype for t in made} == {torch.float64}
-    assert torch.equal(made[4], ids.double() / 3) and torch.equal(made[1], torch.tensor(0.1, dtype=torch.float64))
+    assert (row.now is None and "it draws random numbers" in row.why) == (name in DRAWS)
 
 
 def test_four_threads_accelerate_at_once() -> None:

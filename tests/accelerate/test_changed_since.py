@@ -25,8 +25,6 @@ import transformer_fast as tfast
 from transformer_fast.accelerate import made
 from transformer_fast.accelerate.patterns.base import pattern_of
 
-pytestmark = pytest.mark.usefixtures("proven_once")
-
 INTERNAL = nn.Module().__dict__.keys()
 
 VALUES: dict[str, Callable[[Any], Any]] = {

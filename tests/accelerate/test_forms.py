@@ -51,7 +51,6 @@ def test_every_form(name: str) -> None:
     torch.testing.assert_close(*(model(*map(fresh, args)) for model in both), **close)
 
 
-@pytest.mark.usefixtures("proven_once")
 @pytest.mark.cover(10)
 @pytest.mark.parametrize("name", FORMS)
 def test_bf16_by_the_gate(name: str) -> None:

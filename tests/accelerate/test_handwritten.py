@@ -20,8 +20,6 @@ from transformer_fast.reference import layers as reference
 from transformer_fast.reference.dialects import bert, d2l, tensorflow
 from transformer_fast.testing import fixed_dropout_seed
 
-pytestmark = pytest.mark.usefixtures("proven_once")
-
 
 def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
     """A swapped layer draws the masks that transformer_fast.layers draws, exactly."""

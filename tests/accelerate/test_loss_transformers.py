@@ -19,7 +19,7 @@ from transformer_fast.accelerate.lazy_logits import LazyLogits
 transformers = pytest.importorskip("transformers")
 import huggingface_models as models  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("small_calls", "proven_once")
+pytestmark = pytest.mark.usefixtures("small_calls")
 V = models.VOCABULARY
 MODELS: dict[str, dict[str, Any]] = {  # settings of their own
     "MarianMTModel": {}, "BartForConditionalGeneration": {}, "GPT2LMHeadModel": {}, "LlamaForCausalLM": {},

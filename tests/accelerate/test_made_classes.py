@@ -12,7 +12,7 @@ from accelerated import copies
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.made import author_class
+from transformer_fast.accelerate.registered import author_class
 
 D = 8
 

@@ -22,7 +22,6 @@ from transformer_fast.huggingface.logits import TokenLogits  # noqa: E402
 from transformer_fast.layers.padded_calls import GAPS, NO_TOKEN, recorded  # noqa: E402
 from transformer_fast.masks.packing import Packing  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 BERT, GPT2, BART, T5 = "BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration", "T5EncoderModel"
 DROPOUTS = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
 

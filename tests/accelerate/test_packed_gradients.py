@@ -17,7 +17,7 @@ import transformer_fast as tfast
 from transformer_fast.accelerate import output_layer
 from transformer_fast.huggingface.logits import PaddedGradient
 
-pytestmark = [pytest.mark.usefixtures("proven_once"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = {
     "BertForMaskedLM": {}, "LlamaForCausalLM": {}, "Gemma2ForCausalLM": {}, "BartForConditionalGeneration": {},
     "T5ForConditionalGeneration": {"decoder_start_token_id": 1}, "BertForTokenClassification": {},

@@ -12,7 +12,6 @@ import packed_models as packed
 import transformer_fast as tfast
 from transformer_fast.huggingface.heads import HEADS, Head, listed
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 PAGE = Path(__file__).parents[2] / "docs" / "packed.md"
 TABLES = [table for head in HEADS if not head.on_tokens for table in head.tables if table not in ("", "PRETRAINING")]
 WITHOUT_KEYS = {

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast import layers
-from transformer_fast.accelerate import engine
-from transformer_fast.accelerate.patterns.layer import Layer
 from transformer_fast.reference.layers import EncoderLayer
+from transformer_fast.swap import forms
 
 D = 16
 
@@ -23,12 +23,6 @@ class Renamed(EncoderLayer):
         return self.mlp
 
 
-class RenamedLayer(Layer):
-    def __init__(self) -> None:
-        super().__init__("RenamedLayer", layers.EncoderLayer, norm_first=True)
-        self.parts["mlp"] = self.parts.pop("ff")
-
-
 class Neighbours(nn.Conv1d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mT).mT
@@ -38,7 +32,10 @@ class Neighbours(nn.Conv1d):
 def test_padding_is_left_out_only_where_each_position_is_computed_by_itself(
     reads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "PATTERNS", (*engine.PATTERNS, RenamedLayer()))
+    classic = forms.FORMS["EncoderLayer"]
+    children = {"mlp" if name == "ff" else name: test for name, test in classic.children.items()}
+    renamed = dataclasses.replace(classic, name="RenamedLayer", children=children)
+    monkeypatch.setitem(forms.FORMS, "RenamedLayer", renamed)
     model, x = Renamed(D, 2, dropout=0.0).eval(), torch.randn(4, 9, D)
     keep = torch.arange(9) < torch.tensor([[9], [2], [6], [4]])
     model._modules["mlp"] = model._modules.pop("ff")

@@ -16,7 +16,6 @@ import packed_models as packed
 
 import transformer_fast as tfast
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 MODELS = ("BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration")
 
 

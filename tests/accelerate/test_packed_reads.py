@@ -19,7 +19,6 @@ import packed_models as packed  # noqa: E402
 import transformer_fast as tfast  # noqa: E402
 from transformer_fast.integrations.tokens import is_full, packing_at, with_packing  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 WAITS = (
     "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
 )  # fmt: skip

@@ -23,7 +23,6 @@ from transformer_fast.reference import layers as reference
 from transformer_fast.reference.dialects import d2l, tensorflow
 from transformer_fast.testing import ULPS, errors
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 D, VOCABULARY = 16, 40
 SOURCE, TARGET = 9, 7
 SOURCES, TARGETS = torch.tensor([9, 2, 6, 4]), torch.tensor([7, 3, 5, 1])

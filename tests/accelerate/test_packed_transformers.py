@@ -20,7 +20,6 @@ import packed_models as packed
 
 from transformer_fast.layers.padded_calls import GAPS, NO_SOURCE
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 READS = "the model's head reads a position that is padding"
 """Reason of a model whose head reads the first or the last position of each row."""
 

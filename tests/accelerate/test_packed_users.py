@@ -21,7 +21,7 @@ from transformers.models.t5.modeling_t5 import T5Stack  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("proven_once"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 Change = Callable[[nn.Module], None]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.functional import FunctionalCalls
-from transformer_fast.accelerate.patterns.base import Accelerated
+from transformer_fast.swap.form_class import Formed
 from transformer_fast.reference import layers as reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*TorchScript:UserWarning")
@@ -99,7 +99,7 @@ def test_every_made_class_is_scripted_as_the_class_before() -> None:
     """The classes of modules that are swapped at run time have the annotations of the class before."""
     model = nn.ModuleList([handwritten.AnnotatedNorm(32), scripted_models.Typed(None)])
     tfast.accelerate(model, functional=True)
-    assert isinstance(model[0], Accelerated) and isinstance(model[1], FunctionalCalls)
+    assert isinstance(model[0], Formed) and isinstance(model[1], FunctionalCalls)
     assert "pattern" not in model[0].__annotations__
     assert list(model[1].__annotations__) == ["size", "shift"]
 

@@ -20,7 +20,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # which its Trainer needs
 import huggingface_models as models  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 V, ROWS, LENGTH, STEPS, ACCUMULATED = 8192, 4, 48, 2, 2
 MODELS = [
     "BartForConditionalGeneration", "MarianMTModel", "MBartForConditionalGeneration", "PegasusForConditionalGeneration",

@@ -20,7 +20,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # which its Trainer needs
 import huggingface_models as models  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 BATCHES, ROWS, LENGTH = 4, 8, 6
 TOO_LARGE, RIGHT = float(BATCHES), 1.0
 FIGURES = {

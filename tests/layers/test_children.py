@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerated import proven_once  # noqa: F401
 from changed_children import CHANGES, Change, Kept, NotApplicable
 from form_arguments import fresh
 from fused_parents import PARENTS, TORCH, fused, plain
@@ -20,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from transformer_fast import dialects, layers
-from transformer_fast.accelerate import patterns, torch_swaps
-from transformer_fast.accelerate.patterns.base import pattern_of
+from transformer_fast.accelerate import torch_swaps
 from transformer_fast.layers.dropout import apply_dropout
 from transformer_fast.layers.hooks import TAKES_RESIDUAL, has_role, is_plain
+from transformer_fast.swap.form import form_of
+from transformer_fast.swap.forms import FORMS
 
-pytestmark = pytest.mark.usefixtures("proven_once")
 MODES = ("training", "evaluation", "no gradients")
 
 
@@ -146,7 +145,7 @@ CHILDLESS = {
 
 
 def test_every_fused_parent_is_among_the_parents() -> None:
-    """Every swapped class of torch, pattern, layer and dialect must have an example."""
+    """Every swapped class of torch, form, layer and dialect must have an example."""
     torch_kinds = {name.partition(",")[0] for name in TORCH}
     assert torch_kinds == {kind.__name__ for kind in torch_swaps.SWAPS}
     modules = {"layers": layers, **{f"dialects {name}": getattr(dialects, name) for name in dialects.__all__}}
@@ -156,13 +155,13 @@ def test_every_fused_parent_is_among_the_parents() -> None:
             if inspect.isclass(kind) and issubclass(kind, nn.Module):
                 full = f"{prefix} {kind.__name__}" if prefix == "layers" else f"{prefix}.{kind.__name__}"
                 assert full in PARENTS or kind.__name__ in CHILDLESS, f"{full} needs an example in fused_parents.py"
-    known = {pattern.name for pattern in patterns.PATTERNS if pattern.parts}
+    known = {form.name for form in FORMS.values() if form.children}
     found = set()
     for parent in PARENTS.values():
         if parent.fuse is None:
             module = fused(parent, plain(parent))
-            found |= {pattern.name for m in module.modules() if (pattern := pattern_of(m)) is not None}
-    assert known <= found, f"patterns without an example in fused_parents.py: {known - found}"
+            found |= {form.name for m in module.modules() if (form := form_of(m)) is not None}
+    assert known <= found, f"forms without an example in fused_parents.py: {known - found}"
 
 
 def test_none_is_plain_beside_a_hook_of_all_modules() -> None:

@@ -24,7 +24,6 @@ SETTINGS = ROOT / "tools/site/mkdocs.yml"
 NAVIGATION = re.search(r"^nav:\n((?: .*\n|\n)*)", SETTINGS.read_text(), re.MULTILINE)[1]
 INTERNAL = {
     "transformer_fast.accelerate.packed",
-    "transformer_fast.accelerate.patterns",
     "transformer_fast.huggingface",
 }
 """Packages whose ``__all__`` is for their parent package."""

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast import backends
-from transformer_fast.accelerate import engine, lazy_logits, output_layer
-from transformer_fast.accelerate.probe import probe, signature
+from transformer_fast.accelerate import lazy_logits, output_layer
 
 
 def pair(make: nn.Module | Callable[[], nn.Module]) -> tuple[Any, Any, tfast.accelerate.Report]:
@@ -105,25 +104,6 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(lazy_logits.ops, "linear_cross_entropy", counted)
     return calls
-
-
-_PROOFS: dict[Any, str | None] = {}
-
-
-@pytest.fixture
-def proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cache probes by structure for all tests that use the fixture; the engine itself caches per model.
-
-    Tests of the probe must not use it.
-    """
-
-    def proof(module: nn.Module, pattern: Any) -> str | None:
-        key = pattern, signature(module, pattern)
-        if key not in _PROOFS:
-            _PROOFS[key] = probe(module, pattern)
-        return _PROOFS[key]
-
-    monkeypatch.setattr(engine, "probe", proof)
 
 
 @pytest.fixture

@@ -344,13 +344,13 @@ OTHERS: dict[str, str] = {
     "csrc/ops/generation.cpp:kMost": "the largest number that an argument may be",
     "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
     "csrc/ops/weight_stamp.cpp:kBlock": "values that are read side by side",
-    "transformer_fast/accelerate/probe.py:_ROWS": "rows of a trial's embedding",
     "transformer_fast/accelerate/report_text.py:LINES": "lines of a printed report",
+    "transformer_fast/swap/check_form.py:_COMPARED": "numbers of a gradient that a trial compares",
+    "transformer_fast/swap/check_form.py:_DROPOUTS": "dropouts that a trial tries one by one",
     "transformer_fast/accelerate/report_text.py:WIDTH": "columns of a printed report",
     "transformer_fast/accelerate/report_text.py:_CLASSES": "columns of a printed report",
     "transformer_fast/tensor_cache.py:BLOCK": "values that are read side by side",
     "transformer_fast/tensor_cache.py:FACTOR": "a constant of a hash",
     "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",
-    "transformer_fast/accelerate/made.py:_DEPTH": "the depth of a search in containers",
 }  # fmt: skip
 """Numbers that choose no path by an input size. Those of csrc/cpu/simd are vector sizes."""

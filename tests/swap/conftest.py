@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-from accelerated import proven_once  # noqa: F401
 from registered_texts import Layer, Stack
 from torch import nn
 

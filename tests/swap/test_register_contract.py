@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 
-pytestmark = pytest.mark.usefixtures("proven_once")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _registration() -> Iterator[None]:

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import transformer_fast as tfast
 from transformer_fast.accelerate.packed.token_layer import TOKENS
 
-pytestmark = pytest.mark.usefixtures("proven_once")
-
 
 def mixed(x: Tensor) -> Tensor:
     """Read all positions of a row."""

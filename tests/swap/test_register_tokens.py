@@ -23,8 +23,6 @@ from transformer_fast.accelerate.packed.token_layer import TOKENS
 from transformer_fast.accelerate.registered import FAST
 from transformer_fast.layers.padded_calls import NO_SOURCE
 
-pytestmark = pytest.mark.usefixtures("proven_once")
-
 GAPS = KEEP.clone()
 GAPS[2, 3] = False
 HIDDEN_FIRST = KEEP.clone()

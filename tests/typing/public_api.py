@@ -12,7 +12,7 @@ import transformer_fast as tfast
 from transformer_fast.generation import Hypothesis
 from transformer_fast.layers import EncoderLayer, LayerNorm, MultiHeadAttention, RMSNorm
 from transformer_fast.masks.packing import Packing
-from transformer_fast.swap import Registration
+from transformer_fast.swap.register import Registration
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor, asked: bool) -> None:

@@ -9,9 +9,9 @@ from torch import nn
 
 from ..integrations import interface
 from ..layers import torch_modules
+from ..swap.form import form_of
 from .functional import WAY, FunctionalCalls
 from .huggingface import Attention
-from .patterns.base import pattern_of
 from .registered import is_swapped
 from .row import ALREADY, Row
 
@@ -67,8 +67,8 @@ class _Search:
             return Row(path, f"nn.{name}", "")
         if isinstance(module, nn.MultiheadAttention):
             return Row(path, f"nn.{name}" if type(module) is nn.MultiheadAttention else name, None, self._reason(path))
-        pattern = pattern_of(module)
-        if pattern is not None and pattern.attends:
+        form = form_of(module)
+        if form is not None and form.attends:
             return Row(path, name, "by its structure")
         if is_swapped(module) and _NAMED.search(name):
             return Row(path, name, "registered")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ..generation.forms import cache_obstacle
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm, RMSNorm
 from ..layers import torch_modules as swapped
-from ..layers.hooks import is_plain
+from ..layers.hooks import has_its_forward, is_plain
 from ..models import Decoder
-from .patterns.attention import Heads
-from .patterns.base import Accelerated, pattern_of, swapped_by
-from .patterns.embedding import Embedder as EmbedderPattern
-from .patterns.embedding import Positional
-from .patterns.feed_forward import ANNOTATED_FEED_FORWARD
-from .patterns.norm import width_of
-from .patterns.sublayer import DECODER
+from ..swap.form import form_of, of_form, width_of
+from ..swap.forms import LINEARS
+from .registered import Registered
 
 
 def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | None:
@@ -25,12 +23,12 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
     None if `accelerate` did not swap the decoder, if a module has hooks or was changed since, if a part differs from
     The Annotated Transformer's, or if the positional table has fewer than `longest` rows.
     """
-    if not swapped_by(DECODER)(decoder) or type(embed) is not nn.Sequential:
+    if not of_form("AnnotatedDecoder")(decoder) or type(embed) is not nn.Sequential:
         return None
     if not all(map(_is_as_swapped, (*decoder.modules(), *embed.modules()))) or len(embed) != 2:
         return None
     lookup, positions = embed
-    if not swapped_by(EmbedderPattern)(lookup) or not _serves(positions, lookup.lut.weight, longest):
+    if not of_form("Embedder")(lookup) or not _serves(positions, lookup.lut.weight, longest):
         return None
     width, layers = lookup.d_model, list(decoder.layers)
     norms = decoder.norm, *(sublayer.norm for layer in layers for sublayer in layer.sublayer)
@@ -42,23 +40,28 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
         for theirs, layer in zip(layers, ours.layers, strict=True):
             _take_over(layer, theirs, width)
         ours.norm = _norm(decoder.norm)
-    ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, pattern_of(positions).table)
+    ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, _table(positions))
     return ours if cache_obstacle(ours) is None else None
 
 
 def _is_as_swapped(module: nn.Module) -> bool:
     """Return True if a module need not be called and still has the class that `accelerate` gave it."""
-    if not is_plain(module) or not isinstance(module, Accelerated):
+    if not is_plain(module) or not isinstance(module, Registered):
         return is_plain(module)
-    # A subclass of an accelerated class, such as a parametrization makes, has the pattern of its base class.
-    return "pattern" in vars(type(module)) and pattern_of(module).fits(module)
+    # A subclass of a made class, such as a parametrization makes, has the form of its base class.
+    form = form_of(module)
+    return form is not None and has_its_forward(type(module)) and form.has_names(module)
+
+
+def _table(positions: nn.Module) -> str:
+    return "P" if of_form("D2lPositional")(positions) else "pe"
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
     """Return True if a positional table is on the embedding's device, does not widen its dtype, and has enough rows."""
-    if not swapped_by(Positional)(positions) or pattern_of(positions).length_axis != 1:
+    if not of_form("Positional", "D2lPositional")(positions):
         return False
-    table = getattr(positions, pattern_of(positions).table)
+    table = getattr(positions, _table(positions))
     same = table.device == weight.device and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
     return same and longest <= table.shape[1]
 
@@ -66,17 +69,23 @@ def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
 def _serves_as_norm(norm: nn.Module) -> bool:
     """Return True for a norm that a norm layer of this package can replace."""
     return width_of(norm) is not None and (
-        pattern_of(norm) is not None or is_plain(norm, swapped.LayerNorm, swapped.RMSNorm)
+        form_of(norm) is not None or is_plain(norm, swapped.LayerNorm, swapped.RMSNorm)
     )
 
 
 def _fits(attention: nn.Module, width: int) -> bool:
     """Return True for an attention module that `MultiHeadAttention` can replace."""
-    if not swapped_by(Heads)(attention) or not pattern_of(attention).head_axis:
+    if not of_form("ClassicHeads", "AnnotatedHeads")(attention):
         return False
-    linears = pattern_of(attention).projections(attention)
+    linears = _linears(attention)
     square = all(isinstance(one, nn.Linear) and one.in_features == one.out_features == width for one in linears)
     return square and attention.h * attention.d_k == width
+
+
+def _linears(attention: nn.Module) -> Sequence[nn.Module]:
+    form = form_of(attention)
+    assert form is not None
+    return LINEARS[form.name](attention)
 
 
 def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
@@ -84,10 +93,10 @@ def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
     layer.norm_1, layer.norm_2, layer.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.sublayer)
     for name, attention in (("attn_1", theirs.self_attn), ("attn_2", theirs.src_attn)):
         ours = MultiHeadAttention(attention.h, width, 0.0)
-        ours.q_linear, ours.k_linear, ours.v_linear, ours.out = pattern_of(attention).projections(attention)
+        ours.q_linear, ours.k_linear, ours.v_linear, ours.out = _linears(attention)
         setattr(layer, name, ours)
     inner = theirs.feed_forward
-    if pattern_of(inner) is ANNOTATED_FEED_FORWARD:
+    if of_form("AnnotatedFeedForward")(inner):
         layer.ff.linear_1, layer.ff.linear_2 = inner.w_1, inner.w_2
     else:
         layer.ff = inner
@@ -95,8 +104,9 @@ def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
 
 def _norm(norm: nn.Module) -> Norm | LayerNorm | RMSNorm:
     """Return a norm as a norm of `transformer_fast.layers`, with the same parameters."""
-    if (pattern := pattern_of(norm)) is not None:
-        gain, shift, eps, kind = pattern.gain, pattern.shift, pattern.eps, pattern.kind
+    if (form := form_of(norm)) is not None:
+        gain, shift = form.parameters
+        eps, kind = "eps", "layer" if form.name == "BiasedNorm" else "std"
     else:
         gain, shift, eps, kind = "weight", "bias", "eps", "rms" if isinstance(norm, swapped.RMSNorm) else "layer"
     made = {"std": Norm, "layer": LayerNorm, "rms": RMSNorm}[kind]

@@ -16,6 +16,9 @@ from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
 from ..layers.prepacked import WeightLayout
 from ..ops.linear import is_faster
+from ..swap.check_form import FormTrial
+from ..swap.form_class import class_of_form
+from ..swap.forms import candidates
 from . import functional as functional_calls
 from .attention_rows import attention_rows
 from .explained import explained
@@ -24,14 +27,10 @@ from .huggingface import Attention, give_attention
 from .int8 import Int8, Plan, options
 from .kept_weights import give_layout, takes_layout
 from .keywords import with_named_errors
-from .made import Made, author_class, change_of, forget, hold, watched_class
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, Watching, output_layers
 from .packed import pack
 from .padding_notes import padding_notes
-from .patterns import PATTERNS
-from .patterns.base import Pattern, accelerated_class
-from .probe import probe, signature
 from .registered import FAST, Registered, fast_class
 from .report import ALREADY, LOCK, Report, Row
 from .torch_swaps import SWAPS
@@ -151,7 +150,7 @@ class _Walk:
         ours = (m for m in model.modules() if _computes_children(type(m)))
         self.applied = {id(child) for m in ours for child in m.children()}  # computed without a call
         self.fused: set[int] = set()  # modules that run on the fused ops, swapped by this call or earlier
-        self.probed: dict[Any, str | None] = {}
+        self.trial = FormTrial()
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.attention = Attention()
@@ -174,13 +173,10 @@ class _Walk:
         for name, child in module._modules.items():
             if child is not None:
                 self.visit(child, f"{path}.{name}" if path else name)
-        if isinstance(module, Made) and change_of(module):
-            module.__class__ = author_class(type(module))
-            forget(module)
         was = type(module)
         if id(module) in self.output_layers and was is not OutputLayer and not self._obstacle(module, "cross_entropy"):
             self._swap(path, module, OutputLayer, FUSED_LOSS)
-        elif isinstance(module, Made | FunctionalCalls | Registered) or _is_ours(was):
+        elif isinstance(module, Registered) or _is_ours(was):
             self._add_unchanged(path, module, ALREADY)
             self.fused.add(id(module))
         elif was in FAST:
@@ -252,16 +248,11 @@ class _Walk:
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
         of_transformers = type(module).__module__.startswith("transformers.")
-        for pattern in () if of_transformers else PATTERNS:
-            if not _matches(pattern, module):
-                continue
-            obstacle = self._obstacle(module, "attention")
-            difference = obstacle or self._probe(module, pattern)
+        for form in () if of_transformers else candidates(module):
+            obstacle = form.obstacle(module) or self._obstacle(module, "attention")
+            difference = obstacle or self.trial.difference(module, form)
             if not difference:
-                for child in pattern.inlined_children(module):
-                    self._watch(child)
-                self._swap(path, module, accelerated_class(pattern, module), f"fused {pattern.title or pattern.name}")
-                hold(module)
+                self._swap(path, module, class_of_form(form, module), f"fused {form.name}")
                 return
             if obstacle or not family:  # else it has these names from torch's class
                 reason = difference
@@ -275,12 +266,6 @@ class _Walk:
             self._add_unchanged(path, module, left)
         elif id(module) not in self.attention.parts:
             self._add_unchanged(path, module, reason)
-
-    def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
-        key = pattern, signature(module, pattern)
-        if key not in self.probed:
-            self.probed[key] = probe(module, pattern)
-        return self.probed[key]
 
     def _obstacle(self, module: nn.Module, op: str) -> str:
         if _is_replaced(module) or type(module).__call__ is not nn.Module.__call__:
@@ -296,24 +281,15 @@ class _Walk:
         backend, why = backends.choose(op, device, dtype)
         return f"no kernel here: {why}" if backend == "reference" and backends.current() == "auto" else ""
 
-    def _watch(self, module: nn.Module) -> None:
-        """Note changes of a module that its fused parent computes."""
-        if not isinstance(module, Made) and not type(module).__module__.startswith("torch."):
-            self._set_class(module, watched_class(type(module)), {})
-            hold(module)
-
     def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str, stays: str = "") -> None:
         self.report.rows.append(Row(path, _name(type(module)), name, stays))
         computed = [name for name, value in vars(made).items() if isinstance(value, LastWeights)]
         left = {name: module.__dict__[name] for name in computed if name in module.__dict__}
-        self._set_class(module, made, left)
+        self.report._originals.append((module, type(module), made, left))
+        module.__class__ = made
         for name in left:
             setattr(module, name, module.__dict__.pop(name))
         self.fused.add(id(module))
-
-    def _set_class(self, module: nn.Module, made: type[nn.Module], left: dict[str, Any]) -> None:
-        self.report._originals.append((module, type(module), made, left))
-        module.__class__ = made
 
     def _add_unchanged(self, path: str, module: nn.Module, reason: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), None, reason))
@@ -338,13 +314,6 @@ def _is_torchs(kind: type[nn.Module]) -> bool:
     """Return True for a class of ``torch.nn`` that computes something, no container."""
     containers = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return kind.__module__.startswith("torch.nn.modules") and kind not in containers
-
-
-def _matches(pattern: Pattern, module: nn.Module) -> bool:
-    try:
-        return pattern.matches(module)
-    except Exception:  # an unrelated attribute of this name
-        return False
 
 
 def _name(kind: type[nn.Module]) -> str:

@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from ..function_mode import FunctionalMode, is_in_block
-from ..layers.scripted_as import annotations_of, scripted_as
-from .made import Swapped
+from ..layers.scripted_as import scripted_as
+from .registered import Registered, registered_class
 
 NAME = "its code in tfast.functional()"
 WAY = "where its code calls F.scaled_dot_product_attention"
 
 
-class FunctionalCalls(Swapped):
+class FunctionalCalls(Registered):
     """First base of a class whose ``forward`` runs in a block of ``functional()``."""
 
     computes_as_former = True
@@ -55,12 +55,4 @@ def functional_class(former: type[nn.Module]) -> type[nn.Module]:
         with FunctionalMode():
             return former.forward(self, *args, **kwargs)
 
-    return type(former.__name__, (FunctionalCalls, former), {
-        "__module__": former.__module__,
-        "__qualname__": former.__qualname__,
-        "__doc__": former.__doc__,
-        "__annotations__": annotations_of(former),
-        "former": former,
-        "recipe": (functional_class,),
-        "forward": forward,
-    })  # fmt: skip
+    return registered_class(former, (FunctionalCalls, former), (functional_class,), forward)

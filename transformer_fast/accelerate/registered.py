@@ -1,4 +1,4 @@
-"""Classes that a user has registered with a fast class, and the classes that their modules get.
+"""Classes that are made at run time from a module's class; and classes that a user has registered with a fast class.
 
 A made class is found again by its recipe: a pickle stores the author's class and the recipe, so the other process need
 not register anything.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..dialects.common import LAST_WEIGHTS
+from ..integrations import transformers as integration
 from ..layers.padded_calls import StaysPaddedError
+from ..layers.scripted_as import annotations_of
 from ..ops.token_mask import call_on_tokens
 from ..tensors import takes_fused_ops
-from .made import Made
 
 FAST: dict[type[nn.Module], type[nn.Module]] = {}
 """Registered classes, and the class that computes the same."""
@@ -36,7 +38,7 @@ class Registered:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
-        if not isinstance(reduced, tuple) or isinstance(self, Made):
+        if not isinstance(reduced, tuple):
             return reduced
         kind: Any = type(self)
         recipes = []
@@ -51,6 +53,8 @@ class Registered:
 
 
 def _remake(recipes: tuple[Any, ...], make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    if "transformers.modeling_utils" in sys.modules:  # a new process: the model's configs may name our attention
+        integration.register()
     module = make(*args)
     for function, *others in reversed(recipes):
         module.__class__ = function(type(module), *others)
@@ -58,13 +62,24 @@ def _remake(recipes: tuple[Any, ...], make: Callable[..., nn.Module], args: tupl
 
 
 def registered_class(
-    kind: type[nn.Module], bases: tuple[type, ...], recipe: tuple[Any, ...], forward: Callable[..., Any]
+    kind: type[nn.Module],
+    bases: tuple[type, ...],
+    recipe: tuple[Any, ...],
+    forward: Callable[..., Any],
+    **attributes: Any,
 ) -> type[nn.Module]:
     """Make a class with another ``forward`` from a module's class and further bases."""
-    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    attributes |= {"former": kind, "recipe": recipe, "forward": forward}
-    first = () if issubclass(kind, Registered) else (Registered,)
-    return type(kind.__name__, (*first, *bases), attributes)
+    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own |= {"__annotations__": annotations_of(kind), "former": kind, "recipe": recipe, "forward": forward}
+    first = () if any(issubclass(base, Registered) for base in bases) else (Registered,)
+    return type(kind.__name__, (*first, *bases), own | attributes)
+
+
+def author_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Class from which a class was made, or the class itself."""
+    while "recipe" in vars(kind):
+        kind = kind.former  # type: ignore[attr-defined]
+    return kind
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ..dialects.common import LAST_WEIGHTS
 from ..layers.padded_calls import PaddedCalls
-from .made import Made, change_of, forget
 from .report_text import text_of
 from .row import ALREADY, Row
 
@@ -98,13 +98,6 @@ class Report:
         """Unchanged modules that already run on the fused ops: swapped by an earlier call, or of this package."""
         return [row for row in self.rows if row.why == ALREADY]
 
-    @property
-    def changed(self) -> collections.Counter[tuple[str, str]]:
-        """Number of modules that run their own code since they were changed, by class name and change."""
-        modules = {id(module): module for module, _, _, _ in self._originals if isinstance(module, Made)}
-        found = ((type(module).__name__, change_of(module)) for module in modules.values())
-        return collections.Counter((name, change) for name, change in found if change)
-
     def explain(self, batch: Any) -> str:
         """Count the calls of a batch that reach the kernels, and the positions that the layers compute.
 
@@ -128,7 +121,7 @@ class Report:
             for module, original, fast, attributes in reversed(self._originals):
                 if type(module) is fast:
                     module.__class__ = original
-                    forget(module)
+                    module.__dict__.pop(LAST_WEIGHTS, None)
                     module.__dict__.update(attributes)
             self._originals.clear()
             for change in reversed(self._changes):
@@ -136,6 +129,5 @@ class Report:
             self._changes.clear()
 
     def __str__(self) -> str:
-        changed = [f"{n} {name} run their own code: {why}" for (name, why), n in self.changed.items()]
         calls = [f"{n} calls with padding: {reason}" for reason, n in self.padded_calls.reasons.items()]
-        return text_of(self.rows, self.attention, [*self.notes, *changed, *calls], packed=self.packed)
+        return text_of(self.rows, self.attention, [*self.notes, *calls], packed=self.packed)

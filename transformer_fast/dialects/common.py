@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.attention import attend as attend_with
+from ..layers.attention import attention
 from ..layers.dropout import apply_dropout, fused_p
 from ..layers.embedding import SinusoidalTable, is_lookup
 from ..layers.linear import apply_linear
 from ..masks import AttentionMask
+from ..masks.packing import PackedMask, take, unpack
+from ..ops.attention import attention as attention_op
 from ..ops.embedding import add_positional, embed
 from ..tracing import is_traced, sizes
 
@@ -60,6 +64,57 @@ def embed_with_positions(
         return apply_dropout(dropout, add_positional(embedding(ids) * scale, table, offset))
     padding_idx = embedding.padding_idx
     return embed(ids, embedding.weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=p)
+
+
+def embed_with_table(
+    ids: Tensor, embedding: nn.Module, table: Any, scale: Any, dropout: nn.Module | None, offset: int = 0
+) -> Tensor | None:
+    """Compute ``dropout(embedding(ids) * scale + table[offset : offset + L])`` in one pass, for a table (max_len, d).
+
+    None if the embedding or the dropout must be called, or if the table is too short, on another device, or of a dtype
+    that would change the result's dtype.
+    """
+    p = 0.0 if dropout is None else fused_p(dropout)
+    if p is None or not is_lookup(embedding) or not isinstance(table, Tensor) or not isinstance(scale, float | int):
+        return None
+    weight = embedding.weight
+    fits = table.dim() == 2 and offset + sizes(ids)[-1] <= sizes(table)[0] and table.device == ids.device
+    if not fits or torch.promote_types(table.dtype, weight.dtype) != weight.dtype:
+        return None
+    padding = embedding.padding_idx
+    return embed(ids, weight, table, scale=scale, offset=offset, padding_idx=padding, dropout_p=p)
+
+
+def root_of(width: Any) -> float | None:
+    """Square root of a width that is a positive number; None for anything else."""
+    return math.sqrt(width) if type(width) in (int, float) and width > 0 else None
+
+
+def packed_heads(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, dropout: Any = None) -> Tensor:
+    """Attend with packed q, k and v (1, heads, T, d_k)."""
+    return attention(*(t.squeeze(0) for t in (q, k, v)), q.shape[-1], mask, dropout).unsqueeze(0)
+
+
+def with_padded_weights(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> tuple[Tensor, Tensor]:
+    """Attend without dropout; also return the weights (B, heads, Lq, Lk), 0 at padding."""
+    q, k, v = (
+        unpack(t.squeeze(0).transpose(0, 1), packing).transpose(1, 2)
+        for t, packing in ((q, mask.queries), (k, mask.keys), (v, mask.keys))
+    )
+    queries, keys = (
+        unpack(torch.ones(packing.total, dtype=torch.bool, device=k.device), packing)
+        for packing in (mask.queries, mask.keys)
+    )
+    seen = AttentionMask.keep(queries[:, None, :, None] & keys[:, None, None])
+    seen = seen if mask.window is None else seen & mask.window
+    options: dict[str, Any] = {"causal": mask.causal, "empty_rows": "zero"}
+    out, weights = attention_op(q, k, v, seen, return_weights=True, **options)
+    return take(out.transpose(1, 2), mask.queries).transpose(0, 1).unsqueeze(0), weights
+
+
+def padded_weights(q: Tensor, k: Tensor, mask: PackedMask) -> Tensor:
+    """Compute only the weights (B, heads, Lq, Lk)."""
+    return with_padded_weights(q, k, k, mask)[1]
 
 
 def with_head_axis(mask: Tensor, axes: int) -> Tensor:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from ..layers import norm
 from ..layers.attention import attend as attend_with
 from ..layers.embedding import PositionalEncoder
-from ..layers.hooks import SCALED_DOT_PRODUCT, has_role, in_role, is_plain
+from ..layers.hooks import ADDS_POSITIONS, SCALED_DOT_PRODUCT, TAKES_MASKS, has_role, in_role, is_plain
 from ..layers.linear import apply_linear
 from ..masks import AttentionMask
 from ..masks.checks import may_be_keep
+from ..masks.packing import PackedMask
 from ..ops.attention import attention
 from ..reference.dialects import d2l as text
 from ..reference.dialects.d2l import State, ValidLens, sequence_mask, transpose_output, transpose_qkv
@@ -30,9 +31,13 @@ from .common import (
     additive_scores,
     attend_by_scores,
     embed_with_positions,
+    embed_with_table,
     leave_weights,
     merge_heads,
+    packed_heads,
+    padded_weights,
     project_heads,
+    root_of,
 )
 
 __all__ = [
@@ -316,3 +321,71 @@ class EncoderDecoder(text.EncoderDecoder):
         decoder: with ``init_state(enc_outputs, *args)``, called with ``(dec_X, state)``, as
             :class:`TransformerDecoder`.
     """
+
+
+def ported_lengths(valid_lens: Any, keys: int) -> Any:
+    """AttentionMask of lengths (B,) or (B, Lq) in a port of the text; a length above the number of keys means all
+    keys."""
+    if not isinstance(valid_lens, Tensor):
+        return valid_lens
+    return certain_lengths(valid_lens.to(torch.int64).clamp(0, keys), keys)
+
+
+def ported_attention(m: Any, q: Tensor, k: Tensor, v: Tensor, valid_lens: Any = None) -> Tensor:
+    """:class:`DotProductAttention` for a port of the text."""
+    q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+    return attend(m, q, k, v, ported_lengths(valid_lens, k.shape[2])).squeeze(1)
+
+
+def ported_heads(m: Any, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None) -> Tensor | None:
+    """:class:`MultiHeadAttention` for a port of the text; None for a call that the author's ``forward`` must
+    compute."""
+    if type(m.num_heads) is not int or not has_role(m.attention, SCALED_DOT_PRODUCT):
+        return None
+    if not isinstance(valid_lens, PackedMask):
+        return MultiHeadAttention.forward(m, queries, keys, values, ported_lengths(valid_lens, keys.shape[1]))
+    q, k, v = project_heads((m.W_q, m.W_k, m.W_v), (queries, keys, values), m.num_heads)
+    leave_weights(m.attention, lambda q, k: padded_weights(q, k, valid_lens).flatten(0, 1), q, k)
+    return apply_linear(m.W_o, merge_heads(packed_heads(q, k, v, valid_lens, m.attention.dropout)))
+
+
+def ported_decoder_block(m: Any, X: Tensor, state: Any) -> Any:
+    """:class:`DecoderBlock` for a port of the text: in training each position sees those up to itself, in evaluation
+    every one."""
+    if not m.training:
+        return None if getattr(m, "causal_eval", False) else DecoderBlock.run(m, X, state, None)
+    heads = m.attention1
+    if not (has_role(heads, TAKES_MASKS) and has_role(heads.attention, SCALED_DOT_PRODUCT)):
+        return None
+    return DecoderBlock.run(m, X, state, AttentionMask.causal())
+
+
+def ported_embedded(m: Any, ids: Tensor, offset: int = 0) -> Tensor | None:
+    """Input of the first block of a port's stack, in one pass."""
+    positions = m.pos_encoding
+    if not has_role(positions, ADDS_POSITIONS) or (scale := root_of(m.num_hiddens)) is None:
+        return None
+    return embed_with_table(ids, m.embedding, positions.P[0], scale, positions.dropout, offset)
+
+
+def ported_encoder(m: Any, X: Tensor, valid_lens: Any, *others: Any) -> Tensor:
+    """Blocks of a port's encoder; the weights are computed when they are read."""
+    X = TransformerEncoder.through_blocks(m, X, valid_lens)
+    _leave_all_weights(m, TransformerEncoder)
+    return X
+
+
+def ported_decoder(m: Any, ids: Tensor, state: Any, *, counts_on: bool) -> Any:
+    """A port's decoder. Positions continue from the state, or begin at 0 in each call, as in the chapter."""
+    seen = state[2][0] if counts_on and state[2] else None
+    X = ported_embedded(m, ids, 0 if seen is None else seen.shape[1])
+    if X is None:
+        return None
+    X, state = TransformerDecoder.through_blocks(m, X, state)
+    _leave_all_weights(m, TransformerDecoder)
+    return m.dense(X), state
+
+
+def _leave_all_weights(m: Any, stack: type) -> None:
+    if not (torch.compiler.is_compiling() or is_traced()):
+        m.__dict__[LAST_WEIGHTS] = stack.attention_weights.fget  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from ..layers.embedding import SinusoidalTable
 from ..layers.hooks import TAKES_NEED_WEIGHTS, has_role, in_role, is_plain
 from ..layers.linear import apply_in_order, apply_linear, is_linear
 from ..masks import AttentionMask
+from ..masks.checks import four_dimensions
+from ..masks.packing import PackedMask
 from ..ops.embedding import positional_table
 from ..ops.linear import linear
 from ..reference.dialects import tensorflow as text
@@ -35,9 +38,13 @@ from .common import (
     attend,
     attend_by_scores,
     embed_with_positions,
+    embed_with_table,
     merge_heads,
+    packed_heads,
     project_heads,
+    root_of,
     with_head_axis,
+    with_padded_weights,
 )
 
 __all__ = [
@@ -341,3 +348,43 @@ class BilinearAttention(text.BilinearAttention):
         mask = blocked_mask("BilinearAttention", mask, 3)
         query, key = apply_linear(self.W_q, q), apply_linear(self.W_k, k)
         return attend("BilinearAttention", query, key, v, mask, scale=1.0, return_weights=need_weights)
+
+
+def ported_mask(mask: Any) -> Any:
+    """Normal form of a mask of a port of the tutorial: anything but 0 blocks."""
+    return AttentionMask.blocked(four_dimensions(mask)) if isinstance(mask, Tensor) else mask
+
+
+def ported_heads(
+    m: Any, v: Tensor, k: Tensor, q: Tensor, mask: Any = None, need_weights: bool = True
+) -> tuple[Tensor, Tensor | None] | None:
+    """:class:`MultiHeadAttention` for a port of the tutorial; None for a call that the author's ``forward`` must
+    compute."""
+    heads, width = m.num_heads, getattr(m.wq, "out_features", None)
+    depth = getattr(m, "depth", None)
+    if type(heads) is not int or (depth is not None and heads * depth != width):
+        return None
+    if not isinstance(mask, PackedMask):
+        return MultiHeadAttention.forward(m, v, k, q, ported_mask(mask), need_weights=need_weights)
+    q, k, v = project_heads((m.wq, m.wk, m.wv), (q, k, v), heads)
+    out, weights = with_padded_weights(q, k, v, mask) if need_weights else (packed_heads(q, k, v, mask), None)
+    return apply_linear(m.dense, merge_heads(out)), weights
+
+
+def ported_embedded(m: Any, ids: Tensor) -> Tensor | None:
+    """Input of the first layer of a port's stack, in one pass."""
+    if (scale := root_of(m.d_model)) is None or m.pos_encoding.dim() != 3:
+        return None
+    return embed_with_table(ids, m.embedding, m.pos_encoding[0], scale, m.dropout)
+
+
+def ported_encoder(m: Any, x: Tensor, *mask: Any) -> Tensor:
+    """Layers of a port's encoder."""
+    for layer in m.enc_layers:
+        x = layer(x, *mask)
+    return x
+
+
+def ported_decoder(m: Any, x: Tensor, enc_output: Tensor, *masks: Any) -> Any:
+    """Layers of a port's decoder."""
+    return through_decoder(m.dec_layers, x, enc_output, [masks] * len(m.dec_layers))

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from torch import nn
 from torch.nn.modules import module as _module
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
-CHANGED = "_transformer_fast_changed"
-"""Attribute of a module that is no longer what its class was made for: the proven values, by name of an attribute."""
-FORMER_CLASSES = "former_classes"
-"""Attribute of a class that ``accelerate`` made: the classes of the module's author, whose code it stands for."""
+PLAIN, FUSED = "_transformer_fast_plain", "_transformer_fast_fused"
+"""Attributes of a class that was made from an author's class: the author's ``forward``, and the class's own."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes that hold the hooks of a module."""
 
 
+def no_hooks(module: nn.Module) -> dict[int, Any]:
+    """Memo for ``copy.deepcopy`` that leaves the hooks of the module itself out of the copy."""
+    return {id(getattr(module, name)): OrderedDict() for name in HOOKS}
+
+
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
     """Return True if calling a module would only run the forward of its class, so that a parent need not call it.
 
-    A plain module has no hooks, its ``forward`` was not replaced on the instance, no attribute that its code reads was
-    changed since ``accelerate``, and it was not compiled in place. No global hook is set. If kinds are given, the
-    module's class must be exactly one of them; a subclass, a parametrized module and an adapter are then not plain.
+    A plain module has no hooks, its ``forward`` was not replaced on the instance, and it was not compiled in place. No
+    global hook is set. If kinds are given, the module's class must be exactly one of them; a subclass, a parametrized
+    module and an adapter are then not plain.
     """
-    if (kinds and type(module) not in kinds) or "forward" in module.__dict__ or CHANGED in module.__dict__:
+    if (kinds and type(module) not in kinds) or "forward" in module.__dict__:
         return False
     if module._compiled_call_impl is not None or _module._has_any_global_hook():
         return False
@@ -42,6 +46,16 @@ TAKES_NEED_WEIGHTS = "takes_need_weights"
 """Role of an attention module or attention layer whose ``forward`` takes ``need_weights``."""
 SCALED_DOT_PRODUCT = "scaled_dot_product"
 """Role of an attention module without projections, which the parent may compute for all heads at once."""
+TAKES_MASKS = "takes_masks"
+"""Role of an attention module whose ``forward`` takes an AttentionMask in place of its author's mask."""
+PRE_NORM = "pre_norm"
+"""Role of a module ``x + dropout(f(norm(x)))`` with children ``norm`` and ``dropout``."""
+SCALED_LOOKUP = "scaled_lookup"
+"""Role of an embedding ``lut(ids) * sqrt(d_model)``."""
+ADDS_POSITIONS = "adds_positions"
+"""Role of a module ``dropout(x + table[:, :L])`` with a table (1, max_len, d) named ``pe`` or ``P``."""
+ANNOTATED_ENCODER, ANNOTATED_DECODER = "annotated_encoder_layer", "annotated_decoder_layer"
+"""Roles of the layers of The Annotated Transformer."""
 
 
 def in_role(role: str) -> Callable[[type[Kind]], type[Kind]]:
@@ -56,21 +70,17 @@ def in_role(role: str) -> Callable[[type[Kind]], type[Kind]]:
 
 def has_role(module: nn.Module, role: str) -> bool:
     """Return True for a plain module whose class, not a base class, was marked by :func:`in_role`."""
-    return getattr(type(module), role, None) is type(module) and is_plain(module) and is_as_made(type(module))
+    kind = type(module)
+    return getattr(kind, role, None) is kind and is_plain(module) and has_its_forward(kind)
 
 
-def is_as_made(kind: type[nn.Module]) -> bool:
-    """Return True unless a class was made from a class whose attributes were changed since.
+def has_its_forward(kind: type[nn.Module]) -> bool:
+    """Return True unless somebody set another ``forward`` on a made class, or on the author's class.
 
     A compiled graph holds the answer of the time at which it was compiled.
     """
-    try:
-        for now, proven, former in getattr(kind, FORMER_CLASSES, ()):
-            if now != proven and not former.is_unchanged():
-                return False
-    except Exception:  # values that cannot be compared, such as tensors, are not the same objects
-        return False
-    return True
+    own = vars(kind)
+    return FUSED not in own or (own["forward"] is own[FUSED] and own["former"].forward is own[PLAIN])
 
 
-is_as_made._dynamo_marked_constant = True  # type: ignore[attr-defined] # as torch.compiler.assume_constant_result
+has_its_forward._dynamo_marked_constant = True  # type: ignore[attr-defined] # as torch.compiler.assume_constant_result

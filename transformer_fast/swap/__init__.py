@@ -1,5 +1,2 @@
-"""``register``: what a user says about a class of modules, checked once."""
-
-from .register import Registration, register
-
-__all__ = ["Registration", "register"]
+"""Which modules have a fast class: hand-written modules of known texts (``forms.py``), and classes that a user registers
+(``register.py``); and the trial of both (``check.py``, ``check_form.py``)."""

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from ..accelerate.packed.token_layer import LOWEST
 from ..accelerate.registered import fast_class, keywords_of
-from ..layers.hooks import HOOKS
+from ..layers.hooks import no_hooks
 from .dropouts import Dropouts, HiddenDropoutError
 from .inputs import Call, Sample, first_line
 
@@ -70,15 +69,21 @@ def _kind(value: Any) -> str:
     return value if isinstance(value, str) else f"{type(value).__name__} {value!r}"[:60]
 
 
-def copy_of(module: nn.Module) -> nn.Module:
+def copy_of(module: nn.Module, converted: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
     """Copy of a module without hooks.
+
+    Args:
+        module: module to copy.
+        converted: function that makes the values of a parameter of the copy; None copies the parameters.
 
     Raises:
         ValueError: if the module cannot be copied.
     """
     memo: dict[int, Any] = {}
+    for p in () if converted is None else module.parameters():
+        memo[id(p)] = nn.Parameter(converted(p), p.is_floating_point())
     for part in module.modules():
-        memo |= {id(getattr(part, name)): OrderedDict() for name in HOOKS}
+        memo |= no_hooks(part)
         kept = (value for value in vars(part).values() if isinstance(value, Tensor) and not value.is_leaf)
         memo |= {id(value): value.detach() for value in kept}
     try:
@@ -97,6 +102,19 @@ def with_other_constants(module: nn.Module, buffers: bool) -> nn.Module | None:
                 p += 0.1 * torch.randn(p.shape, device=p.device, dtype=p.dtype)
                 changed = True
     return made if changed else None
+
+
+def set_dropouts(module: nn.Module, p: float) -> list[tuple[nn.Module, str]]:
+    """Set the probabilities of all dropout modules, and return their places: modules, and names of attributes."""
+    places: list[tuple[nn.Module, str]] = []
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            places.append((part, "p"))
+        elif isinstance(part, nn.MultiheadAttention):
+            places.append((part, "dropout"))
+    for part, name in places:
+        part.__dict__[name] = p
+    return places
 
 
 @contextlib.contextmanager
@@ -155,7 +173,7 @@ def results(
     args = tuple(fresh(value, f"argument {n}") for n, value in enumerate(call.args))
     kwargs = {name: fresh(value, name) for name, value in call.kwargs.items()}
     with contextlib.nullcontext() if gradients else torch.no_grad():
-        found = dict(_named("the result", select(module(*args, **kwargs))))
+        found = dict(named("the result", select(module(*args, **kwargs))))
     if gradients:
         outs = [t for t in found.values() if isinstance(t, Tensor) and t.requires_grad]
         leaves |= {f"the gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad}
@@ -365,15 +383,16 @@ def _with_changed_masks(call: Call) -> Iterator[Call]:
                 yield Call(args, kwargs, f"{call.where}, argument {name}{place} = {value}", varied=True)
 
 
-def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested lists, tuples and dicts by name, and the kinds of these."""
     if isinstance(value, list | tuple):
         yield f"the kind of {name}", f"{type(value).__name__} of {len(value)} values"
         for n, inner in enumerate(value):
-            yield from _named(f"{name}[{n}]", inner)
+            yield from named(f"{name}[{n}]", inner)
     elif isinstance(value, dict):
         yield f"the kind of {name}", f"dict with {', '.join(map(str, value))}"
         for key, inner in value.items():
-            yield from _named(f"{name}[{key!r}]", inner)
+            yield from named(f"{name}[{key!r}]", inner)
     else:
         yield f"the kind of {name}", "tensor" if isinstance(value, Tensor) else type(value).__name__
         yield name, value

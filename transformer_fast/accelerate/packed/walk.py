@@ -13,7 +13,7 @@ from ...layers.padded_calls import WITHOUT_PADDING, layers_of
 from ...layers.torch_modules import MultiheadAttention, TransformerEncoderLayer
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
-from ..patterns.base import pattern_of
+from ...swap.form import form_of as pattern_of
 from ..registered import is_swapped
 from ..report import ALREADY, Attribute, Report, Row
 from .output import tokens_head

@@ -1,0 +1,122 @@
+"""Classes for hand-written modules: the ``forward`` of their form, all else of the author's class."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..accelerate.registered import Registered, author_class, registered_class
+from ..dialects.common import LastWeights
+from ..layers.hooks import FUSED, PLAIN, has_its_forward, in_role, is_plain
+from ..layers.padded_calls import StaysPaddedError, padded_calls
+from ..layers.scripted_as import scripted_as
+from ..ops.token_mask import call_on_tokens
+from ..tensors import takes_fused_ops
+from .form import Form, arguments_of
+from .forms import FORMS
+from .packed_forms import run_without_padding
+
+Same = tuple[type[nn.Module] | None, ...]
+
+
+class Formed(Registered):
+    """First base of such a class.
+
+    Attributes:
+        form: the form.
+        same: classes of the children that the form computes and only the trial has seen.
+    """
+
+    form: Form
+    same: Same
+
+
+def class_of_form(form: Form, module: nn.Module) -> type[nn.Module]:
+    """Return the class for a module of a form."""
+    return form_class(type(module), form.name, _classes(form, module))
+
+
+def form_class(kind: type[nn.Module], name: str, same: Same) -> type[nn.Module]:
+    """Return the class for modules of a class; the arguments are those of :class:`Formed`."""
+    return _made(kind, kind.forward, name, same)
+
+
+def _classes(form: Form, m: nn.Module) -> Same:
+    children = (m._modules.get(name) for name in form.same)
+    return tuple(None if child is None else author_class(type(child)) for child in children)
+
+
+@functools.cache
+def _made(kind: type[nn.Module], plain: Any, name: str, same: Same) -> type[nn.Module]:
+    form = FORMS[name]
+    parameters = arguments_of(plain)
+    keywords = [name for name in form.keywords if name not in inspect.signature(plain).parameters]
+
+    @scripted_as(plain, same_signature=True)  # torch.export reads the signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = {name: kwargs.pop(name) for name in keywords if name in kwargs} if kwargs else {}
+        ordered = _in_order(parameters, args, kwargs) if kwargs else args
+        if ordered is not None and isinstance(self, Formed) and _is_served(self, args, kwargs):
+            result = compute(form, self, ordered, ours)
+            if result is not None:
+                return result
+        if form.attends and call_on_tokens() is not None:
+            raise StaysPaddedError(f"a {kind.__name__} runs its own forward")
+        if not torch.compiler.is_compiling() and (calls := padded_calls(self)) is not None:
+            calls.add(f"a {kind.__name__} runs its own forward: it has a hook, or an unknown submodule or input")
+        if form.by_author is not None:
+            return form.by_author(self, kind.forward, *args, *kwargs.values(), **ours)
+        return kind.forward(self, *args, **kwargs)
+
+    stored = {name: LastWeights() for name in form.stored if not _is_property(kind, name)}
+    attributes = {"form": form, "same": same, PLAIN: plain, FUSED: forward}
+    bases, recipe = (Formed, *form.bases, kind), (form_class, name, same)
+    made = registered_class(kind, bases, recipe, forward, **attributes, **stored)
+    for role in form.roles:
+        in_role(role)(made)
+    return made
+
+
+def _is_served(m: Formed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if the fused ops take the arguments, and nobody has replaced what the trial saw."""
+    if not takes_fused_ops(*args, *kwargs.values(), *m._parameters.values()) or not has_its_forward(type(m)):
+        return False
+    if not m.same:
+        return True
+    children = [m._modules.get(name) for name in m.form.same]
+    return all(child is None or is_plain(child) for child in children) and _classes(m.form, m) == m.same
+
+
+def compute(form: Form, m: nn.Module, args: tuple[Any, ...], ours: dict[str, Any]) -> Any:
+    """Compute a call by a form; None for a call that the author's own forward must compute."""
+    if form.embeds is not None:
+        if (x := form.embeds(m, args[0])) is None:
+            return None
+        args = x, *args[1:]
+    if padded_calls(m) is None:
+        return form.run(m, *args, **ours)
+    return run_without_padding(form, m, args, functools.partial(form.run, **ours))
+
+
+def _is_property(kind: type[nn.Module], name: str) -> bool:
+    """Return True for a property of the author, which may read the weights of the parts."""
+    return isinstance(inspect.getattr_static(kind, name, None), property)
+
+
+def _in_order(
+    parameters: tuple[inspect.Parameter, ...] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """Put keyword arguments in order; None if they do not fit, so that the author's forward raises."""
+    if parameters is None:
+        return None
+    rest, used = [], 0
+    for parameter in parameters[len(args) :]:
+        used += parameter.name in kwargs
+        rest.append(kwargs.get(parameter.name, parameter.default))
+        if rest[-1] is inspect.Parameter.empty:
+            return None
+    return (*args, *rest) if used == len(kwargs) else None

@@ -1,0 +1,490 @@
+"""The table of hand-written modules: forms of the classic code, The Annotated Transformer, BERT by hand, TensorFlow's
+tutorial and the d2l textbook."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import layers
+from ..dialects import annotated, d2l, tensorflow
+from ..layers import hooks
+from ..layers.torch_modules import Embedding
+from . import form_calls as calls
+from .form import (
+    Form,
+    Test,
+    any_module,
+    arguments_of,
+    is_dropout,
+    is_embedding,
+    is_linear,
+    is_norm,
+    list_of,
+    of_form,
+    width_of,
+)
+from .form_calls import Size
+
+NOT_TOLD = "it has no lengths of its targets"
+"""Reason why a decoder keeps padding: its masks are the lengths 1 to T."""
+
+
+def candidates(module: nn.Module) -> Iterator[Form]:
+    """Forms whose names a module has."""
+    for form in FORMS.values():
+        try:
+            found = form.has_names(module)
+        except Exception:  # an unrelated attribute of this name
+            continue
+        if found:
+            yield form
+
+
+def _table(axis: int, name: str) -> Callable[[Any], bool]:
+    def fits(m: Any) -> bool:
+        table = getattr(m, name, None)
+        return isinstance(table, Tensor) and table.dim() == 3 and table.shape[1 - axis] == 1
+
+    return fits
+
+
+def _positions(m: Any, size: Size, name: str = "pe", axis: int = 1) -> calls.Calls:
+    table = getattr(m, name)
+    x = size.x(table.shape[-1])
+    return [(x if axis == 1 else x.transpose(0, 1).contiguous(),)]
+
+
+def classic_linears(m: Any) -> list[nn.Module]:
+    """Linear layers of the classic attention."""
+    return [m.q_linear, m.k_linear, m.v_linear, m.out]
+
+
+def annotated_linears(m: Any) -> list[nn.Module]:
+    """Linear layers of the attention of The Annotated Transformer."""
+    return list(m.linears)
+
+
+def bert_linears(m: Any) -> list[nn.Module]:
+    """Linear layers of the attention of BERT by hand."""
+    return [*m.linear_layers, m.output_linear]
+
+
+def _heads(name: str, linears: annotated.Linears, children: dict[str, Test], head_axis: bool, stored: Any = ()) -> Form:
+    def run(m: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *others: Any, cache: Any = None) -> Any:
+        if any(other is not None and other is not False for other in others):  # such as verbose in the classic code
+            return None
+        inputs = query, key, value
+        return annotated.heads(m, linears(m), inputs, mask, head_axis=head_axis, stores=bool(stored))
+
+    def fits(m: Any) -> bool:
+        widths = [getattr(x, "out_features", None) for x in linears(m)]
+        return len(widths) == 4 and set(widths) == {m.h * m.d_k}
+
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        found = calls.attention(size, tuple(x.in_features for x in linears(m)[:3]))  # type: ignore[arg-type]
+        return found if head_axis else calls.with_head_axis(found)
+
+    return Form(
+        name,
+        run,
+        try_it,
+        {**children, "dropout": is_dropout, "attention": lambda m: not any(True for _ in m.parameters())},
+        optional=("attention",),
+        fits=fits,
+        keywords=("cache",),
+        stored=stored,
+        roles=(hooks.TAKES_MASKS,),
+        same=("attention",),
+        attends=True,
+    )
+
+
+def _norm(name: str, gain: str, shift: str, kind: str = "std") -> Form:
+    return Form(
+        name,
+        functools.partial(annotated.norm, names=(gain, shift), kind=kind),
+        lambda m, size: calls.rows(size, getattr(m, gain).shape[0]),
+        parameters=(gain, shift),
+        attributes=("eps",),
+        fits=lambda m: (
+            isinstance(m.eps, float)
+            and getattr(m, gain).dim() == 1
+            and getattr(m, gain).shape == getattr(m, shift).shape
+        ),
+        arguments=1,
+        keywords=("residual", "dropout_p"),
+        roles=(hooks.TAKES_RESIDUAL,),
+        by_author=annotated.norm_by_author,
+        exact=True,
+    )
+
+
+def _sublayer(name: str, run: Any, *roles: str) -> Form:
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        return [(size.x(width_of(m.norm) or 0), lambda x: x.tanh() + 0.5)]
+
+    return Form(name, run, try_it, {"norm": is_norm, "dropout": is_dropout}, arguments=2, roles=roles)
+
+
+def _network(name: str, first: str, second: str, run: Any = annotated.feed_forward, **others: Any) -> Form:
+    if run is annotated.feed_forward:
+        run = functools.partial(run, first=first, second=second)
+    same = tuple(name for name in others if name == "relu")
+    children = {first: is_linear, second: is_linear, **others}
+    return Form(name, run, lambda m, size: [(size.x(getattr(m, first).in_features),)], children, same=same)
+
+
+def _classic(name: str, kind: Any, norm_first: bool) -> Form:
+    decodes = kind is layers.DecoderLayer
+    attentions = ("attn_1", "attn_2") if decodes else ("attn",)
+    children: dict[str, Test] = {**dict.fromkeys(attentions, of_form("ClassicHeads")), "ff": any_module}
+    for number in range(1, 2 + len(attentions)):
+        children |= {f"norm_{number}": is_norm, f"dropout_{number}": is_dropout}
+
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        width = width_of(m.norm_1) or 0
+        x = size.x(width)
+        return calls.decoder(x, width, size) if decodes else calls.encoder(x, size)
+
+    run = functools.partial(annotated.classic_layer, kind=kind, norm_first=norm_first)
+    return Form(name, run, try_it, children, attributes=("norm_first",), padding="", decodes=decodes)
+
+
+def _classic_stack(name: str, *kinds: str) -> Form:
+    decodes = name == "Decoder"
+
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        ids = size.ids(m.embed.lut)
+        return calls.decoder(ids, m.embed.lut.weight.shape[1], size) if decodes else calls.encoder(ids, size)
+
+    children = {
+        "embed": of_form("Embedder"),
+        "pe": of_form("Positional", "LengthFirstPositional"),
+        "layers": list_of(of_form(*kinds)),
+        "norm": any_module,
+    }
+    embeds = annotated.classic_embedded
+    return Form(name, annotated.classic_stack, try_it, children, embeds=embeds, padding="", decodes=decodes)
+
+
+def _annotated(decodes: bool) -> tuple[Form, Form]:
+    """Layer and stack of The Annotated Transformer."""
+    kind = "Decoder" if decodes else "Encoder"
+    attentions = ("self_attn", "src_attn") if decodes else ("self_attn",)
+    role = hooks.ANNOTATED_DECODER if decodes else hooks.ANNOTATED_ENCODER
+    steps = annotated.decoder_steps if decodes else annotated.encoder_steps
+
+    def layer_calls(m: Any, size: Size) -> calls.Calls:
+        width = width_of(m.sublayer[0].norm) or 0
+        x = size.x(width)
+        found = calls.decoder(x, width, size) if decodes else calls.encoder(x, size)
+        return found if has_head_axis(m) else calls.with_head_axis(found)
+
+    def has_head_axis(m: Any) -> bool:
+        return not of_form("BertHeads")(getattr(m, attentions[0]))
+
+    heads = of_form("ClassicHeads", "AnnotatedHeads", "BertHeads")
+    sublayers = list_of(of_form("Sublayer"))
+    layer = Form(
+        f"Annotated{kind}Layer",
+        functools.partial(annotated.annotated_layer, steps=steps),
+        layer_calls,
+        {**dict.fromkeys(attentions, heads), "feed_forward": any_module, "sublayer": sublayers},
+        fits=lambda m: len(m.sublayer) == 1 + len(attentions),
+        arguments=4 if decodes else 2,
+        roles=(role,),
+        padding="",
+        normal=lambda m, mask, length: annotated.keep_mask(mask, has_head_axis(m)),
+        decodes=decodes,
+    )
+    stack = Form(
+        f"Annotated{kind}",
+        functools.partial(annotated.annotated_stack, steps=steps, role=role),
+        lambda m, size: layer_calls(m.layers[0], size),
+        {"layers": list_of(of_form(layer.name)), "norm": is_norm},
+        arguments=layer.arguments,
+        padding="",
+        normal=lambda m, mask, length: layer.normal(m.layers[0], mask, length),
+        decodes=decodes,
+    )
+    return layer, stack
+
+
+def _bert_block() -> Form:
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        x = size.x(width_of(m.input_sublayer.norm) or 0)
+        return [(x, None), (x, size.own.keep().unsqueeze(1))]
+
+    connection = of_form("Sublayer")
+    children = {
+        "attention": of_form("BertHeads"),
+        "feed_forward": any_module,
+        "input_sublayer": connection,
+        "output_sublayer": connection,
+        "dropout": is_dropout,
+    }
+
+    def normal(m: Any, mask: Any, length: int) -> Any:
+        return annotated.keep_mask(mask, False)
+
+    return Form("BertBlock", annotated.bert_block, try_it, children, arguments=2, padding="", normal=normal)
+
+
+def _bert_embedding() -> Form:
+    def fits(m: Any) -> bool:
+        return _table(1, "pe")(m.position) and not m.position.pe.requires_grad
+
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        ids = size.ids(m.token)
+        return [(ids, size.ids(m.segment)) if m._modules.get("segment") is not None else (ids,)]
+
+    children = {"token": is_embedding, "position": any_module, "segment": is_embedding, "dropout": is_dropout}
+    optional = ("segment",)
+    return Form(
+        "BertEmbedding", annotated.bert_embedding, try_it, children, optional=optional, fits=fits, same=("position",)
+    )
+
+
+def _tensorflow_heads() -> Form:
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        return calls.tensorflow_attention(size, (m.wq.in_features, m.wk.in_features, m.wv.in_features))
+
+    return Form(
+        "TensorflowHeads",
+        tensorflow.ported_heads,
+        try_it,
+        dict.fromkeys(("wq", "wk", "wv", "dense"), is_linear),
+        fits=lambda m: isinstance(m.num_heads, int),
+        keywords=("need_weights",),
+        roles=(hooks.TAKES_NEED_WEIGHTS, hooks.TAKES_MASKS),
+        attends=True,
+        adds_masks=True,
+    )
+
+
+def _tensorflow(decodes: bool) -> tuple[Form, Form]:
+    """Layer and stack of TensorFlow's tutorial."""
+    kind, layer_kind = ("Decoder", tensorflow.DecoderLayer) if decodes else ("Encoder", tensorflow.EncoderLayer)
+    attentions = ("mha1", "mha2") if decodes else ("mha",)
+    children: dict[str, Test] = {**dict.fromkeys(attentions, of_form("TensorflowHeads")), "ffn": any_module}
+    for number in range(1, 2 + len(attentions)):
+        children |= {f"layernorm{number}": is_norm, f"dropout{number}": is_dropout}
+
+    def layer_calls(m: Any, size: Size) -> calls.Calls:
+        width = width_of(m.layernorm1) or 0
+        x = size.x(width)
+        return calls.tensorflow_decoder(x, width, size) if decodes else calls.tensorflow_encoder(x, size)
+
+    def stack_calls(m: Any, size: Size) -> calls.Calls:
+        ids = size.ids(m.embedding)
+        if decodes:
+            return calls.tensorflow_decoder(ids, m.embedding.embedding_dim, size)
+        return calls.tensorflow_encoder(ids, size)
+
+    options: dict[str, Any] = {
+        "padding": "",
+        "normal": lambda m, mask, length: tensorflow.ported_mask(mask),
+        "decodes": decodes,
+        "swaps_masks": decodes,
+        "adds_masks": True,
+    }
+    layer = Form(
+        f"Tensorflow{kind}Layer",
+        layer_kind.forward,
+        layer_calls,
+        children,
+        keywords=("need_weights",) if decodes else (),
+        roles=(hooks.TAKES_NEED_WEIGHTS,) if decodes else (),
+        **options,
+    )
+    name = "dec_layers" if decodes else "enc_layers"
+    stack = Form(
+        f"Tensorflow{kind}",
+        tensorflow.ported_decoder if decodes else tensorflow.ported_encoder,
+        stack_calls,
+        {"embedding": is_embedding, "dropout": is_dropout, name: list_of(of_form(layer.name))},
+        buffers=("pos_encoding",),
+        attributes=("pos_encoding",),
+        fits=lambda m: _table(1, "pos_encoding")(m) and hasattr(m, "d_model"),
+        embeds=tensorflow.ported_embedded,
+        **options,
+    )
+    return layer, stack
+
+
+def _lengths(m: Any, valid_lens: Any, length: int) -> Any:
+    return d2l.ported_lengths(valid_lens, length)
+
+
+def _d2l_heads() -> tuple[Form, Form]:
+    attention = Form(
+        "D2lAttention",
+        d2l.ported_attention,
+        lambda m, size: calls.d2l_attention(size, (6, 6, 7)),
+        {"dropout": is_dropout},
+        fits=lambda m: (arguments_of(type(m).forward) or ())[-1].name == "valid_lens",
+        arguments=4,
+        stored=("attention_weights",),
+        roles=(hooks.SCALED_DOT_PRODUCT,),
+        attends=True,
+    )
+    linears = "W_q", "W_k", "W_v"
+    heads = Form(
+        "D2lHeads",
+        d2l.ported_heads,
+        lambda m, size: calls.d2l_attention(size, tuple(getattr(m, name).in_features for name in linears)),  # type: ignore
+        {**dict.fromkeys((*linears, "W_o"), is_linear), "attention": of_form(attention.name)},
+        fits=lambda m: type(m.num_heads) is int,
+        roles=(hooks.TAKES_MASKS,),
+        attends=True,
+    )
+    return attention, heads
+
+
+def _d2l(decodes: bool) -> list[Form]:
+    """Block and stacks of the d2l textbook."""
+    kind = "Decoder" if decodes else "Encoder"
+    attentions = ("attention1", "attention2") if decodes else ("attention",)
+    norms = (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
+    children = {**dict.fromkeys(attentions, of_form("D2lHeads")), "ffn": any_module}
+
+    def block_calls(m: Any, size: Size) -> calls.Calls:
+        width = getattr(m, attentions[0]).W_q.in_features
+        x = size.x(width)
+        return calls.d2l_decoder(x, width, size, m.i + 1) if decodes else calls.d2l_encoder(x, size)
+
+    def stack_calls(m: Any, size: Size) -> calls.Calls:
+        ids = size.ids(m.embedding)
+        return calls.d2l_decoder(ids, m.num_hiddens, size, len(m.blks)) if decodes else calls.d2l_encoder(ids, size)
+
+    padding = NOT_TOLD if decodes else ""
+    block = Form(
+        f"D2l{kind}Block",
+        d2l.ported_decoder_block if decodes else d2l.EncoderBlock.forward,
+        block_calls,
+        {**children, **dict.fromkeys(norms, of_form("AddNorm"))},
+        attributes=("i", "causal_eval") if decodes else (),
+        arguments=2,
+        padding=padding,
+        normal=_lengths,
+    )
+    options: dict[str, Any] = {
+        "calls": stack_calls,
+        "children": {
+            "embedding": is_embedding,
+            "pos_encoding": of_form("D2lPositional"),
+            "blks": list_of(of_form(block.name)),
+            **({"dense": any_module} if decodes else {}),
+        },
+        "fits": lambda m: m.num_hiddens == m.embedding.embedding_dim,
+        "stored": ("attention_weights", "_attention_weights"),
+        "padding": padding,
+        "normal": _lengths,
+    }
+    if not decodes:
+        return [block, Form("D2lEncoder", d2l.ported_encoder, embeds=d2l.ported_embedded, **options)]
+    counting = {"D2lDecoder": False, "D2lCountingDecoder": True}
+    runs = {name: functools.partial(d2l.ported_decoder, counts_on=on) for name, on in counting.items()}
+    return [block, *(Form(name, run, **options) for name, run in runs.items())]
+
+
+def _positional(name: str, table: str, axis: int = 1) -> Form:
+    return Form(
+        name,
+        functools.partial(annotated.positional, name=table, axis=axis),
+        functools.partial(_positions, name=table, axis=axis),
+        {"dropout": is_dropout},
+        buffers=(table,),
+        attributes=(table,),
+        fits=_table(axis, table),
+        roles=(hooks.ADDS_POSITIONS,) if axis == 1 else (),
+    )
+
+
+def _is_token_embedding(m: Any) -> bool:
+    if not isinstance(m, nn.Embedding) or type(m).forward is not nn.Embedding.forward:
+        return False
+    return not (m.max_norm is not None or m.sparse or m.scale_grad_by_freq)
+
+
+_LIST = ("q_linear", "k_linear", "v_linear", "out")
+_ALL = [
+    _heads("ClassicHeads", classic_linears, dict.fromkeys(_LIST, is_linear), True),
+    _heads("AnnotatedHeads", annotated_linears, {"linears": list_of(is_linear)}, True, ("attn",)),
+    _heads(
+        "BertHeads", bert_linears, {"linear_layers": list_of(is_linear), "output_linear": is_linear}, False
+    ),
+    _tensorflow_heads(),
+    *_d2l_heads(),
+    Form(
+        "Embedder",
+        annotated.embedder,
+        lambda m, size: [(size.ids(m.lut),)],
+        {"lut": is_embedding},
+        attributes=("d_model",),
+        fits=lambda m: hasattr(m, "d_model"),
+        roles=(hooks.SCALED_LOOKUP,),
+    ),
+    _positional("Positional", "pe"),
+    _positional("LengthFirstPositional", "pe", 0),
+    _positional("D2lPositional", "P"),
+    _bert_embedding(),
+    Form(
+        "TokenEmbedding",
+        annotated.token_embedding,
+        lambda m, size: [(size.ids(m),)],
+        parameters=("weight",),
+        attributes=tuple(nn.Embedding.__constants__),
+        fits=_is_token_embedding,
+        bases=(Embedding,),
+        roles=(hooks.LOOKS_UP,),
+    ),
+    _network("FeedForward", "linear_1", "linear_2", dropout=is_dropout),
+    _network("AnnotatedFeedForward", "w_1", "w_2", dropout=is_dropout),
+    _network(
+        "ActivatedFeedForward",
+        "w_1",
+        "w_2",
+        annotated.activated_feed_forward,
+        dropout=is_dropout,
+        activation=any_module,
+    ),
+    _network("D2lFeedForward", "dense1", "dense2", relu=any_module),
+    _norm("Norm", "alpha", "bias"),
+    _norm("BiasedNorm", "alpha", "bias", "layer"),
+    _norm("AnnotatedNorm", "a_2", "b_2"),
+    _sublayer("Sublayer", annotated.pre_norm_sublayer, hooks.PRE_NORM),
+    _sublayer("PostNormSublayer", annotated.post_norm_sublayer),
+    Form(
+        "AddNorm",
+        annotated.add_norm,
+        lambda m, size: [(size.x(width_of(m.ln) or 0), size.x(width_of(m.ln) or 0))],
+        {"dropout": is_dropout, "ln": is_norm},
+        arguments=2,
+    ),
+    _classic("EncoderLayer", layers.EncoderLayer, True),
+    _classic("PostNormEncoderLayer", layers.EncoderLayer, False),
+    _classic("DecoderLayer", layers.DecoderLayer, True),
+    _classic("PostNormDecoderLayer", layers.DecoderLayer, False),
+    _classic_stack("Encoder", "EncoderLayer", "PostNormEncoderLayer"),
+    _classic_stack("Decoder", "DecoderLayer", "PostNormDecoderLayer"),
+    *_annotated(False),
+    *_annotated(True),
+    _bert_block(),
+    *_tensorflow(False),
+    *_tensorflow(True),
+    *_d2l(False),
+    *_d2l(True),
+]
+FORMS: dict[str, Form] = {form.name: form for form in _ALL}
+"""All forms, those of children first."""
+LINEARS: dict[str, annotated.Linears] = {
+    "ClassicHeads": classic_linears,
+    "AnnotatedHeads": annotated_linears,
+    "BertHeads": bert_linears,
+}
+"""Linear layers of attention over keep masks, by form."""
