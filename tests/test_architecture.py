@@ -85,6 +85,7 @@ def tracked(*patterns: str) -> list[Path]:
 
 def test_each_package_imports_those_before_it() -> None:
     rank = {name: number for number, name in enumerate(ORDER)}
+    rank["accelerate"] = rank["swap"]  # one room of two packages; the next test keeps their modules in order
     assert {room(module) for module in MODULES} - {"", "__main__"} == set(ORDER)
     up = [
         f"{module} imports {target}"

@@ -16,8 +16,8 @@ from torch import nn
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.functional import FunctionalCalls
-from transformer_fast.swap.form_class import Formed
 from transformer_fast.reference import layers as reference
+from transformer_fast.swap.form_class import Formed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*TorchScript:UserWarning")
 X = torch.randn(2, 5, 32)

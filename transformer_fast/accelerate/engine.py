@@ -22,7 +22,6 @@ from ..swap.forms import candidates
 from . import functional as functional_calls
 from .attention_rows import attention_rows
 from .explained import explained
-from .functional import FunctionalCalls
 from .huggingface import Attention, give_attention
 from .int8 import Int8, Plan, options
 from .kept_weights import give_layout, takes_layout

@@ -1,4 +1,4 @@
-"""What ``packed/classes.py`` uses to make its classes; see ``registered.py``."""
+"""Names by which ``packed/classes.py`` makes its classes; see ``registered.py``."""
 
 from __future__ import annotations
 

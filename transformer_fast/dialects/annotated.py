@@ -1,4 +1,4 @@
-"""The classic code, The Annotated Transformer and BERT by hand: forwards on the fused ops, for modules of their authors.
+"""Forwards on the fused ops for hand-written modules: the classic code, The Annotated Transformer, and BERT by hand.
 
 Each function takes a module, and reads its children and its attributes at each call. A child that is hooked, replaced
 or subclassed is called. A function returns None for a call that the author's own ``forward`` must compute.

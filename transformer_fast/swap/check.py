@@ -69,19 +69,13 @@ def _kind(value: Any) -> str:
     return value if isinstance(value, str) else f"{type(value).__name__} {value!r}"[:60]
 
 
-def copy_of(module: nn.Module, converted: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
+def copy_of(module: nn.Module) -> nn.Module:
     """Copy of a module without hooks.
-
-    Args:
-        module: module to copy.
-        converted: function that makes the values of a parameter of the copy; None copies the parameters.
 
     Raises:
         ValueError: if the module cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for p in () if converted is None else module.parameters():
-        memo[id(p)] = nn.Parameter(converted(p), p.is_floating_point())
     for part in module.modules():
         memo |= no_hooks(part)
         kept = (value for value in vars(part).values() if isinstance(value, Tensor) and not value.is_leaf)

@@ -138,28 +138,31 @@ class _Trial:
             raise _LeftError(f"a copy for the trial could not be made: {first_line(error)}") from error
 
     def at_one_size(self) -> str:
-        """Compare at one size, in evaluation; a module with parameters of its own in training, too."""
-        for size in SMALL:
-            call = self._calls(size)[-1]
-            self._compare(self.itself, call, size, training=False)
-            if any(map(_is_own, self.module.children())) or self.module._parameters:
-                self._compare(self._changed(), call, size, training=True)
+        """Compare at one size, in evaluation; in training with other values of parameters of equal values."""
+        call = self._calls(SMALL)[-1]
+        self._compare(self.itself, call, SMALL, training=False)
+        if any(map(_is_constant, _own_parameters(self.module))):
+            self._compare(self._changed(), call, SMALL, training=True)
         return self._outcome()
 
     def at_all_sizes(self) -> str:
-        """Compare at all sizes, in evaluation and training, and with dropouts that drop everything."""
+        """Compare at all sizes, in evaluation and training, and with dropouts that drop everything.
+
+        A stack is tried with its first layer, and in evaluation with all of them.
+        """
         name = next((n for n in _LISTS if isinstance(self.module._modules.get(n), nn.ModuleList | nn.Sequential)), "")
         whole, self.itself = self.itself, self._shortened(self.itself, name) if name else self.itself
         changed = self._changed()
         for size in FULL:
             calls = self._calls(size)
-            for call in calls if size.trains and not size.empty else calls[-1:]:
+            every = size is FULL[0] or (size is FULL[-1] and self.form.attends)
+            for call in calls if every else calls[-1:]:
                 self._compare(self.itself, call, size, training=False)
-                if size.trains:
-                    self._compare(changed, call, size, training=True)
+            if size.trains:
+                self._compare(changed, calls[-1], size, training=True)
         if whole is not self.itself:
             self.itself = whole
-            self._compare(whole, self._calls(SMALL[0])[-1], SMALL[0], training=False)
+            self._compare(whole, self._calls(SMALL)[-1], SMALL, training=False)
         return self._outcome() or self._with_dropout(changed)
 
     def _outcome(self) -> str:
@@ -182,22 +185,22 @@ class _Trial:
         return self._copy(self.itself, changes=True)
 
     def _shortened(self, stack: nn.Module, name: str) -> nn.Module:
-        """Copy of a stack with two of its layers; the stack itself if its code needs all of them."""
+        """Copy of a stack with its first layer; the stack itself if its code needs all of them."""
         short = self._copy(stack)
-        for place in list(short._modules[name]._modules)[2:]:  # type: ignore[union-attr]
+        for place in list(short._modules[name]._modules)[1:]:  # type: ignore[union-attr]
             del short._modules[name]._modules[place]  # type: ignore[union-attr]
         try:
-            self._run(short.eval(), self._calls(SMALL[0])[-1], gradients=False)
+            self._run(short.eval(), self._calls(SMALL)[-1], gradients=False)
         except Exception:
             return stack
         return short
 
     def _compare(self, trial: nn.Module, call: tuple[Any, ...], size: Size, *, training: bool) -> None:
         gradients = training and not (self.form.adds_masks and size.empty)
-        first = not self.succeeded or (training and not size.empty)
+        watched = size is FULL[0]
         trial.train(training)
         try:
-            with _NoDraws() if first else contextlib.nullcontext():
+            with _NoDraws() if watched else contextlib.nullcontext():
                 expected = self._run(trial, call, gradients)
         except _LeftError:
             raise
@@ -214,7 +217,9 @@ class _Trial:
             found = self._run(trial, call, gradients, fused=True)
         except Exception as error:
             name = self.form.name
-            raise _LeftError(f"it has the structure of {name}, but its fused form failed: {first_line(error)}") from error
+            raise _LeftError(
+                f"it has the structure of {name}, but its fused form failed: {first_line(error)}"
+            ) from error
         finally:
             trial.__class__ = original
         try:
@@ -271,13 +276,12 @@ class _Trial:
         return ""
 
 
-def _is_own(child: nn.Module) -> bool:
-    """Return True for a child with parameters that was not tried by itself."""
-    if form_of(child) is not None:
-        return False
-    if isinstance(child, nn.ModuleList | nn.Sequential):
-        return any(map(_is_own, child.children()))
-    return any(True for _ in child.parameters())
+def _own_parameters(m: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of a module and of the children that were not tried by themselves."""
+    yield from (p for p in m._parameters.values() if p is not None)
+    for child in m.children():
+        if form_of(child) is None:
+            yield from _own_parameters(child)
 
 
 class _Copy:
@@ -295,7 +299,7 @@ class _Copy:
     def of(self, module: nn.Module, root: bool = False) -> nn.Module:
         """Copy of a module. A module of an unknown class is copied as its author says."""
         if id(module) in self.memo:
-            return self.memo[id(module)]  # type: ignore[no-any-return]
+            return self.memo[id(module)]
         known = root or form_of(module) is not None or type(module).__module__.startswith(("torch.nn.", "transformer_"))
         if not known:
             return self._as_its_author_copies(module)
@@ -342,7 +346,7 @@ class _Copy:
             if self.generator is not None and _is_constant(new):
                 new = new + 0.1 * torch.randn(new.shape, generator=self.generator, dtype=torch.float32).to(new.dtype)
             self.memo[id(p)] = nn.Parameter(new, new.is_floating_point() and new.numel() <= _COMPARED)
-        return self.memo[id(p)]  # type: ignore[no-any-return]
+        return self.memo[id(p)]
 
     def _tensor(self, t: Tensor) -> Tensor:
         return t.detach().to("cpu", self.dtype if t.is_floating_point() else t.dtype, copy=True)
@@ -350,5 +354,5 @@ class _Copy:
 
 def _is_constant(p: Tensor) -> bool:
     """Return True for a parameter of equal values, such as that of a branch which is zero at first."""
-    values = p.flatten()
+    values = p.detach().flatten()
     return len(values) > 1 and bool(values[0] == values[1]) and bool((values == values[0]).all())

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..dialects import annotated
 from ..dialects.common import LAST_WEIGHTS
@@ -26,10 +26,11 @@ from .form_calls import Size
 
 Test = Callable[[nn.Module], bool]
 
-SIZES = frozenset(
-    "d_model d_k d_v d_ff h heads num_heads n_heads nhead size N num_layers n_layers depth vocab vocab_size max_len "
-    "hidden d_hid features embed_size num_hiddens dim dff".split()
-)
+SIZES = frozenset((
+    "d_model", "d_k", "d_v", "d_ff", "h", "heads", "num_heads", "n_heads", "nhead", "size", "N", "num_layers",
+    "n_layers", "depth", "vocab", "vocab_size", "max_len", "hidden", "d_hid", "features", "embed_size", "num_hiddens",
+    "dim", "dff",
+))  # fmt: skip
 """Attributes that any text may keep: numbers of features, heads and layers."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _OURS = ("_transformer_fast_", LAST_WEIGHTS, WITHOUT_PADDING)
@@ -130,7 +131,7 @@ def arguments_of(forward: Callable[..., Any]) -> tuple[inspect.Parameter, ...] |
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """Return the form that a module was swapped by; None for any other module, also of a subclass of a swapped class."""
+    """Return the form that a module was swapped by; None for any other module, also for a parametrized one."""
     form = vars(type(module)).get("form")
     return form if isinstance(form, Form) else None
 
@@ -177,3 +178,13 @@ def is_embedding(m: nn.Module) -> bool:
 def is_norm(m: nn.Module) -> bool:
     """Return True for a norm that can fuse the residual addition."""
     return width_of(m) is not None
+
+
+def has_table(axis: int, name: str) -> Callable[[Any], bool]:
+    """Condition that a module has a table of positions, along an axis of three."""
+
+    def fits(m: Any) -> bool:
+        table = getattr(m, name, None)
+        return isinstance(table, Tensor) and table.dim() == 3 and table.shape[1 - axis] == 1
+
+    return fits

@@ -18,7 +18,7 @@ class Size:
     Attributes:
         batch, queries, keys: number of sentences, of their positions, and of positions of other inputs.
         empty: True hides every key of the last of several sentences, and of the last query of the first one.
-        trains: True tries training, too, and gradients.
+        trains: True tries training, too, with gradients.
         generator: source of the random numbers.
     """
 
@@ -92,7 +92,7 @@ FULL = (
     Size(1, 300, 300),
 )
 """Sizes for the first module of a class with the same attributes."""
-SMALL = (Size(3, 3, 3, empty=True, trains=True),)
+SMALL = Size(3, 3, 3, empty=True)
 """Size for each further one."""
 
 

@@ -42,7 +42,7 @@ def class_of_form(form: Form, module: nn.Module) -> type[nn.Module]:
 
 def form_class(kind: type[nn.Module], name: str, same: Same) -> type[nn.Module]:
     """Return the class for modules of a class; the arguments are those of :class:`Formed`."""
-    return _made(kind, kind.forward, name, same)
+    return _made(kind, kind.forward, name, same)  # type: ignore[arg-type]
 
 
 def _classes(form: Form, m: nn.Module) -> Same:
@@ -74,21 +74,22 @@ def _made(kind: type[nn.Module], plain: Any, name: str, same: Same) -> type[nn.M
 
     stored = {name: LastWeights() for name in form.stored if not _is_property(kind, name)}
     attributes = {"form": form, "same": same, PLAIN: plain, FUSED: forward}
-    bases, recipe = (Formed, *form.bases, kind), (form_class, name, same)
-    made = registered_class(kind, bases, recipe, forward, **attributes, **stored)
+    bases: tuple[type, ...] = (Formed, *form.bases, kind)
+    made = registered_class(kind, bases, (form_class, name, same), forward, **attributes, **stored)
     for role in form.roles:
         in_role(role)(made)
     return made
 
 
-def _is_served(m: Formed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_served(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if the fused ops take the arguments, and nobody has replaced what the trial saw."""
     if not takes_fused_ops(*args, *kwargs.values(), *m._parameters.values()) or not has_its_forward(type(m)):
         return False
-    if not m.same:
+    form, same = type(m).form, type(m).same  # type: ignore[attr-defined]
+    if not same:
         return True
-    children = [m._modules.get(name) for name in m.form.same]
-    return all(child is None or is_plain(child) for child in children) and _classes(m.form, m) == m.same
+    children = [m._modules.get(name) for name in form.same]
+    return all(child is None or is_plain(child) for child in children) and _classes(form, m) == same
 
 
 def compute(form: Form, m: nn.Module, args: tuple[Any, ...], ours: dict[str, Any]) -> Any:

@@ -1,16 +1,15 @@
-"""The table of hand-written modules: forms of the classic code, The Annotated Transformer, BERT by hand, TensorFlow's
-tutorial and the d2l textbook."""
+"""The table of hand-written modules: forms of the classic code, The Annotated Transformer, BERT by hand, and ports."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import layers
-from ..dialects import annotated, d2l, tensorflow
+from ..dialects import annotated
 from ..layers import hooks
 from ..layers.torch_modules import Embedding
 from . import form_calls as calls
@@ -18,7 +17,7 @@ from .form import (
     Form,
     Test,
     any_module,
-    arguments_of,
+    has_table,
     is_dropout,
     is_embedding,
     is_linear,
@@ -28,9 +27,7 @@ from .form import (
     width_of,
 )
 from .form_calls import Size
-
-NOT_TOLD = "it has no lengths of its targets"
-"""Reason why a decoder keeps padding: its masks are the lengths 1 to T."""
+from .ported_forms import PORTED
 
 
 def candidates(module: nn.Module) -> Iterator[Form]:
@@ -42,14 +39,6 @@ def candidates(module: nn.Module) -> Iterator[Form]:
             continue
         if found:
             yield form
-
-
-def _table(axis: int, name: str) -> Callable[[Any], bool]:
-    def fits(m: Any) -> bool:
-        table = getattr(m, name, None)
-        return isinstance(table, Tensor) and table.dim() == 3 and table.shape[1 - axis] == 1
-
-    return fits
 
 
 def _positions(m: Any, size: Size, name: str = "pe", axis: int = 1) -> calls.Calls:
@@ -74,7 +63,9 @@ def bert_linears(m: Any) -> list[nn.Module]:
 
 
 def _heads(name: str, linears: annotated.Linears, children: dict[str, Test], head_axis: bool, stored: Any = ()) -> Form:
-    def run(m: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *others: Any, cache: Any = None) -> Any:
+    def run(
+        m: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *others: Any, cache: Any = None
+    ) -> Any:
         if any(other is not None and other is not False for other in others):  # such as verbose in the classic code
             return None
         inputs = query, key, value
@@ -236,7 +227,7 @@ def _bert_block() -> Form:
 
 def _bert_embedding() -> Form:
     def fits(m: Any) -> bool:
-        return _table(1, "pe")(m.position) and not m.position.pe.requires_grad
+        return has_table(1, "pe")(m.position) and not m.position.pe.requires_grad
 
     def try_it(m: Any, size: Size) -> calls.Calls:
         ids = size.ids(m.token)
@@ -249,149 +240,6 @@ def _bert_embedding() -> Form:
     )
 
 
-def _tensorflow_heads() -> Form:
-    def try_it(m: Any, size: Size) -> calls.Calls:
-        return calls.tensorflow_attention(size, (m.wq.in_features, m.wk.in_features, m.wv.in_features))
-
-    return Form(
-        "TensorflowHeads",
-        tensorflow.ported_heads,
-        try_it,
-        dict.fromkeys(("wq", "wk", "wv", "dense"), is_linear),
-        fits=lambda m: isinstance(m.num_heads, int),
-        keywords=("need_weights",),
-        roles=(hooks.TAKES_NEED_WEIGHTS, hooks.TAKES_MASKS),
-        attends=True,
-        adds_masks=True,
-    )
-
-
-def _tensorflow(decodes: bool) -> tuple[Form, Form]:
-    """Layer and stack of TensorFlow's tutorial."""
-    kind, layer_kind = ("Decoder", tensorflow.DecoderLayer) if decodes else ("Encoder", tensorflow.EncoderLayer)
-    attentions = ("mha1", "mha2") if decodes else ("mha",)
-    children: dict[str, Test] = {**dict.fromkeys(attentions, of_form("TensorflowHeads")), "ffn": any_module}
-    for number in range(1, 2 + len(attentions)):
-        children |= {f"layernorm{number}": is_norm, f"dropout{number}": is_dropout}
-
-    def layer_calls(m: Any, size: Size) -> calls.Calls:
-        width = width_of(m.layernorm1) or 0
-        x = size.x(width)
-        return calls.tensorflow_decoder(x, width, size) if decodes else calls.tensorflow_encoder(x, size)
-
-    def stack_calls(m: Any, size: Size) -> calls.Calls:
-        ids = size.ids(m.embedding)
-        if decodes:
-            return calls.tensorflow_decoder(ids, m.embedding.embedding_dim, size)
-        return calls.tensorflow_encoder(ids, size)
-
-    options: dict[str, Any] = {
-        "padding": "",
-        "normal": lambda m, mask, length: tensorflow.ported_mask(mask),
-        "decodes": decodes,
-        "swaps_masks": decodes,
-        "adds_masks": True,
-    }
-    layer = Form(
-        f"Tensorflow{kind}Layer",
-        layer_kind.forward,
-        layer_calls,
-        children,
-        keywords=("need_weights",) if decodes else (),
-        roles=(hooks.TAKES_NEED_WEIGHTS,) if decodes else (),
-        **options,
-    )
-    name = "dec_layers" if decodes else "enc_layers"
-    stack = Form(
-        f"Tensorflow{kind}",
-        tensorflow.ported_decoder if decodes else tensorflow.ported_encoder,
-        stack_calls,
-        {"embedding": is_embedding, "dropout": is_dropout, name: list_of(of_form(layer.name))},
-        buffers=("pos_encoding",),
-        attributes=("pos_encoding",),
-        fits=lambda m: _table(1, "pos_encoding")(m) and hasattr(m, "d_model"),
-        embeds=tensorflow.ported_embedded,
-        **options,
-    )
-    return layer, stack
-
-
-def _lengths(m: Any, valid_lens: Any, length: int) -> Any:
-    return d2l.ported_lengths(valid_lens, length)
-
-
-def _d2l_heads() -> tuple[Form, Form]:
-    attention = Form(
-        "D2lAttention",
-        d2l.ported_attention,
-        lambda m, size: calls.d2l_attention(size, (6, 6, 7)),
-        {"dropout": is_dropout},
-        fits=lambda m: (arguments_of(type(m).forward) or ())[-1].name == "valid_lens",
-        arguments=4,
-        stored=("attention_weights",),
-        roles=(hooks.SCALED_DOT_PRODUCT,),
-        attends=True,
-    )
-    linears = "W_q", "W_k", "W_v"
-    heads = Form(
-        "D2lHeads",
-        d2l.ported_heads,
-        lambda m, size: calls.d2l_attention(size, tuple(getattr(m, name).in_features for name in linears)),  # type: ignore
-        {**dict.fromkeys((*linears, "W_o"), is_linear), "attention": of_form(attention.name)},
-        fits=lambda m: type(m.num_heads) is int,
-        roles=(hooks.TAKES_MASKS,),
-        attends=True,
-    )
-    return attention, heads
-
-
-def _d2l(decodes: bool) -> list[Form]:
-    """Block and stacks of the d2l textbook."""
-    kind = "Decoder" if decodes else "Encoder"
-    attentions = ("attention1", "attention2") if decodes else ("attention",)
-    norms = (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
-    children = {**dict.fromkeys(attentions, of_form("D2lHeads")), "ffn": any_module}
-
-    def block_calls(m: Any, size: Size) -> calls.Calls:
-        width = getattr(m, attentions[0]).W_q.in_features
-        x = size.x(width)
-        return calls.d2l_decoder(x, width, size, m.i + 1) if decodes else calls.d2l_encoder(x, size)
-
-    def stack_calls(m: Any, size: Size) -> calls.Calls:
-        ids = size.ids(m.embedding)
-        return calls.d2l_decoder(ids, m.num_hiddens, size, len(m.blks)) if decodes else calls.d2l_encoder(ids, size)
-
-    padding = NOT_TOLD if decodes else ""
-    block = Form(
-        f"D2l{kind}Block",
-        d2l.ported_decoder_block if decodes else d2l.EncoderBlock.forward,
-        block_calls,
-        {**children, **dict.fromkeys(norms, of_form("AddNorm"))},
-        attributes=("i", "causal_eval") if decodes else (),
-        arguments=2,
-        padding=padding,
-        normal=_lengths,
-    )
-    options: dict[str, Any] = {
-        "calls": stack_calls,
-        "children": {
-            "embedding": is_embedding,
-            "pos_encoding": of_form("D2lPositional"),
-            "blks": list_of(of_form(block.name)),
-            **({"dense": any_module} if decodes else {}),
-        },
-        "fits": lambda m: m.num_hiddens == m.embedding.embedding_dim,
-        "stored": ("attention_weights", "_attention_weights"),
-        "padding": padding,
-        "normal": _lengths,
-    }
-    if not decodes:
-        return [block, Form("D2lEncoder", d2l.ported_encoder, embeds=d2l.ported_embedded, **options)]
-    counting = {"D2lDecoder": False, "D2lCountingDecoder": True}
-    runs = {name: functools.partial(d2l.ported_decoder, counts_on=on) for name, on in counting.items()}
-    return [block, *(Form(name, run, **options) for name, run in runs.items())]
-
-
 def _positional(name: str, table: str, axis: int = 1) -> Form:
     return Form(
         name,
@@ -400,7 +248,7 @@ def _positional(name: str, table: str, axis: int = 1) -> Form:
         {"dropout": is_dropout},
         buffers=(table,),
         attributes=(table,),
-        fits=_table(axis, table),
+        fits=has_table(axis, table),
         roles=(hooks.ADDS_POSITIONS,) if axis == 1 else (),
     )
 
@@ -415,11 +263,7 @@ _LIST = ("q_linear", "k_linear", "v_linear", "out")
 _ALL = [
     _heads("ClassicHeads", classic_linears, dict.fromkeys(_LIST, is_linear), True),
     _heads("AnnotatedHeads", annotated_linears, {"linears": list_of(is_linear)}, True, ("attn",)),
-    _heads(
-        "BertHeads", bert_linears, {"linear_layers": list_of(is_linear), "output_linear": is_linear}, False
-    ),
-    _tensorflow_heads(),
-    *_d2l_heads(),
+    _heads("BertHeads", bert_linears, {"linear_layers": list_of(is_linear), "output_linear": is_linear}, False),
     Form(
         "Embedder",
         annotated.embedder,
@@ -475,10 +319,7 @@ _ALL = [
     *_annotated(False),
     *_annotated(True),
     _bert_block(),
-    *_tensorflow(False),
-    *_tensorflow(True),
-    *_d2l(False),
-    *_d2l(True),
+    *PORTED,
 ]
 FORMS: dict[str, Form] = {form.name: form for form in _ALL}
 """All forms, those of children first."""

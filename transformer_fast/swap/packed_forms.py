@@ -72,7 +72,8 @@ def _padder(x: Tensor, memory: list[Tensor], masks: list[Any]) -> Padder:
     if memory:
         padder = padder_of(memory[0][..., 0], x[..., 0], *masks)
     else:
-        padder = Padder(packing_of(padding_of(masks[0], x.shape[1]), *x.shape[:2], x.device))
+        batch, length = x.shape[:2]
+        padder = Padder(packing_of(padding_of(masks[0], length), batch, length, x.device))
     padder.check_sources()
     return padder
 
@@ -81,7 +82,7 @@ def _check_parts(m: nn.Module) -> None:
     for layer in layers_of(m):
         if form_of(layer) is None:
             raise StaysPaddedError(f"a {type(layer).__name__} has another class than when accelerate was called")
-    for path, child in m.named_modules():
+    for child in m.modules():
         form = form_of(child)
         if child is not m and not is_plain(child):
             raise StaysPaddedError(
