@@ -63,7 +63,7 @@ def heads(
         return None
     *projections, out = linears
     q, k, v = project_heads(projections, inputs, m.h)
-    if q.shape[-1] != m.d_k:
+    if q.shape[-1] != m.d_k or getattr(m, "d_model", m.h * m.d_k) != m.h * m.d_k:
         return None
     normal = keep_mask(token_mask(mask, *inputs), head_axis)
     if isinstance(normal, PackedMask):

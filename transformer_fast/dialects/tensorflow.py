@@ -360,9 +360,10 @@ def ported_heads(
 ) -> tuple[Tensor, Tensor | None] | None:
     """:class:`MultiHeadAttention` for a port of the tutorial; None for a call that the author's ``forward`` must
     compute."""
-    heads, width = m.num_heads, getattr(m.wq, "out_features", None)
-    depth = getattr(m, "depth", None)
-    if type(heads) is not int or (depth is not None and heads * depth != width):
+    heads, width = m.num_heads, getattr(m.wq, "out_features", 0)
+    if type(heads) is not int or heads < 1:
+        return None
+    if getattr(m, "depth", width // heads) != width // heads or getattr(m, "d_model", width) != width:
         return None
     if not isinstance(mask, PackedMask):
         return MultiHeadAttention.forward(m, v, k, q, ported_mask(mask), need_weights=need_weights)

@@ -29,10 +29,12 @@ class Formed(Registered):
     Attributes:
         form: the form.
         same: classes of the children that the form computes and only the trial has seen.
+        forwards: their ``forward``.
     """
 
     form: Form
     same: Same
+    forwards: tuple[Any, ...]
 
 
 def class_of_form(form: Form, module: nn.Module) -> type[nn.Module]:
@@ -42,7 +44,7 @@ def class_of_form(form: Form, module: nn.Module) -> type[nn.Module]:
 
 def form_class(kind: type[nn.Module], name: str, same: Same) -> type[nn.Module]:
     """Return the class for modules of a class; the arguments are those of :class:`Formed`."""
-    return _made(kind, kind.forward, name, same)  # type: ignore[arg-type]
+    return _made(kind, kind.forward, name, same, _forwards(same))  # type: ignore[arg-type]
 
 
 def _classes(form: Form, m: nn.Module) -> Same:
@@ -50,8 +52,12 @@ def _classes(form: Form, m: nn.Module) -> Same:
     return tuple(None if child is None else author_class(type(child)) for child in children)
 
 
+def _forwards(same: Same) -> tuple[Any, ...]:
+    return tuple(kind and kind.forward for kind in same)
+
+
 @functools.cache
-def _made(kind: type[nn.Module], plain: Any, name: str, same: Same) -> type[nn.Module]:
+def _made(kind: type[nn.Module], plain: Any, name: str, same: Same, forwards: tuple[Any, ...]) -> type[nn.Module]:
     form = FORMS[name]
     parameters = arguments_of(plain)
     keywords = [name for name in form.keywords if name not in inspect.signature(plain).parameters]
@@ -73,7 +79,7 @@ def _made(kind: type[nn.Module], plain: Any, name: str, same: Same) -> type[nn.M
         return kind.forward(self, *args, **kwargs)
 
     stored = {name: LastWeights() for name in form.stored if not _is_property(kind, name)}
-    attributes = {"form": form, "same": same, PLAIN: plain, FUSED: forward}
+    attributes = {"form": form, "same": same, "forwards": forwards, PLAIN: plain, FUSED: forward}
     bases: tuple[type, ...] = (Formed, *form.bases, kind)
     made = registered_class(kind, bases, (form_class, name, same), forward, **attributes, **stored)
     for role in form.roles:
@@ -85,11 +91,13 @@ def _is_served(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     """Return True if the fused ops take the arguments, and nobody has replaced what the trial saw."""
     if not takes_fused_ops(*args, *kwargs.values(), *m._parameters.values()) or not has_its_forward(type(m)):
         return False
-    form, same = type(m).form, type(m).same  # type: ignore[attr-defined]
-    if not same:
+    made: Any = type(m)
+    if not made.same:
         return True
-    children = [m._modules.get(name) for name in form.same]
-    return all(child is None or is_plain(child) for child in children) and _classes(form, m) == same
+    children = [m._modules.get(name) for name in made.form.same]
+    if not all(child is None or is_plain(child) for child in children) or _classes(made.form, m) != made.same:
+        return False
+    return _forwards(made.same) == made.forwards
 
 
 def compute(form: Form, m: nn.Module, args: tuple[Any, ...], ours: dict[str, Any]) -> Any:
