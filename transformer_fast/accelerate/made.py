@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache as cached_by_class
+from functools import cache as cached_by_class  # noqa: F401
 from typing import Any
 
 from torch import nn
 
-from .registered import Registered as Made
+from .registered import Registered as Made  # noqa: F401
 from .registered import registered_class
-
-__all__ = ["Made", "cached_by_class", "make_class"]
 
 
 def make_class(

@@ -28,7 +28,7 @@ _COMPARED = 20_000
 """Most numbers of a parameter whose gradient is compared; that of a larger one follows from those of its bias and
 input."""
 _DROPOUTS = 4
-"""Most dropouts that are tried one by one."""
+"""Most dropouts that are tried one by one; more are tried together."""
 _LISTS = ("layers", "enc_layers", "dec_layers", "blks")
 DIFFERS = "it has the names of a known module, but computes something else"
 
@@ -158,7 +158,7 @@ class _Trial:
             every = size is FULL[0] or (size is FULL[-1] and self.form.attends)
             for call in calls if every else calls[-1:]:
                 self._compare(self.itself, call, size, training=False)
-            if size.trains:
+            if size.trains and (self.form.attends or not size.empty):
                 self._compare(changed, calls[-1], size, training=True)
         if whole is not self.itself:
             self.itself = whole
@@ -261,13 +261,14 @@ class _Trial:
         return results
 
     def _with_dropout(self, trial: nn.Module) -> str:
-        """Compare in training with one dropout after the other dropping everything, and with all of them."""
+        """Compare in training with dropouts that drop everything: one after the other, or many together."""
         call = self._calls(FULL[0])[-1]
         trial.train(True)
         tried = {id(m) for child in trial.children() if form_of(child) is not None for m in child.modules()}
         places = set_dropouts(trial, 0.0)
         own = [(part, name) for part, name in places if id(part) not in tried]
-        for chosen in [*([place] for place in own[:_DROPOUTS]), own or places]:
+        singles = [[place] for place in own] if len(own) <= _DROPOUTS else []
+        for chosen in singles or [own or places]:
             for part, name in chosen:
                 part.__dict__[name] = 1.0
             with _OwnSeeds(self.generator):
