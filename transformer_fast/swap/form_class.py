@@ -14,6 +14,7 @@ from ..dialects.common import LastWeights
 from ..layers.hooks import FUSED, PLAIN, has_its_forward, in_role, is_plain
 from ..layers.padded_calls import StaysPaddedError, padded_calls
 from ..layers.scripted_as import scripted_as
+from ..masks.packing import PackedMask
 from ..ops.token_mask import call_on_tokens
 from ..tensors import takes_fused_ops
 from .form import Form, arguments_of
@@ -70,7 +71,9 @@ def _made(kind: type[nn.Module], plain: Any, name: str, same: Same, forwards: tu
             result = compute(form, self, ordered, ours)
             if result is not None:
                 return result
-        if form.attends and call_on_tokens() is not None:
+        if any(isinstance(value, PackedMask) for value in (*args, *kwargs.values())) or (
+            form.attends and call_on_tokens() is not None
+        ):
             raise StaysPaddedError(f"a {kind.__name__} runs its own forward")
         if not torch.compiler.is_compiling() and (calls := padded_calls(self)) is not None:
             calls.add(f"a {kind.__name__} runs its own forward: it has a hook, or an unknown submodule or input")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layers import hooks
 from ..layers.dropout import KINDS as DROPOUTS
-from ..layers.hooks import has_its_forward, is_plain
+from ..layers.hooks import is_plain
 from ..layers.linear import Linear
 from ..layers.padded_calls import StaysPaddedError, layers_of, padded_calls
 from ..layers.padder import Padder, without_padding
@@ -83,16 +83,17 @@ def _check_parts(m: nn.Module) -> None:
         if form_of(layer) is None:
             raise StaysPaddedError(f"a {type(layer).__name__} has another class than when accelerate was called")
     for child in m.modules():
-        form = form_of(child)
+        form, kind = form_of(child), type(child).__name__
         if child is not m and not is_plain(child):
-            raise StaysPaddedError(
-                f"a {type(child).__name__} inside a layer has a hook, which would see tokens without padding"
-            )
-        if form is not None and not (has_its_forward(type(child)) and form.has_names(child)):
-            raise StaysPaddedError(f"a {type(child).__name__} has an unknown submodule")
-        for name, test in () if form is None or form.padding is None else form.children.items():
-            if test is any_module and (part := child._modules.get(name)) is not None and not _works_per_token(part):
+            raise StaysPaddedError(f"a {kind} inside a layer has a hook, which would see tokens without padding")
+        if form is None or form.padding is None:
+            continue
+        for name, test in form.children.items():
+            part = child._modules.get(name)
+            if test is any_module and part is not None and not _works_per_token(part):
                 raise StaysPaddedError(f"its {type(part).__name__} may read several positions")
+            if part is None or not test(part):
+                raise StaysPaddedError(f"a {kind} has an unknown submodule")
 
 
 def _works_per_token(m: nn.Module) -> bool:
