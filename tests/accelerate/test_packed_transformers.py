@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import huggingface_models as models
 import packed_models as packed
 
+from transformer_fast.huggingface import supported
 from transformer_fast.layers.padded_calls import GAPS, NO_SOURCE
 
 READS = "the model's head reads a position that is padding"
@@ -29,10 +30,17 @@ MODELS = {
         ("BertForMaskedLM RobertaForMaskedLM XLMRobertaForMaskedLM ElectraForMaskedLM AlbertForMaskedLM "
          "DistilBertForMaskedLM CamembertForMaskedLM EuroBertForMaskedLM BertForTokenClassification "
          "DistilBertForTokenClassification ElectraModel DistilBertModel GPT2LMHeadModel LlamaForCausalLM "
-         "Qwen2ForCausalLM GPTNeoXForCausalLM OPTForCausalLM PhiForCausalLM BartForCausalLM XLMRobertaForCausalLM", {}),
-        ("ModernBertForMaskedLM MistralForCausalLM Gemma2ForCausalLM T5EncoderModel", {"between": GAPS}),
+         "Qwen2ForCausalLM GPTNeoXForCausalLM OPTForCausalLM PhiForCausalLM BartForCausalLM XLMRobertaForCausalLM "
+         "ErnieForMaskedLM Data2VecTextForMaskedLM RobertaPreLayerNormForMaskedLM RoCBertForMaskedLM OlmoForCausalLM "
+         "Olmo2ForCausalLM CohereForCausalLM GlmForCausalLM Glm4ForCausalLM HeliumForCausalLM ArceeForCausalLM "
+         "ApertusForCausalLM SeedOssForCausalLM Ernie4_5ForCausalLM GraniteForCausalLM GemmaForCausalLM "
+         "GPTBigCodeForCausalLM Qwen3ForCausalLM PLBartForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM", {}),
+        ("ModernBertForMaskedLM MistralForCausalLM Gemma2ForCausalLM T5EncoderModel SmolLM3ForCausalLM Phi3ForCausalLM "
+         "Ministral3ForCausalLM MinistralForCausalLM Starcoder2ForCausalLM Olmo3ForCausalLM Cohere2ForCausalLM",
+         {"between": GAPS}),
         ("BartForConditionalGeneration MBartForConditionalGeneration MarianMTModel M2M100ForConditionalGeneration "
-         "PegasusForConditionalGeneration", {"a whole row": NO_SOURCE}),
+         "PegasusForConditionalGeneration PLBartForConditionalGeneration BlenderbotForConditionalGeneration "
+         "BlenderbotSmallForConditionalGeneration", {"a whole row": NO_SOURCE}),
         ("T5ForConditionalGeneration MT5ForConditionalGeneration", {"a whole row": NO_SOURCE, "between": GAPS}),
         ("BertModel RobertaModel BertForSequenceClassification RobertaForSequenceClassification "
          "DistilBertForSequenceClassification", {"left": READS, "a whole row": READS}),
@@ -82,8 +90,32 @@ def test_a_decoder_without_padding_beside_an_encoder_with_some(name: str, attent
     assert sides.is_packed()
 
 
-def test_the_table_has_every_family() -> None:
-    assert len(MODELS) >= 25
+def test_every_stack_of_the_table_is_tried() -> None:
+    tried = {type(packed.make(name)).__module__ for name in MODELS}
+    assert supported.FILES <= tried
+
+
+def test_a_stack_whose_attention_drops_the_boundaries_keeps_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nemotron's attention passes no further arguments on, so its class is in no table."""
+    file = "transformers.models.nemotron.modeling_nemotron"
+    monkeypatch.setitem(supported.STACKS, f"{file}.NemotronModel", "Model")
+    monkeypatch.setattr(supported, "FILES", supported.FILES | {file})
+    sides = packed.Sides(packed.make("NemotronForCausalLM"))
+    sides.hold(packed.batch("NemotronForCausalLM", "right"), training=True)
+    reason = "a NemotronAttention does not get the boundaries of the sequences"
+    assert list(sides.report.padded_calls.reasons) == [reason]
+
+
+def test_a_new_family_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "transformers.models.bert_generation.modeling_bert_generation"
+    name = "BertGenerationDecoder"
+    before = packed.Sides(packed.make(name, is_decoder=True))
+    assert not any(row.now == "without padding" for row in before.report.rows)
+    monkeypatch.setitem(supported.STACKS, f"{file}.BertEncoder", "Encoder")
+    monkeypatch.setattr(supported, "FILES", supported.FILES | {file})
+    sides = packed.Sides(packed.make(name, is_decoder=True))
+    sides.hold(packed.batch("BertLMHeadModel", "right"), training=True)
+    assert sides.is_packed() and any(row.now == "without padding" for row in sides.report.rows)
 
 
 DRAWN = (

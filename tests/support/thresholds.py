@@ -256,7 +256,7 @@ def logits_left_out(count: int) -> None:
 
 
 def t5(scores: int) -> None:
-    """Test T5's relative positions, which are a part of the mask for many scores per head: (L, L), for L on both sides."""
+    """Test T5's relative positions, a part of the mask for many scores per head: (L, L), for L on both sides."""
     import transformers
 
     config = transformers.T5Config(

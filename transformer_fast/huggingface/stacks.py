@@ -101,17 +101,16 @@ class Stack(Fast):
             boundaries = self._boundaries(given, x)
             if boundaries is None:
                 return None
-            changes = self._changes(given, boundaries)
+            own, changes = boundaries.own, self._changes(given, boundaries)
+            with entered_flat(Flat(given, own)):
+                result = self._former.forward(self, **given | changes)
         except StaysPaddedError as reason:
             if call.head is not None:
                 raise
             call.add(str(reason))
             record(self, x.shape[0] * x.shape[1], None, str(reason))
             return None
-        own = boundaries.own
         record(self, own.batch * own.length, own.total)
-        with entered_flat(Flat(given, own)):
-            result = self._former.forward(self, **given | changes)
         return result if call.head is own else _restored(result, own)
 
     def _boundaries(self, given: dict[str, Any], x: Tensor) -> Boundaries | None:

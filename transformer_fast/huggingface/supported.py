@@ -197,27 +197,37 @@ of the folder, and the classes in the file. Classes of one fast class have the s
 _STACKS = {
     "Encoder": """
         albert: AlbertTransformer, bert: BertEncoder, camembert: CamembertEncoder,
-        electra: ElectraEncoder, roberta: RobertaEncoder, xlm_roberta: XLMRobertaEncoder
+        data2vec/data2vec_text: Data2VecTextEncoder, electra: ElectraEncoder, ernie: ErnieEncoder,
+        roberta: RobertaEncoder, roberta_prelayernorm: RobertaPreLayerNormEncoder, roc_bert: RoCBertEncoder,
+        xlm_roberta: XLMRobertaEncoder
     """,
     "EncoderOfDistilBert": "distilbert: Transformer",
     "Model": """
-        gemma2: Gemma2Model, gpt2: GPT2Model, gpt_neox: GPTNeoXModel, llama: LlamaModel, mistral: MistralModel,
-        phi: PhiModel, qwen2: Qwen2Model, qwen3: Qwen3Model
+        apertus: ApertusModel, arcee: ArceeModel, cohere: CohereModel, cohere2: Cohere2Model, ernie4_5: Ernie4_5Model,
+        gemma: GemmaModel, gemma2: Gemma2Model, glm: GlmModel, glm4: Glm4Model, gpt2: GPT2Model,
+        gpt_bigcode: GPTBigCodeModel, gpt_neox: GPTNeoXModel, granite: GraniteModel, helium: HeliumModel,
+        llama: LlamaModel, ministral: MinistralModel, ministral3: Ministral3Model, mistral: MistralModel,
+        olmo: OlmoModel, olmo2: Olmo2Model, olmo3: Olmo3Model, phi: PhiModel, phi3: Phi3Model, qwen2: Qwen2Model,
+        qwen3: Qwen3Model, seed_oss: SeedOssModel, smollm3: SmolLM3Model, starcoder2: Starcoder2Model
     """,
     "CountedPositions": "opt: OPTDecoder",
     "BidirectionalModel": "eurobert: EuroBertModel, modernbert: ModernBertModel",
     "TextStack": """
-        bart: BartDecoder BartEncoder, m2m_100: M2M100Decoder M2M100Encoder, marian: MarianDecoder MarianEncoder,
-        mbart: MBartDecoder MBartEncoder, pegasus: PegasusDecoder PegasusEncoder
+        bart: BartDecoder BartEncoder, blenderbot: BlenderbotDecoder BlenderbotEncoder,
+        blenderbot_small: BlenderbotSmallDecoder BlenderbotSmallEncoder, m2m_100: M2M100Decoder M2M100Encoder,
+        marian: MarianDecoder MarianEncoder, mbart: MBartDecoder MBartEncoder, pegasus: PegasusDecoder PegasusEncoder,
+        plbart: PLBartDecoder PLBartEncoder
     """,
     "StackOfDistances": "mt5: MT5Stack, t5: T5Stack",
     "BertLayer": """
-        bert: BertLayer, camembert: CamembertLayer, electra: ElectraLayer, roberta: RobertaLayer,
-        xlm_roberta: XLMRobertaLayer
+        bert: BertLayer, camembert: CamembertLayer, data2vec/data2vec_text: Data2VecTextLayer, electra: ElectraLayer,
+        ernie: ErnieLayer, roberta: RobertaLayer, roc_bert: RoCBertLayer, xlm_roberta: XLMRobertaLayer
     """,
     "PositionTable": """
-        bart: BartLearnedPositionalEmbedding, marian: MarianSinusoidalPositionalEmbedding,
-        mbart: MBartLearnedPositionalEmbedding, pegasus: PegasusSinusoidalPositionalEmbedding
+        bart: BartLearnedPositionalEmbedding, blenderbot: BlenderbotLearnedPositionalEmbedding,
+        blenderbot_small: BlenderbotSmallLearnedPositionalEmbedding, marian: MarianSinusoidalPositionalEmbedding,
+        mbart: MBartLearnedPositionalEmbedding, pegasus: PegasusSinusoidalPositionalEmbedding,
+        plbart: PLBartLearnedPositionalEmbedding
     """,
     "PositionTableOfIds": "m2m_100: M2M100SinusoidalPositionalEmbedding",
 }
@@ -236,7 +246,10 @@ def _by_full_name(table: dict[str, str]) -> dict[str, str]:
     return found
 
 
-NOT_SHIFTED = {"BartForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "PegasusForCausalLM"}
+NOT_SHIFTED = {
+    "BartForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "MBartForCausalLM", "MarianForCausalLM",
+    "PLBartForCausalLM", "PegasusForCausalLM",
+}  # fmt: skip
 """Causal models whose loss compares the logits of a position with the label of the same position."""
 
 CLASSES = {"transformers.pytorch_utils.Conv1D": "TransposedLinear", **_by_full_name(_CLASSES)}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.attention import module_attention
+from ..layers.padded_calls import StaysPaddedError
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes
 from . import flattened, interface
@@ -107,6 +108,8 @@ def attention_forward(
         options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
         options["sliding_window"] = kwargs.get("sliding_window")
         return boundaries.attend(module, query, key, value, position_bias, **options), None
+    if is_flat():
+        raise StaysPaddedError(f"a {type(module).__name__} does not get the boundaries of the sequences")
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
             layer = type(module).__name__
