@@ -19,7 +19,7 @@ from subprocesses import program
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast.huggingface import Fast, blocks, fast_class, supported, table
+from transformer_fast.huggingface import Fast, blocks, fast_class, supported, table, whole_layers
 
 transformers = pytest.importorskip("transformers")
 import huggingface_models as models  # noqa: E402
@@ -29,6 +29,10 @@ from transformers.models.bert import modeling_bert as bert  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not supported.has_version(), reason="the table has other versions of transformers")
 NEWEST = supported.version().split(".")[:2] == list(map(str, max(supported.VERSIONS)))
+
+
+def base(name: str) -> type[Fast]:
+    return getattr(blocks, name, None) or getattr(whole_layers, name)
 
 
 def class_of(path: str) -> type[nn.Module] | None:
@@ -47,19 +51,28 @@ def test_the_classes_have_the_code_that_their_fast_class_computes(fast: str) -> 
     for path in paths:
         if (kind := class_of(path)) is not None:
             assert text_of(kind) in TEXTS[fast], path
-            assert issubclass(fast_class(kind), getattr(blocks, fast)), path
+            assert issubclass(fast_class(kind), base(fast)), path
+
+
+def test_the_parts_of_layers_that_are_one_function_have_one_code() -> None:
+    layers = [kind for path, name in supported.CLASSES.items() if name == "BertLayer" and (kind := class_of(path))]
+    for part in ("Attention", "SelfAttention"):
+        texts = {
+            text_of(vars(sys.modules[kind.__module__])[kind.__name__.removesuffix("Layer") + part]) for kind in layers
+        }
+        assert len(layers) >= 8 and len(texts) == 1
 
 
 def test_every_fast_class_is_in_the_table() -> None:
     assert set(supported.CLASSES.values()) == set(TEXTS)
-    assert all(issubclass(getattr(blocks, name), Fast) for name in TEXTS)
+    assert all(issubclass(base(name), Fast) for name in TEXTS)
 
 
 def test_one_class_is_made_for_each_class() -> None:
     made = fast_class(bert.BertOutput)
     assert made is fast_class(bert.BertOutput) and made.__bases__ == (blocks.DropoutAddNorm, bert.BertOutput)
     assert made.__name__ == "BertOutput" and pickle.loads(pickle.dumps(made)) is made
-    assert fast_class(made) is None and fast_class(nn.Linear) is None and fast_class(bert.BertLayer) is None
+    assert fast_class(made) is None and fast_class(nn.Linear) is None and fast_class(bert.BertModel) is None
 
 
 class Scaled(bert.BertOutput):

@@ -203,6 +203,6 @@ def test_other_layers_keep_the_short_form(name: str, kind: str, monkeypatch: pyt
         masks.append(mask)
         return attention_op(q, k, v, mask, **options)
 
-    monkeypatch.setattr("transformer_fast.layers.attention.ops.attention", watched)
+    monkeypatch.setattr("transformer_fast.ops.attention", watched)
     fast(**given)
     assert len(masks) == 1 and masks[0].keep_mask is None and masks[0].additive_bias is None

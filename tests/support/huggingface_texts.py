@@ -159,6 +159,22 @@ def ff_chunk(self, input):
     hidden_states = hidden_states + self.dropout(forwarded_states)
     return hidden_states""",
     ),
+    "BertLayer": (
+        """def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, \
+encoder_attention_mask=None, cache=None, **kwargs):
+    self_attention_output, _ = self.attention(hidden_states, attention_mask, cache=cache, **kwargs)
+    attention_output = self_attention_output
+    if self.is_decoder and encoder_hidden_states is not None:
+        if not hasattr(self, 'crossattention'):
+            raise ValueError(f'If `encoder_hidden_states` are passed, {self} has to be instantiated with \
+cross-attention layers by setting `config.add_cross_attention=True`')
+        cross_attention_output, _ = self.crossattention(self_attention_output, None, encoder_hidden_states, \
+encoder_attention_mask, cache=cache, **kwargs)
+        attention_output = cross_attention_output
+    layer_output = apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size_feed_forward, \
+self.seq_len_dim, attention_output)
+    return layer_output""",
+    ),
     "RelativeAttention": (
         _relative("curr_past_key_values") % "",
         _relative("curr_cache") % ", kwargs=kwargs",

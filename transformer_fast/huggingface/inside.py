@@ -25,10 +25,8 @@ _PER_POSITION = {
 """Modules of torch that compute each position by itself."""
 _PEFT = {"peft.tuners.lora.layer.Linear"}
 """Adapters that compute each position by itself."""
-_HARMLESS = (
-    "torch.distributed.", "torch.utils.module_tracker", "transformers.utils.output_capturing",
-    "transformers.modeling_utils",
-)  # fmt: skip
+_RECORDING = ("transformers.utils.output_capturing",)
+_HARMLESS = ("torch.distributed.", "torch.utils.module_tracker", "transformers.modeling_utils", *_RECORDING)
 """Python modules whose hooks may see tokens without padding."""
 
 _seen: dict[type, tuple[type, Any]] = {}
@@ -37,32 +35,39 @@ _seen: dict[type, tuple[type, Any]] = {}
 
 def obstacle_inside(module: nn.Module) -> str:
     """Reason why a module, or one inside it, may read padding, or ""."""
-    if torch_module._has_any_global_hook() and any(map(_is_foreign, _global_hooks())):
+    if torch_module._has_any_global_hook() and any(_is_foreign(hook, _HARMLESS) for hook in _global_hooks()):
         return "a hook of all modules is set; it may read padding"
-    return _obstacle(module)
+    return _obstacle(module, _HARMLESS)
 
 
-def _obstacle(module: nn.Module) -> str:
+def is_plain_inside(module: nn.Module) -> bool:
+    """Return True if the modules inside a module need not be called: they are known, and have no hooks but those with
+    which transformers records outputs."""
+    return not torch_module._has_any_global_hook() and not any(
+        _obstacle(child, _RECORDING) for child in module._modules.values() if child is not None
+    )
+
+
+def _obstacle(module: nn.Module, harmless: tuple[str, ...]) -> str:
     own, kind = module.__dict__, type(module)
     seen = _seen.get(kind)
     if "forward" in own or not (_is_known(kind) if seen is None else seen[0].forward is seen[1]):
         return f"a {kind.__name__} inside is not known; it may read padding"
     hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    if hooked and has_foreign_hook(module):
+    if hooked and _has_foreign_hook(module, harmless):
         return f"a {kind.__name__} has a hook, which may read padding"
     if (config := own.get("config")) is not None and not is_ours(config._attn_implementation):
         return f"a {kind.__name__} has another attention"
     for child in own["_modules"].values():
-        if child is not None and (reason := _obstacle(child)):
+        if child is not None and (reason := _obstacle(child, harmless)):
             return reason
     return ""
 
 
-def has_foreign_hook(module: nn.Module) -> bool:
-    """Return True if a module has a hook that may read padding."""
+def _has_foreign_hook(module: nn.Module, harmless: tuple[str, ...]) -> bool:
     own = module.__dict__
     hooks = (own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
-    return any(_is_foreign(hook) for each in hooks for hook in each.values())
+    return any(_is_foreign(hook, harmless) for each in hooks for hook in each.values())
 
 
 def _is_known(kind: Any) -> bool:
@@ -103,8 +108,8 @@ def has_code_of_a_user(kind: type[nn.Module]) -> bool:
 _LIBRARIES = ("torch.", "transformers.", "transformer_fast.", "sentence_transformers.", "peft.", "accelerate.")
 
 
-def _is_foreign(hook: Any) -> bool:
-    return not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS)
+def _is_foreign(hook: Any, harmless: tuple[str, ...]) -> bool:
+    return not (getattr(hook, "__module__", None) or "").startswith(harmless)
 
 
 def _global_hooks() -> list[Any]:

@@ -168,6 +168,10 @@ _CLASSES = {
         longt5: LongT5Attention, mt5: MT5Attention, pop2piano: Pop2PianoAttention,
         switch_transformers: SwitchTransformersAttention, t5: T5Attention, udop: UdopAttention
     """,
+    "BertLayer": """
+        bert: BertLayer, camembert: CamembertLayer, data2vec/data2vec_text: Data2VecTextLayer, electra: ElectraLayer,
+        ernie: ErnieLayer, roberta: RobertaLayer, roc_bert: RoCBertLayer, xlm_roberta: XLMRobertaLayer
+    """,
     "EncoderLayer": """
         bart: BartEncoderLayer, blenderbot_small: BlenderbotSmallEncoderLayer, informer: InformerEncoderLayer,
         marian: MarianEncoderLayer, plbart: PLBartEncoderLayer,
@@ -191,8 +195,8 @@ _CLASSES = {
         speech_to_text: Speech2TextDecoderLayer, whisper: WhisperDecoderLayer, xglm: XGLMDecoderLayer
     """,
 }
-"""Classes by the name of their fast class in ``blocks.py``: the folder of a model, a file if its name differs from that
-of the folder, and the classes in the file. Classes of one fast class have the same code."""
+"""Classes by the name of their fast class in ``blocks.py`` or ``whole_layers.py``: the folder of a model, a file if its
+name differs from that of the folder, and the classes in the file. Classes of one fast class have the same code."""
 
 _STACKS = {
     "Encoder": """
@@ -219,10 +223,6 @@ _STACKS = {
         plbart: PLBartDecoder PLBartEncoder
     """,
     "StackOfDistances": "mt5: MT5Stack, t5: T5Stack",
-    "BertLayer": """
-        bert: BertLayer, camembert: CamembertLayer, data2vec/data2vec_text: Data2VecTextLayer, electra: ElectraLayer,
-        ernie: ErnieLayer, roberta: RobertaLayer, roc_bert: RoCBertLayer, xlm_roberta: XLMRobertaLayer
-    """,
     "PositionTable": """
         bart: BartLearnedPositionalEmbedding, blenderbot: BlenderbotLearnedPositionalEmbedding,
         blenderbot_small: BlenderbotSmallLearnedPositionalEmbedding, marian: MarianSinusoidalPositionalEmbedding,
@@ -231,8 +231,7 @@ _STACKS = {
     """,
     "PositionTableOfIds": "m2m_100: M2M100SinusoidalPositionalEmbedding",
 }
-"""Classes that compute tokens alone with ``packed=True``, by the name of their fast class in ``stacks.py`` and
-``token_layers.py``. The models
+"""Classes that compute tokens alone with ``packed=True``, by the name of their fast class in ``stacks.py``. The models
 in the same files that transformers lists by their heads run their output layers and losses on tokens."""
 
 

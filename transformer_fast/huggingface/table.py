@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..tensors import takes_fused_ops
-from . import blocks, heads, stacks, supported, token_layers
+from . import blocks, heads, stacks, supported, whole_layers
 from .blocks import Fast, Former
 from .heads import Head, HeadModel
 from .inside import is_held
@@ -29,7 +29,7 @@ def fast_class(kind: type[nn.Module]) -> type[Fast] | None:
     name = supported.name_of(kind)
     if name is None or not supported.has_version() or not is_original(kind):
         return None
-    return _made(kind, getattr(blocks, name))
+    return _made(kind, getattr(blocks, name, None) or getattr(whole_layers, name))
 
 
 def packed_class(kind: type[nn.Module]) -> type[Fast] | None:
@@ -37,11 +37,7 @@ def packed_class(kind: type[nn.Module]) -> type[Fast] | None:
     name = supported.STACKS.get(f"{kind.__module__}.{kind.__qualname__}")
     if name is None or not supported.has_version() or not is_original(kind):
         return None
-    return _made(kind, _on_tokens(name), is_named_alike=True)
-
-
-def _on_tokens(name: str) -> type[Fast]:
-    return getattr(stacks, name, None) or getattr(token_layers, name)
+    return _made(kind, getattr(stacks, name), is_named_alike=True)
 
 
 def model_class(kind: type[nn.Module]) -> type[HeadModel] | None:
@@ -127,7 +123,7 @@ def _remade(kind: type[nn.Module]) -> nn.Module:
 @functools.cache
 def _model(kind: type[nn.Module], head: Head) -> type[HeadModel]:
     reads_last = any(
-        issubclass(_on_tokens(name), stacks.Model) and _on_tokens(name) is not stacks.BidirectionalModel
+        issubclass(getattr(stacks, name), stacks.Model) and getattr(stacks, name) is not stacks.BidirectionalModel
         for path, name in supported.STACKS.items()
         if path.startswith(f"{kind.__module__}.")
     )

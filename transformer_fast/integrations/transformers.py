@@ -108,7 +108,7 @@ def attention_forward(
         options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
         options["sliding_window"] = kwargs.get("sliding_window")
         return boundaries.attend(module, query, key, value, position_bias, **options), None
-    if is_flat():
+    if not torch.compiler.is_compiling() and is_flat():
         raise StaysPaddedError(f"a {type(module).__name__} does not get the boundaries of the sequences")
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:

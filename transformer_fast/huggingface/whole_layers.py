@@ -1,0 +1,87 @@
+"""Whole layers as one function, in place of the calls of the modules inside.
+
+A layer looks at each call if a module inside has a hook or code of a user. It then runs as transformers wrote it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..integrations.tokens import BOUNDARIES, Boundaries
+from ..integrations.transformers import weights_are_captured
+from ..layers.dropout import KINDS
+from ..layers.linear import Linear
+from ..layers.norm import norm_and_sum
+from ..layers.prepacked import product_of
+from ..layers.torch_modules import LayerNorm
+from ..tracing import is_traced
+from .blocks import ActivatedLinear, DropoutAddNorm, Fast, activated, unsummed
+from .inside import is_plain_inside
+
+
+class BertLayer(Fast):
+    """BERT's layer: attention, and the feed-forward network, each with dropout, sum and norm."""
+
+    def compute(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        *args: Any,
+        cache: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        boundaries: Boundaries | None = kwargs.get(BOUNDARIES)
+        others = (encoder_hidden_states, cache, past_key_values, *args)
+        if any(value is not None for value in others) or self.chunk_size_feed_forward or not is_plain_inside(self):
+            return None
+        if boundaries is None and (torch.compiler.is_compiling() or is_traced() or weights_are_captured()):
+            return None
+        parts = self._modules
+        attention, inner, last = parts["attention"]._modules, parts["intermediate"], parts["output"]
+        scores, first = attention["self"], attention["output"]
+        if not (isinstance(first, DropoutAddNorm) and isinstance(last, DropoutAddNorm)):
+            return None
+        if not isinstance(inner, ActivatedLinear) or type(drop := scores._modules["dropout"]) not in KINDS:
+            return None
+        x = hidden_states if boundaries is None else hidden_states[0]
+        heads, p = (*x.shape[:-1], -1, scores.attention_head_size), drop.p if scores.training else 0.0
+        q, k, v = (product(scores._modules[name], x).view(heads) for name in ("query", "key", "value"))
+        if boundaries is not None:
+            out = boundaries.among_tokens(q, k, v, boundaries.own, scale=scores.scaling, dropout_p=p)
+        else:
+            attend = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            function = attend[scores.config._attn_implementation]
+            out, _ = function(scores, q, k, v, attention_mask, dropout=p, scaling=scores.scaling, **kwargs)
+        x = dropout_add_norm(first, out.flatten(-2), x)
+        x = dropout_add_norm(last, activated(inner._modules["dense"], inner.intermediate_act_fn, x), x)
+        return x if boundaries is None else x.unsqueeze(0)
+
+
+def product(linear: nn.Module, x: Tensor) -> Tensor:
+    """``linear(x)``; a linear layer of torch or of this package is not called."""
+    kind, own = type(linear), linear._parameters
+    if kind is nn.Linear:
+        return F.linear(x, own["weight"], own["bias"])
+    return product_of(linear, x, own["weight"], own["bias"]) if kind is Linear else linear(x)
+
+
+def dropout_add_norm(module: Any, x: Tensor, residual: Tensor) -> Tensor:
+    """``norm(residual + dropout(dense(x)))`` of the children of a :class:`~.blocks.DropoutAddNorm`."""
+    parts = module._modules
+    y, drop, norm = product(parts["dense"], x), parts["dropout"], parts["LayerNorm"]
+    own, p = norm._parameters, drop.p if drop.training else 0.0
+    if type(norm) is LayerNorm and type(drop) in KINDS and own["weight"] is not None:
+        if y.dtype != residual.dtype:
+            residual = residual.to(torch.promote_types(y.dtype, residual.dtype))
+        return ops.layer_norm(y, own["weight"], own["bias"], norm.eps, residual=residual, dropout_p=p)[0]
+    return norm_and_sum(norm, unsummed(residual, y, drop))[0]
