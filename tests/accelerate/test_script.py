@@ -100,7 +100,7 @@ def test_every_made_class_is_scripted_as_the_class_before() -> None:
     model = nn.ModuleList([handwritten.AnnotatedNorm(32), scripted_models.Typed(None)])
     tfast.accelerate(model, functional=True)
     assert isinstance(model[0], Formed) and isinstance(model[1], FunctionalCalls)
-    assert "pattern" not in model[0].__annotations__
+    assert "form" not in model[0].__annotations__
     assert list(model[1].__annotations__) == ["size", "shift"]
 
 

@@ -296,3 +296,80 @@ def test_a_trial_changes_nothing() -> None:
         assert p is same and p._version == version and torch.equal(p, values) and p.grad is grad
     report.undo()
     assert [part.__dict__.keys() for part in m.modules()] == keys
+
+
+class FirstKeyLayer(hw.AnnotatedEncoderLayer):
+    """Layer in which the first key always takes part."""
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            mask = mask.clone()
+            mask[..., 0] = True
+        return super().forward(x, mask)
+
+
+class LongStack(hw.AnnotatedEncoder):
+    """Stack that keeps no mask from 100 positions on."""
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return super().forward(x, mask if x.shape[1] < 100 else None)
+
+
+class SkippingStack(hw.AnnotatedEncoder):
+    """Stack without its last layer."""
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        for layer in list(self.layers)[: max(1, len(self.layers) - 1)]:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class TensorflowFirstKey(hw.TensorflowAttention):
+    """The first key always takes part."""
+
+    def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if mask is not None:
+            mask = mask.clone()
+            mask[..., 0] = 0
+        return super().forward(v, k, q, mask)
+
+
+class OneLength(hw.DotProductAttention):
+    """A length of 0 counts as 1."""
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+        return super().forward(queries, keys, values, None if valid_lens is None else valid_lens.clamp(min=1))
+
+
+def layer(kind: type[nn.Module] = hw.AnnotatedEncoderLayer) -> nn.Module:
+    return kind(D, hw.AnnotatedAttention(HEADS, D), hw.AnnotatedFeedForward(D, 32), 0.1)
+
+
+def blocked(length: int, first: int) -> Tensor:
+    return (~padding(length, first)[:, None]).float()
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "a layer's first key": (lambda: layer(FirstKeyLayer), lambda: (torch.randn(B, 7, D), padding(7, 2))),
+    "a long stack": (lambda: LongStack(layer(), 2), lambda: (torch.randn(B, 120, D), padding(120))),
+    "a skipping stack": (lambda: SkippingStack(layer(), 3), lambda: (torch.randn(B, 5, D), padding(5))),
+    "tensorflow, first key": (
+        lambda: TensorflowFirstKey(D, HEADS),
+        lambda: (*[torch.randn(B, 7, D)] * 3, blocked(7, 2)),
+    ),
+    "d2l, no key": (lambda: OneLength(0.1), lambda: (*[torch.randn(B, 5, D)] * 3, torch.tensor([5, 0, 2, 0]))),
+}
+"""Other modules with a rule, and arguments for which it counts."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_modules_with_a_rule(name: str) -> None:
+    torch.manual_seed(0)
+    make, arguments = OTHERS[name]
+    plain, args = make().eval(), arguments()
+    fast = copy.deepcopy(plain)
+    report = tfast.accelerate(fast)
+    row = next(row for row in report.rows if not row.path)
+    assert row.why == "it has the names of a known module, but computes something else"
+    ours, theirs = (out[0] if isinstance(out := m(*args), tuple) else out for m in (fast, plain))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

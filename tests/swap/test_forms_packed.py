@@ -39,6 +39,7 @@ class Around(nn.Module):
         return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 
 
+@torch.no_grad()
 def tokens(m: nn.Module, args: tuple[Any, ...]) -> Tensor:
     return m(*args)[KEEP]
 

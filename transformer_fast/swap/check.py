@@ -133,6 +133,7 @@ def results(
     training: bool,
     trained: Callable[[Tensor], bool] | None,
     select: Callable[[Any], Any] = lambda result: result,
+    run: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Results of a call by name; in training, gradients of a weighted sum of all float results and buffers too.
 
@@ -142,6 +143,7 @@ def results(
         training: mode of the module.
         trained: function that returns True for arguments that need a gradient; None for no gradients at all.
         select: function of the result, such as its values at tokens.
+        run: function of the arguments that computes the result; None calls the module.
     """
     module.train(training)
     gradients = training and trained is not None
@@ -167,7 +169,7 @@ def results(
     args = tuple(fresh(value, f"argument {n}") for n, value in enumerate(call.args))
     kwargs = {name: fresh(value, name) for name, value in call.kwargs.items()}
     with contextlib.nullcontext() if gradients else torch.no_grad():
-        found = dict(named("the result", select(module(*args, **kwargs))))
+        found = dict(_named("the result", select((run or module)(*args, **kwargs))))
     if gradients:
         outs = [t for t in found.values() if isinstance(t, Tensor) and t.requires_grad]
         leaves |= {f"the gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad}
@@ -377,16 +379,16 @@ def _with_changed_masks(call: Call) -> Iterator[Call]:
                 yield Call(args, kwargs, f"{call.where}, argument {name}{place} = {value}", varied=True)
 
 
-def named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values in nested lists, tuples and dicts by name, and the kinds of these."""
     if isinstance(value, list | tuple):
         yield f"the kind of {name}", f"{type(value).__name__} of {len(value)} values"
         for n, inner in enumerate(value):
-            yield from named(f"{name}[{n}]", inner)
+            yield from _named(f"{name}[{n}]", inner)
     elif isinstance(value, dict):
         yield f"the kind of {name}", f"dict with {', '.join(map(str, value))}"
         for key, inner in value.items():
-            yield from named(f"{name}[{key!r}]", inner)
+            yield from _named(f"{name}[{key!r}]", inner)
     else:
         yield f"the kind of {name}", "tensor" if isinstance(value, Tensor) else type(value).__name__
         yield name, value

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..layers.hooks import HOOKS
-from .check import Worst, named, set_dropouts
+from .check import Worst, results, set_dropouts
 from .form import Form, form_of, own_attributes
 from .form_calls import FULL, SMALL, Calls, Size
 from .form_class import class_of_form, compute
-from .inputs import first_line
+from .inputs import Call, first_line
 
 _COMPARED = 20_000
 """Most numbers of a parameter whose gradient is compared; that of a larger one follows from those of its bias and
@@ -190,18 +190,17 @@ class _Trial:
         for place in list(short._modules[name]._modules)[1:]:  # type: ignore[union-attr]
             del short._modules[name]._modules[place]  # type: ignore[union-attr]
         try:
-            self._run(short.eval(), self._calls(SMALL)[-1], gradients=False)
+            self._results(short, self._calls(SMALL)[-1], training=False)
         except Exception:
             return stack
         return short
 
     def _compare(self, trial: nn.Module, call: tuple[Any, ...], size: Size, *, training: bool) -> None:
-        gradients = training and not (self.form.adds_masks and size.empty)
+        how = {"training": training, "gradients": not (self.form.adds_masks and size.empty)}
         watched = size is FULL[0]
-        trial.train(training)
         try:
             with _NoDraws() if watched else contextlib.nullcontext():
-                expected = self._run(trial, call, gradients)
+                expected = self._results(trial, call, **how)
         except _LeftError:
             raise
         except Exception as error:
@@ -209,17 +208,20 @@ class _Trial:
                 return
             raise _LeftError(f"a trial call failed: {first_line(error)}") from error
         self.succeeded = True
-        self._expect(trial, call, gradients, expected)
+        self._expect(expected, trial, call, **how)
 
-    def _expect(self, trial: nn.Module, call: tuple[Any, ...], gradients: bool, expected: dict[str, Any]) -> None:
+    def _expect(self, expected: dict[str, Any], trial: nn.Module, call: tuple[Any, ...], **how: bool) -> None:
+        def run(*args: Any) -> Any:
+            result = compute(self.form, trial, args, {})
+            self.computed |= result is not None
+            return trial(*args) if result is None else result
+
         trial.__class__, original = self.made, type(trial)
         try:
-            found = self._run(trial, call, gradients, fused=True)
+            found = self._results(trial, call, **how, run=run)
         except Exception as error:
-            name = self.form.name
-            raise _LeftError(
-                f"it has the structure of {name}, but its fused form failed: {first_line(error)}"
-            ) from error
+            text = f"it has the structure of {self.form.name}, but its fused form failed"
+            raise _LeftError(f"{text}: {first_line(error)}") from error
         finally:
             trial.__class__ = original
         try:
@@ -229,41 +231,15 @@ class _Trial:
         if self.worst.ratio > 1.0:
             raise _LeftError(DIFFERS)
 
-    def _run(self, trial: nn.Module, call: tuple[Any, ...], gradients: bool, fused: bool = False) -> dict[str, Any]:
-        """Results by name, and gradients of a weighted sum of the first result."""
-        made: dict[int, Tensor] = {}
-        inputs: list[Tensor] = []
-
-        def fresh(value: Any) -> Any:
-            if isinstance(value, list):
-                return [fresh(inner) for inner in value]
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in made:
-                new = made[id(value)] = value.to(self.dtype if value.is_floating_point() else value.dtype, copy=True)
-                if gradients and new.is_floating_point() and new.dim() == 3:  # of another rank it is a mask
-                    inputs.append(new.requires_grad_())
-            return made[id(value)]
-
-        args = tuple(map(fresh, call))
-        with contextlib.nullcontext() if gradients else torch.no_grad():
-            result = compute(self.form, trial, args, {}) if fused else None
-            self.computed |= result is not None
-            result = trial(*args) if result is None else result
-        results = dict(named("the result", result))
-        first = next((t for t in results.values() if isinstance(t, Tensor)), None)
-        if gradients and first is not None and first.requires_grad:
-            weights = torch.linspace(-1.0, 2.0, first.numel(), dtype=first.dtype).view(first.shape)
-            leaves = [*inputs, *(p for p in trial.parameters() if p.requires_grad)]
-            found = torch.autograd.grad((first * weights).sum(), leaves, allow_unused=True)
-            for place, (leaf, grad) in enumerate(zip(leaves, found)):
-                results[f"gradient {place}"] = torch.zeros_like(leaf) if grad is None else grad
-        return results
+    def _results(
+        self, trial: nn.Module, call: tuple[Any, ...], training: bool, gradients: bool = False, run: Any = None
+    ) -> dict[str, Any]:
+        trained = _is_activation if gradients else None
+        return results(trial, Call(call, {}, ""), training=training, trained=trained, run=run)
 
     def _with_dropout(self, trial: nn.Module) -> str:
         """Compare in training with dropouts that drop everything: one after the other, or many together."""
         call = self._calls(FULL[0])[-1]
-        trial.train(True)
         tried = {id(m) for child in trial.children() if form_of(child) is not None for m in child.modules()}
         places = set_dropouts(trial, 0.0)
         own = [(part, name) for part, name in places if id(part) not in tried]
@@ -272,9 +248,14 @@ class _Trial:
             for part, name in chosen:
                 part.__dict__[name] = 1.0
             with _OwnSeeds(self.generator):
-                self._expect(trial, call, False, self._run(trial, call, False))
+                self._expect(self._results(trial, call, training=True), trial, call, training=True)
             set_dropouts(trial, 0.0)
         return ""
+
+
+def _is_activation(t: Tensor) -> bool:
+    """Return True for an input of three dimensions; a float of another rank is a mask."""
+    return t.dim() == 3
 
 
 def _own_parameters(m: nn.Module) -> Iterator[nn.Parameter]:
