@@ -373,3 +373,12 @@ def test_other_modules_with_a_rule(name: str) -> None:
     assert row.why == "it has the names of a known module, but computes something else"
     ours, theirs = (out[0] if isinstance(out := m(*args), tuple) else out for m in (fast, plain))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_second_trial_leaves_the_records_of_the_first_call() -> None:
+    """Layers that skip padding are children of a stack that is tried later: their calls count no reason."""
+    stack = hw.AnnotatedEncoder(layer(), 2).eval()
+    norm, stack.norm = stack.norm, nn.Identity()
+    report = tfast.accelerate(stack, packed=True)
+    stack.norm = norm
+    assert tfast.accelerate(stack).swapped and not report.padded_calls.reasons

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..layers.hooks import HOOKS
 from .check import Worst, results, set_dropouts
-from .form import Form, form_of, own_attributes
+from .form import OURS, Form, form_of, own_attributes
 from .form_calls import FULL, SMALL, Calls, Size
 from .form_class import class_of_form, compute
 from .inputs import Call, first_line
@@ -287,7 +287,8 @@ class _Copy:
             return self._as_its_author_copies(module)
         new = self.memo[id(module)] = module.__class__.__new__(module.__class__)
         for name, value in module.__dict__.items():
-            new.__dict__[name] = self._copied(name, value)
+            if not name.startswith(OURS):  # a record of calls, kept weights
+                new.__dict__[name] = self._copied(name, value)
         return new
 
     def _copied(self, name: str, value: Any) -> Any:

@@ -33,7 +33,8 @@ SIZES = frozenset((
 ))  # fmt: skip
 """Attributes that any text may keep: numbers of features, heads and layers."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
-_OURS = ("_transformer_fast_", LAST_WEIGHTS, WITHOUT_PADDING)
+OURS = ("_transformer_fast_", LAST_WEIGHTS, WITHOUT_PADDING)
+"""Beginnings of names of attributes that this package sets."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,7 +119,7 @@ class Form:
 
 def own_attributes(m: nn.Module) -> list[tuple[str, Any]]:
     """Attributes of a module beside those that each ``nn.Module`` and this package have."""
-    return [(k, v) for k, v in m.__dict__.items() if k not in _OF_TORCH and not k.startswith(_OURS)]
+    return [(k, v) for k, v in m.__dict__.items() if k not in _OF_TORCH and not k.startswith(OURS)]
 
 
 @functools.cache
