@@ -62,9 +62,10 @@ def heads(
     if type(m.h) is not int or (head_axis and isinstance(mask, Tensor) and mask.dim() != 3):
         return None
     *projections, out = linears
-    q, k, v = project_heads(projections, inputs, m.h)
-    if q.shape[-1] != m.d_k or getattr(m, "d_model", m.h * m.d_k) != m.h * m.d_k:
+    width = getattr(projections[0], "out_features", None)
+    if type(m.d_k) is not int or m.h * m.d_k != width or getattr(m, "d_model", width) != width:
         return None
+    q, k, v = project_heads(projections, inputs, m.h)
     normal = keep_mask(token_mask(mask, *inputs), head_axis)
     if isinstance(normal, PackedMask):
         result = packed_heads(q, k, v, normal, m.dropout)
