@@ -48,13 +48,14 @@ def torchs() -> nn.Module:
 TEXTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "bert": (bert, """\
 attention: fused in 2 of 2 modules (BertSelfAttention); padding is computed: packed=True was not given
-22 modules swapped, 10 left
+24 modules swapped, 8 left
   3 nn.Embedding               -> layers.Embedding (bert.embeddings.word_embeddings and 2 more)
   5 nn.LayerNorm               -> layers.LayerNorm (bert.embeddings.LayerNorm and 4 more)
   8 nn.Dropout                 -> layers.Dropout (bert.embeddings.dropout and 7 more)
+  2 BertLayer                  -> huggingface.BertLayer (bert.encoder.layer.0 and 1 more)
   4 BertSelfOutput, BertOutput -> huggingface.DropoutAddNorm (bert.encoder.layer.0.attention.output and 3 more)
   2 BertIntermediate           -> huggingface.ActivatedLinear (bert.encoder.layer.0.intermediate and 1 more)
- 10 of 7 classes               left: unknown structure (the model and 9 more)
+  8 of 6 classes               left: unknown structure (the model and 7 more)
 """),
     "whisper": (whisper, """\
 attention: fused in 9 of 9 modules (WhisperAttention); padding is computed: packed=True was not given

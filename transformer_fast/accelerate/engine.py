@@ -255,13 +255,13 @@ class _Walk:
                 return
             if obstacle or not family:  # else it has these names from torch's class
                 reason = difference
+        # Padding leaves at the door of a stack by its own class, so that must stay.
+        functional = self.functional and not (self.packed and huggingface.is_packed(type(module)))
         if id(module) in self.attention.layers:
             self.fused.add(id(module))
-        elif self.packed and huggingface.is_packed(type(module)):
-            self._add_unchanged(path, module, reason)  # padding leaves at its door, so its own class must stay
-        elif self.functional and not (left := functional_calls.obstacle(module)):
+        elif functional and not (left := functional_calls.obstacle(module)):
             self._swap(path, module, functional_calls.functional_class(type(module)), functional_calls.NAME)
-        elif self.functional:
+        elif functional:
             self._add_unchanged(path, module, left)
         elif id(module) not in self.attention.parts:
             self._add_unchanged(path, module, reason)

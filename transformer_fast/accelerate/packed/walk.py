@@ -13,7 +13,7 @@ from ...layers.padded_calls import WITHOUT_PADDING, layers_of
 from ...layers.torch_modules import MultiheadAttention, TransformerEncoderLayer
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
-from ...swap.form import form_of as pattern_of
+from ...swap.form import form_of
 from ..registered import is_swapped
 from ..report import ALREADY, Attribute, Report, Row
 from .output import tokens_head
@@ -124,7 +124,7 @@ def _is_stack(module: nn.Module) -> bool:
     """Return True for a stack of torch.nn, or for a hand-written stack or layer on the fused ops."""
     if isinstance(module, torch_stacks.TransformerEncoder | torch_stacks.TransformerDecoder):
         return True
-    return (pattern := pattern_of(module)) is not None and pattern.padding is not None
+    return (form := form_of(module)) is not None and form.padding is not None
 
 
 def _own_row(path: str, module: nn.Module) -> Row:
@@ -134,7 +134,7 @@ def _own_row(path: str, module: nn.Module) -> Row:
         return Row(path, was, None, ALREADY)
     if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and not all(map(takes_packed, layers)):
         return Row(path, was, None, "a layer has a hook, or a part of another kind")
-    reason = getattr(pattern_of(module), "padding", "")
+    reason = getattr(form_of(module), "padding", "")
     return Row(path, was, None if reason else NOW, reason)
 
 
@@ -195,8 +195,8 @@ def _unregistered(module: nn.Module, path: str, left_out: set[int]) -> Iterator[
 
 def _is_swapped(module: nn.Module) -> bool:
     """Return True for attention that runs on the kernels."""
-    pattern = pattern_of(module)
-    fused = type(module) is MultiheadAttention or (pattern is not None and pattern.attends)
+    form = form_of(module)
+    fused = type(module) is MultiheadAttention or (form is not None and form.attends)
     return fused or is_swapped(module)
 
 
