@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,36 @@ def test_a_second_time_and_undo(name: str) -> None:
         first.undo()
         assert kinds(m) == kinds(plain)
     assert len(tfast.accelerate(m).swapped) == len(first.swapped)
+
+
+def test_a_model_is_scripted_after_undo() -> None:
+    """``torch.jit.script`` cannot read the source code of a swapped module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of TorchScript
+        plain, m, report = pair(lambda: nn.Sequential(nn.LayerNorm(D), nn.MultiheadAttention(D, 2)))
+        with pytest.raises(torch.jit.frontend.NotSupportedError, match="keyword-only"):
+            torch.jit.script(m[0])
+        report.undo()
+        x = torch.randn(3, 5, D)
+        for ours, theirs, args in zip(m, plain, ((x,), (x, x, x)), strict=True):
+            found, expected = torch.jit.script(ours)(*args), torch.jit.script(theirs)(*args)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_signatures_stay() -> None:
+    """The norms have arguments of their own, and the others those of the class before."""
+    model = nn.Sequential(nn.LayerNorm(D), nn.MultiheadAttention(D, 2), nn.Linear(D, D), hw.AnnotatedNorm(D), Own())
+    before = [list(inspect.signature(m.forward).parameters) for m in model]
+    assert len(accelerate(model, functional=True, keep_weights=True).swapped) == 5
+    after = [list(inspect.signature(m.forward).parameters) for m in model]
+    assert after == [[*before[0], "residual", "dropout_p"], *before[1:]]
+
+
+class Own(nn.Module):
+    """A module of unknown structure."""
+
+    def forward(self, states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return states if attention_mask is None else states * attention_mask
 
 
 def test_undo_leaves_a_class_that_was_changed_since() -> None:

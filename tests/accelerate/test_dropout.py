@@ -131,7 +131,7 @@ def test_modules() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_graphs_hold_what_they_held(training: bool, tmp_path: Path) -> None:
-    """Compiled, exported, traced and scripted models contain torch's dropout, which a compiler can fuse."""
+    """Compiled, exported and traced models contain torch's dropout, which a compiler can fuse."""
     torch._dynamo.reset()
     m, fast, report = pair(nn.Sequential(nn.Linear(48, 48), nn.Dropout(0.4), nn.Dropout(0.3)).train(training))
     assert [row.was for row in report.swapped] == ["nn.Dropout"] * 2
@@ -152,8 +152,6 @@ def test_graphs_hold_what_they_held(training: bool, tmp_path: Path) -> None:
     half = len(graphs) // 2
     assert any("dropout" in name for name in graphs[0]) and not any("transformer_fast" in n for g in graphs for n in g)
     assert graphs[1:half] == graphs[half + 1 :]
-    scripted = [torch.jit.script(model[:2]) for model in (m, fast)]
-    assert torch.equal(*from_one_seed(lambda: scripted[0](X), lambda: scripted[1](X)))
     if not training:
         for name, model in (("before", m[:2]), ("after", fast[:2])):
             torch.onnx.export(model, (X,), tmp_path / name, dynamo=False)

@@ -286,18 +286,6 @@ def registering() -> type[nn.Module]:
     return Registers
 
 
-def test_a_script_has_torch_s_operators() -> None:
-    _, fast, _ = pair(lambda: Scripted())
-    scripted, x = torch.jit.script(fast), torch.randn(2, 3, 16)
-    assert "scaled_dot_product_attention" in str(scripted.graph)
-    torch.testing.assert_close(scripted(x), fast(x))
-
-
-class Scripted(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(F.scaled_dot_product_attention(x, x, x), (16,))
-
-
 def test_autocast() -> None:
     model, fast, _ = pair(models.Gpt)
     with torch.autocast("cpu", torch.bfloat16):

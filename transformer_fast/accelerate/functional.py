@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from ..function_mode import FunctionalMode, is_in_block
-from ..layers.scripted_as import scripted_as
 from .registered import Registered, registered_class
 
 NAME = "its code in tfast.functional()"
@@ -48,7 +47,7 @@ def _package(kind: type) -> str:
 def functional_class(former: type[nn.Module]) -> type[nn.Module]:
     """Class for a module whose ``forward`` runs in a block."""
 
-    @scripted_as(former.forward, same_signature=True)
+    @functools.wraps(former.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_in_block() or not isinstance(self, FunctionalCalls):  # after undo, a caller may hold this method
             return former.forward(self, *args, **kwargs)

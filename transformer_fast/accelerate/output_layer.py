@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from ..layers.hooks import is_plain
 from ..layers.linear import Linear
-from ..layers.quantised_as import QuantisedAs
-from ..layers.scripted_as import scripted_as
 from ..tracing import is_traced
 from . import lazy_logits
 
@@ -26,12 +24,9 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class OutputLayer(Linear):
     """``nn.Linear`` that skips its output in training on a CPU if only ``F.cross_entropy`` reads the output."""
 
-    parametrizations = QuantisedAs(nn.Linear)
-
     def _get_name(self) -> str:
         return "Linear"  # keep the printed class name
 
-    @scripted_as(nn.Linear.forward)
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer: (..., in_features) -> (..., out_features), in training a :class:`.lazy_logits.LazyLogits` if
         possible."""

@@ -17,7 +17,6 @@ from torch import nn
 from ..dialects.common import LAST_WEIGHTS
 from ..integrations import transformers as integration
 from ..layers.padded_calls import StaysPaddedError
-from ..layers.scripted_as import annotations_of
 from ..ops.token_mask import call_on_tokens
 from ..tensors import takes_fused_ops
 
@@ -70,7 +69,7 @@ def registered_class(
 ) -> type[nn.Module]:
     """Make a class with another ``forward`` from a module's class and further bases."""
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own |= {"__annotations__": annotations_of(kind), "former": kind, "recipe": recipe, "forward": forward}
+    own |= {"former": kind, "recipe": recipe, "forward": forward}
     first = () if any(issubclass(base, Registered) for base in bases) else (Registered,)
     return type(kind.__name__, (*first, *bases), own | attributes)
 

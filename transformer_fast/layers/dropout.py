@@ -52,15 +52,9 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 class Dropout(nn.Dropout):
     """``nn.Dropout`` on the fused op; :func:`dropout` lists the calls that go to torch."""
 
+    @outside_blocks
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements: (...) -> (...), of the same dtype; ``input`` itself in evaluation."""
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return F.dropout(input, self.p, self.training, self.inplace)
-        else:  # torch.jit.script compiles the branches of an if, but not this expression
-            return Dropout._computed(self, input)  # after undo, a caller may hold this method
-
-    @outside_blocks
-    def _computed(self, input: Tensor) -> Tensor:
         if not isinstance(input, Tensor):
             return by_torch(nn.Dropout, self, input)
         return dropout(input, self.p, self.training, self.inplace)

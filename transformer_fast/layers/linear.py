@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import eager
@@ -15,22 +14,13 @@ from .by_torch import by_torch
 from .hooks import is_plain
 from .int8 import FREED
 from .prepacked import LAYOUT, has_int8, operand_of, product_of
-from .quantised_as import QuantisedAs
 
 
 class Linear(nn.Linear):
     """``nn.Linear`` by the faster of PyTorch's two libraries (:func:`transformer_fast.ops.linear`)."""
 
-    parametrizations = QuantisedAs(nn.Linear)
-
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer: x (..., in_features) -> (..., out_features)."""
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return F.linear(input, self.weight, self.bias)
-        else:  # torch.jit.script compiles the branches of an if, but not this expression
-            return Linear._computed(self, input)  # after undo, a caller may hold this method
-
-    def _computed(self, input: Tensor) -> Tensor:
         if type(input) is not Tensor and not has_int8(self):  # for other weights the op is F.linear itself
             return by_torch(nn.Linear, self, input)
         return product_of(self, input, self.weight, self.bias)

@@ -39,7 +39,6 @@ from .linear import apply_linear, is_linear
 from .norm import post_norm, pre_norm
 from .padded_calls import StaysPaddedError
 from .prepacked import LAYOUT, product_of
-from .scripted_as import scripted_as
 from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 
 
@@ -47,7 +46,6 @@ from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 class LayerNorm(_norm.LayerNorm):
     """``nn.LayerNorm``, optionally fused with the dropout and the residual addition before it."""
 
-    @scripted_as(nn.LayerNorm.forward)
     def forward(
         self, input: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -72,7 +70,6 @@ class LayerNorm(_norm.LayerNorm):
 class RMSNorm(_norm.RMSNorm):
     """``nn.RMSNorm``, optionally fused with the dropout and the residual addition before it."""
 
-    @scripted_as(nn.RMSNorm.forward)
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -96,7 +93,6 @@ class RMSNorm(_norm.RMSNorm):
 class Embedding(nn.Embedding):
     """``nn.Embedding`` without ``max_norm``, ``scale_grad_by_freq`` and ``sparse``."""
 
-    @scripted_as(nn.Embedding.forward)
     def forward(self, input: Tensor) -> Tensor:
         """Look up ids (..., L), int -> (..., L, embedding_dim). Raises IndexError for an id outside the table (on
         CPU)."""
@@ -113,7 +109,6 @@ class Embedding(nn.Embedding):
 class MultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` without ``add_bias_kv`` and ``add_zero_attn``."""
 
-    @scripted_as(nn.MultiheadAttention.forward)
     @outside_blocks
     def forward(
         self,
@@ -271,7 +266,6 @@ def is_replaced(layer: nn.Module) -> bool:
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """``nn.TransformerEncoderLayer``; dropout, residual addition and the next norm run as one op."""
 
-    @scripted_as(nn.TransformerEncoderLayer.forward)
     def forward(
         self,
         src: Tensor,
@@ -292,7 +286,6 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """``nn.TransformerDecoderLayer``; dropout, residual addition and the next norm run as one op."""
 
-    @scripted_as(nn.TransformerDecoderLayer.forward)
     def forward(
         self,
         tgt: Tensor,

@@ -14,7 +14,6 @@ from ..tensors import takes_fused_ops
 from ..tracing import is_traced
 from .by_torch import by_torch
 from .hooks import is_plain
-from .scripted_as import scripted_as
 from .torch_masks import TorchMask, encoder_masks, is_look_ahead, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 from .torch_packed import packed_stack, takes_packed
@@ -23,7 +22,6 @@ from .torch_packed import packed_stack, takes_packed
 class TransformerEncoder(nn.TransformerEncoder):
     """``nn.TransformerEncoder``; the masks are converted once for all layers."""
 
-    @scripted_as(nn.TransformerEncoder.forward)
     def forward(
         self,
         src: Tensor,
@@ -82,7 +80,6 @@ class TransformerEncoder(nn.TransformerEncoder):
 class TransformerDecoder(nn.TransformerDecoder):
     """``nn.TransformerDecoder``; the masks are converted once for all layers."""
 
-    @scripted_as(nn.TransformerDecoder.forward)
     def forward(
         self,
         tgt: Tensor,

@@ -13,7 +13,6 @@ from ..accelerate.registered import Registered, author_class, registered_class
 from ..dialects.common import LastWeights
 from ..layers.hooks import FUSED, PLAIN, has_its_forward, in_role, is_plain
 from ..layers.padded_calls import StaysPaddedError, padded_calls
-from ..layers.scripted_as import scripted_as
 from ..masks.packing import PackedMask
 from ..ops.token_mask import call_on_tokens
 from ..tensors import takes_fused_ops
@@ -63,7 +62,7 @@ def _made(kind: type[nn.Module], plain: Any, name: str, same: Same, forwards: tu
     parameters = arguments_of(plain)
     keywords = [name for name in form.keywords if name not in inspect.signature(plain).parameters]
 
-    @scripted_as(plain, same_signature=True)  # torch.export reads the signature
+    @functools.wraps(plain)  # torch.export reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ours = {name: kwargs.pop(name) for name in keywords if name in kwargs} if kwargs else {}
         ordered = _in_order(parameters, args, kwargs) if kwargs else args

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ...huggingface.heads import logits_of_tokens
 from ...huggingface.logits import TokensHead
 from ...layers.linear import Linear
-from ...layers.quantised_as import NAME as QUANTISED_AS
 from ..output_layer import OutputLayer
 from ..registered import registered_class
 
@@ -24,8 +23,6 @@ def tokens_head(kind: type[nn.Module]) -> type[nn.Module] | None:
         return None
     made = registered_class(kind, (TokensHead, kind), (tokens_head,), _forward(kind.forward))
     made.skips_logits = kind is OutputLayer  # type: ignore[attr-defined]
-    if QUANTISED_AS in vars(kind):
-        setattr(made, QUANTISED_AS, vars(kind)[QUANTISED_AS])
     return made
 
 
