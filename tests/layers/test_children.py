@@ -45,7 +45,9 @@ def run(module: nn.Module, arguments: tuple[Any, ...], mode: str) -> list[Tensor
     inputs = [t for t in tensors(given) if t.requires_grad]
     before = [t.detach().clone() for t in tensors(given)]
     with torch.set_grad_enabled(mode != "no gradients"):
-        outs = tensors(module(*given))
+        result = module(*given)
+    # T5 hands its positions from layer to layer: a dense bias, or a part of a mask.
+    outs = tensors(result[0] if type(result) is tuple and hasattr(module, "is_decoder") else result)
     gradients: tuple[Tensor | None, ...] = ()
     if mode != "no gradients" and outs[0].requires_grad:
         wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]

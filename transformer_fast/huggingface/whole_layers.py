@@ -1,6 +1,6 @@
 """Whole layers as one function, in place of the calls of the modules inside.
 
-A layer looks at each call if a module inside has a hook or code of a user. It then runs as transformers wrote it.
+A layer looks at each call if a module inside has a hook or code of a user, and then runs the code of transformers.
 """
 
 from __future__ import annotations
