@@ -57,7 +57,6 @@ def test_quantised_layers_stay(name: str, arguments: dict[str, bool]) -> None:
     assert report.swapped and quantised_layers(fast) == quantised_layers(quantised) != []
     with torch.no_grad():
         found = call(fast)
-        torch.testing.assert_close(found, call(plain), rtol=0, atol=0.1)
         assert not torch.equal(found, call(plain))
         if name != "torch":  # torch's own encoder cannot run quantised
             torch.testing.assert_close(found, call(quantised), rtol=0, atol=1e-5)

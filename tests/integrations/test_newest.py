@@ -9,7 +9,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 import newest  # noqa: E402
 
-from transformer_fast.huggingface import blocks, supported  # noqa: E402
+from transformer_fast.huggingface import supported, whole_layers  # noqa: E402
 
 BERT_CALLS = list(newest.batches("BertForMaskedLM"))
 BERT = partial(newest.training_steps, partial(newest.make, "BertForMaskedLM"), BERT_CALLS)
@@ -24,8 +24,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_number_fails_and_the_others_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = blocks.norm_and_sum
-    monkeypatch.setattr(blocks, "norm_and_sum", lambda *args: tuple(1.001 * t for t in right(*args)))
+    right = whole_layers.dropout_add_norm
+    monkeypatch.setattr(whole_layers, "dropout_add_norm", lambda *args: 1.001 * right(*args))
     rows = [("BERT", BERT), ("Llama", partial(newest.by_name, "LlamaForCausalLM"))]
     monkeypatch.setattr(newest, "rows", lambda: iter(rows))
     assert newest.main() == 1

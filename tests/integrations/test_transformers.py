@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 import huggingface_models as models  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
-NAME, OP = "transformer_fast", "transformer_fast.integrations.transformers.ops.attention"
+NAME, OP = "transformer_fast", "transformer_fast.ops.attention"
 MARIAN, BART, BERT = "MarianMTModel", "BartForConditionalGeneration", "BertForMaskedLM"
 LLAMA, MISTRAL, GEMMA = "LlamaForCausalLM", "MistralForCausalLM", "Gemma2ForCausalLM"
 DROPOUT = {

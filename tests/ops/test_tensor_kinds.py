@@ -293,9 +293,9 @@ def test_tensors_that_this_package_makes_keep_modules_fused() -> None:
     """
     from transformer_fast.accelerate import lazy_logits
     from transformer_fast.huggingface.logits import TokenLogits
-    from transformer_fast.integrations import lazy_bias, lazy_mask
+    from transformer_fast.integrations import lazy_mask
 
-    assert lazy_logits and lazy_bias and lazy_mask
+    assert lazy_logits and lazy_mask
     kinds, waiting = [], [Tensor]
     while waiting:
         kinds.append(kind := waiting.pop())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast.integrations.transformers as integration
+from transformer_fast import ops
 from transformer_fast.integrations import interface
 from transformer_fast.testing import errors
 
@@ -181,11 +182,11 @@ def softmax_in_the_dtype_of_its_input() -> Iterator[None]:
 @contextlib.contextmanager
 def _counted(calls: list[None]) -> Iterator[None]:
     """Append to ``calls`` for each call of our attention."""
-    attention = integration.ops.attention
+    attention = ops.attention
 
     def count(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         return attention(*args, **kwargs)
 
-    with mock.patch.object(integration.ops, "attention", count):
+    with mock.patch.object(ops, "attention", count):
         yield

@@ -54,7 +54,7 @@ def found() -> Iterator[tuple[str, int]]:
     for path in sorted(p for folder in ("cpu", "ops") for p in (ROOT / "csrc" / folder).rglob("*.*")):
         for name, value in constants(path):
             yield f"{path.relative_to(ROOT)}:{name}", value
-    for folder in ("accelerate", "generation", "integrations", "layers", "ops", "."):
+    for folder in ("accelerate", "generation", "huggingface", "integrations", "layers", "ops", "swap", "."):
         for path in sorted((ROOT / "transformer_fast" / folder).glob("*.py")):
             assigned = [node.targets[0] for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
             names = [target.id for target in assigned if isinstance(target, ast.Name) and target.id.isupper()]
@@ -345,6 +345,8 @@ OTHERS: dict[str, str] = {
     "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
     "csrc/ops/weight_stamp.cpp:kBlock": "values that are read side by side",
     "transformer_fast/accelerate/report_text.py:LINES": "lines of a printed report",
+    "transformer_fast/huggingface/heads.py:IGNORED": "a label",
+    "transformer_fast/swap/check.py:_DRAWS": "random inputs of a trial",
     "transformer_fast/swap/check_form.py:_COMPARED": "numbers of a gradient that a trial compares",
     "transformer_fast/swap/check_form.py:_DROPOUTS": "dropouts that a trial tries one by one",
     "transformer_fast/accelerate/report_text.py:WIDTH": "columns of a printed report",

@@ -41,6 +41,7 @@ class Former:
         names: arguments of the method that have a place, without ``self``.
         head: of a model around stacks, what its head reads.
         reads_last: of such a model, True if a head of one position reads the last token of a row, not the first one.
+        makes_masks: of such a model, True if its stacks get padding masks, and make their masks of them.
     """
 
     kind: type[nn.Module]
@@ -48,6 +49,7 @@ class Former:
     names: tuple[str, ...]
     head: Any = None
     reads_last: bool = False
+    makes_masks: bool = False
 
 
 class Fast(nn.Module):

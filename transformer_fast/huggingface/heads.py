@@ -21,9 +21,9 @@ from ..masks.packing import Packing, packings_of, take
 from ..tracing import is_traced
 from . import supported
 from .blocks import Fast
+from .door import CACHED, Call, Stack, current, entered, has_cache
 from .inside import obstacle_inside
 from .logits import TokenLogits, TokensHead, padded_logits
-from .stacks import CACHED, Call, Stack, current, entered, has_cache
 
 READS_PADDING = "the loss reads padding: labels at padding, or after it, are not all -100"
 UNKNOWN_LOSS = "the loss is not transformers' own; it may read padding"
@@ -59,6 +59,7 @@ HEADS = (
     ROW,
     Head(("QUESTION_ANSWERING",)),
     Head(("TEXT_ENCODING", "")),
+    Head(("PRETRAINING",), one_position=True),
 )
 """Heads in the order of the search. A new one is a line here, and one in docs/packed.md; the tests take both."""
 
@@ -116,7 +117,7 @@ class HeadModel(Fast):
         name, config, positions = type(self).__name__, self.config, given.get("start_positions")
         if has_cache(given):  # the mask then has the length of the cache too
             return CACHED
-        if given.get("labels") is not None and self._former.head.on_tokens and not self._has_own_loss():
+        if given.get("labels") is not None and not self._has_own_loss():
             return UNKNOWN_LOSS
         if positions is not None:
             return f"the loss of {name} reads all positions, padding included"
@@ -133,10 +134,15 @@ class HeadModel(Fast):
 
     def _has_own_loss(self) -> bool:
         """Return True unless somebody gave the model another loss function."""
-        if "_loss_function" not in self.__dict__:
-            return True
         losses = sys.modules["transformers.loss.loss_utils"]
-        return self.loss_function is (losses.ForCausalLMLoss if self._former.head.shifts else losses.ForMaskedLMLoss)
+        known = {function for name, function in vars(losses).items() if name.endswith(("Loss", "Classification"))}
+        if self.config.is_encoder_decoder and "_loss_function" not in self.__dict__:  # it computes cross entropy itself
+            return True
+        if self._former.head.on_tokens and self._former.head.shifts:
+            known = {losses.ForCausalLMLoss}
+        elif self._former.head.on_tokens and type(self).__name__ not in supported.NOT_SHIFTED:
+            known = {losses.ForMaskedLMLoss}
+        return self.loss_function in known
 
     def _reads(self, given: dict[str, Any], keep: Tensor) -> Tensor | None:
         """Bool (), True if the position that the head reads is a token in each row; None if it reads none."""
@@ -181,7 +187,7 @@ class HeadModel(Fast):
             call.hold(NO_SOURCE)
             return {}
         changes = {
-            name: with_packing(keeps[name].detach(), found[name])
+            name: with_packing((t if self._former.makes_masks else keeps[name]).detach(), found[name])
             for name, t in masks.items()
             if name in keeps and t is not None and t.dim() == 2
         }
@@ -201,7 +207,8 @@ class HeadModel(Fast):
             if head.labels_per_token:
                 call.hold(READS_PADDING)
             return changes
-        if not self.runs_on_tokens() or given.get("logits_to_keep") or unclear:
+        kept = given.get("logits_to_keep")
+        if not self.runs_on_tokens() or not (kept is None or (type(kept) is int and kept == 0)) or unclear:
             return changes
         call.head = found[own]
         if labels is not None:

@@ -29,7 +29,7 @@ _PASS: set[Any] = {
     *(Tensor.add, Tensor.sub, Tensor.mul, Tensor.div, Tensor.tanh, Tensor.neg),
     *(Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__, Tensor.__mul__, Tensor.__rmul__),
     *(Tensor.__truediv__, Tensor.__neg__, Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.tanh_),
-    *(Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__),
+    *(Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__, Tensor.contiguous),
 }  # fmt: skip
 """Operations whose result is of tokens again."""
 _ASK: set[Any] = {
@@ -114,7 +114,11 @@ class _Pad(Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, packing: Packing) -> Tensor:
         ctx.packing = packing
-        return unpack(tokens, packing)
+        padded = tokens.new_zeros(
+            packing.batch, packing.length, *tokens.shape[1:]
+        )  # no view, which nobody could write to
+        padded.flatten(0, 1).index_copy_(0, packing.indices, tokens)
+        return padded
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -245,6 +245,11 @@ def _by_full_name(table: dict[str, str]) -> dict[str, str]:
     return found
 
 
+WITHOUT_HEAD = {
+    "BartDecoderWrapper", "BlenderbotDecoderWrapper", "BlenderbotSmallDecoderWrapper", "MBartDecoderWrapper",
+    "MarianDecoderWrapper", "PLBartDecoderWrapper", "PegasusDecoderWrapper",
+}  # fmt: skip
+"""Models that only call a stack."""
 NOT_SHIFTED = {
     "BartForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "MBartForCausalLM", "MarianForCausalLM",
     "PLBartForCausalLM", "PegasusForCausalLM",

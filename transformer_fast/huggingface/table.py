@@ -15,6 +15,7 @@ from torch import nn
 from ..tensors import takes_fused_ops
 from . import blocks, heads, stacks, supported, whole_layers
 from .blocks import Fast, Former
+from .door import Stack
 from .heads import Head, HeadModel
 from .inside import is_held
 
@@ -51,20 +52,19 @@ def model_class(kind: type[nn.Module]) -> type[HeadModel] | None:
 
 def is_packed(kind: type[nn.Module]) -> bool:
     """Return True for a class that has a fast one for ``packed=True``, or is one."""
-    made = issubclass(kind, stacks.Stack | HeadModel)
+    made = issubclass(kind, Stack | HeadModel)
     return made or packed_class(kind) is not None or model_class(kind) is not None
 
 
 def reads_padding(kind: type[nn.Module]) -> str:
-    """Reason why a model of transformers, around a stack of another file, may read what the stack has at padding; ""
-    for a model whose head reads each position by itself, and for other modules."""
-    if kind.__module__ in supported.FILES or not kind.__module__.startswith("transformers.models."):
+    """Reason why a model of transformers, around a stack, may read what the stack has at padding; "" for a model of
+    the table, and for other modules."""
+    if not kind.__module__.startswith("transformers.models.") or not hasattr(kind, "get_output_embeddings"):
         return ""
-    if not hasattr(kind, "get_output_embeddings"):
+    if issubclass(kind, Fast) or kind.__name__ in supported.WITHOUT_HEAD:
         return ""
-    head = heads.head_of(kind.__name__)
-    is_safe = head is not None and not head.one_position
-    return "" if is_safe else f"the head of {kind.__name__} is unknown; it may read padding"
+    known = packed_class(kind) is not None or model_class(kind) is not None
+    return "" if known else f"the head of {kind.__name__} is unknown; it may read padding"
 
 
 def not_in_the_table(kind: type[nn.Module]) -> str:
@@ -122,12 +122,12 @@ def _remade(kind: type[nn.Module]) -> nn.Module:
 
 @functools.cache
 def _model(kind: type[nn.Module], head: Head) -> type[HeadModel]:
-    reads_last = any(
-        issubclass(getattr(stacks, name), stacks.Model) and getattr(stacks, name) is not stacks.BidirectionalModel
-        for path, name in supported.STACKS.items()
-        if path.startswith(f"{kind.__module__}.")
-    )
-    return _made(kind, HeadModel, is_named_alike=True, head=head, reads_last=reads_last)  # type: ignore[return-value]
+    kinds = [getattr(stacks, name) for path, name in supported.STACKS.items() if path.startswith(f"{kind.__module__}.")]
+    made = {
+        "reads_last": any(issubclass(k, stacks.Model) and k is not stacks.BidirectionalModel for k in kinds),
+        "makes_masks": any(getattr(k, "makes_masks", False) for k in kinds),
+    }
+    return _made(kind, HeadModel, is_named_alike=True, head=head, **made)  # type: ignore[return-value]
 
 
 def _names(forward: Callable[..., Any]) -> tuple[str, ...]:

@@ -43,6 +43,8 @@ class BertLayer(Fast):
         others = (encoder_hidden_states, cache, past_key_values, *args)
         if any(value is not None for value in others) or self.chunk_size_feed_forward or not is_plain_inside(self):
             return None
+        if "feed_forward_chunk" in self.__dict__:
+            return None
         if boundaries is None and (torch.compiler.is_compiling() or is_traced() or weights_are_captured()):
             return None
         parts = self._modules
@@ -70,6 +72,8 @@ class BertLayer(Fast):
 def product(linear: nn.Module, x: Tensor) -> Tensor:
     """``linear(x)``; a linear layer of torch or of this package is not called."""
     kind, own = type(linear), linear._parameters
+    if len(own) < 2:  # weights that are attributes, as those of replicas
+        return linear(x)
     if kind is nn.Linear:
         return F.linear(x, own["weight"], own["bias"])
     return product_of(linear, x, own["weight"], own["bias"]) if kind is Linear else linear(x)
@@ -79,8 +83,9 @@ def dropout_add_norm(module: Any, x: Tensor, residual: Tensor) -> Tensor:
     """``norm(residual + dropout(dense(x)))`` of the children of a :class:`~.blocks.DropoutAddNorm`."""
     parts = module._modules
     y, drop, norm = product(parts["dense"], x), parts["dropout"], parts["LayerNorm"]
-    own, p = norm._parameters, drop.p if drop.training else 0.0
-    if type(norm) is LayerNorm and type(drop) in KINDS and own["weight"] is not None:
+    own = norm._parameters
+    if type(norm) is LayerNorm and type(drop) in KINDS and own.get("weight") is not None:
+        p = drop.p if drop.training else 0.0
         if y.dtype != residual.dtype:
             residual = residual.to(torch.promote_types(y.dtype, residual.dtype))
         return ops.layer_norm(y, own["weight"], own["bias"], norm.eps, residual=residual, dropout_p=p)[0]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
@@ -116,11 +117,11 @@ def entered_flat(stack: Flat) -> Iterator[None]:
 
 
 PACKING = "_transformer_fast_packing"
-"""Attribute of a bool mask (B, L): its :class:`Packing`, and the version of the mask."""
+"""Attribute of a mask (B, L): its :class:`Packing`, and the version of the mask."""
 
 
 def with_packing(keep: Tensor, packing: Packing) -> Tensor:
-    """Give a bool mask (B, L) its packing."""
+    """Give a mask (B, L) its packing."""
     setattr(keep, PACKING, (packing, _version(keep)))
     return keep
 
@@ -135,8 +136,10 @@ def _held(keep: Tensor) -> Packing | None:
 
 
 def packing_at(keep: Tensor) -> Packing:
-    """Packing of a bool mask (B, L): the one that the mask holds, unless the mask was written to since."""
-    return _held(keep) or packing_of(keep, *keep.shape, keep.device)
+    """Packing of a mask (B, L), 0 at padding: the one that the mask holds, unless the mask was written to since."""
+    if (held := _held(keep)) is not None:
+        return held
+    return packing_of(keep if keep.dtype == torch.bool else keep.bool(), *keep.shape, keep.device)
 
 
 def is_full(keep: Tensor) -> bool:
