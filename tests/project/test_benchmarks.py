@@ -155,6 +155,10 @@ PROGRAMS = {
         changes={"compare_translate.PEER_TOKENS": (64,), "compare_translate.MOST_TOKENS": 12},
     ),
     "host_cost": Script("", prints=("backward",), marks=[pytest.mark.slow("starts a program")]),
+    "model_host_cost": Script(
+        "", prints=("accelerate, packed=True",), changes={"model_host_cost.ROUNDS": 1},
+        marks=[pytest.mark.slow("makes three models")],
+    ),
     "profile_generation": Script(
         f"{SMALL} --sides ours --threads 1", ("profile_generation.json", "profile_generation.md"), ("| ours |",),
         marks=[pytest.mark.slow("measures what the machine can do")],
@@ -213,7 +217,7 @@ def test_a_program_writes_what_it_promises(
     name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, own_process
 ) -> None:
     script = PROGRAMS[name]
-    out = ["--out", str(tmp_path)] if name != "host_cost" else []
+    out = ["--out", str(tmp_path)] if "host_cost" not in name else []
     options = [*script.options.format(data=data).split(), *out]
     if name == "compare_translate":
         pytest.importorskip("ctranslate2")

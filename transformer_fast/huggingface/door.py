@@ -23,7 +23,7 @@ from ..masks.packing import Packing, packing_of, take, unpack
 from ..tensor_cache import get_or_compute
 from ..tracing import is_traced
 from .blocks import Fast
-from .inside import obstacle_inside
+from .inside import is_plain_inside, obstacle_inside
 
 CACHES = ("cache", "past_key_values")
 CACHED = "keys and values are cached (use_cache, past_key_values)"
@@ -38,6 +38,7 @@ class Call:
     Attributes:
         reason: reason why the whole call keeps its padding, or "".
         head: packing of the hidden states that stay tokens for the output layer; None if the output layer is padded.
+        is_plain: True if no module inside need be called.
     """
 
     def __init__(self, calls: PaddedCalls | None) -> None:
@@ -45,12 +46,20 @@ class Call:
         self._noted: set[str] = set()
         self.reason = ""
         self.head: Packing | None = None
+        self.is_plain = False
 
     def add(self, reason: str) -> None:
         """Count a reason to keep the padding, once per call."""
         if reason not in self._noted:
             self._noted.add(reason)
             self._calls.add(reason)
+
+    def look_into(self, module: Any) -> None:
+        """Look at the modules inside of a stack or of a model, and keep the padding of the call for what is not
+        known."""
+        self.is_plain = is_plain_inside(module)
+        if not self.is_plain and (reason := obstacle_inside(module)):
+            self.hold(reason)
 
     def hold(self, reason: str) -> None:
         """Keep the padding of the whole call."""
@@ -89,8 +98,7 @@ class Stack(Fast):
         call = current()
         if call is None:
             call = Call(padded_calls(self))
-            if reason := obstacle_inside(self):
-                call.hold(reason)
+            call.look_into(self)
         given = dict(zip(self._former.names, args)) | kwargs
         x = next((t for t in map(given.get, self.inputs) if isinstance(t, Tensor)), None)
         if x is None:
@@ -99,7 +107,7 @@ class Stack(Fast):
             record(self, x.shape[0] * x.shape[1], None, call.reason)
             return None
         try:
-            boundaries = self._boundaries(given, x)
+            boundaries = self._boundaries(given, x, call.is_plain)
             if boundaries is None:
                 return None
             own, changes = boundaries.own, self._changes(given, boundaries)
@@ -114,7 +122,7 @@ class Stack(Fast):
         record(self, own.batch * own.length, own.total)
         return result if call.head is own else _restored(result, own)
 
-    def _boundaries(self, given: dict[str, Any], x: Tensor) -> Boundaries | None:
+    def _boundaries(self, given: dict[str, Any], x: Tensor, is_plain: bool) -> Boundaries | None:
         """Sequences of a call; None if there is no padding.
 
         Raises:
@@ -141,7 +149,7 @@ class Stack(Fast):
         self._check(given)
         if source is not None and not all(own.is_causal and not cross.is_causal for own, cross in self.attentions()):
             raise StaysPaddedError("a layer of the decoder is not causal")
-        return Boundaries(own, source, self.config_is_causal())
+        return Boundaries(own, source, self.config_is_causal(), is_plain)
 
     def attentions(self) -> Iterator[tuple[Any, Any]]:
         """Attention to the own tokens and to the source, of each layer of a decoder."""

@@ -22,7 +22,6 @@ from ..tracing import is_traced
 from . import supported
 from .blocks import Fast
 from .door import CACHED, Call, Stack, current, entered, has_cache
-from .inside import obstacle_inside
 from .logits import TokenLogits, TokensHead, padded_logits
 
 READS_PADDING = "the loss reads padding: labels at padding, or after it, are not all -100"
@@ -88,9 +87,8 @@ class HeadModel(Fast):
             return None
         given, call = dict(zip(self._former.names, args)) | kwargs, Call(padded_calls(self) or PaddedCalls())
         changes: dict[str, Any] = {}
-        if reason := obstacle_inside(self):
-            call.hold(reason)
-        else:
+        call.look_into(self)
+        if not call.reason:
             if self._needs_no_cache(given):
                 changes["use_cache"] = False
             if reason := self._obstacle(given):

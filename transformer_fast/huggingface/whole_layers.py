@@ -41,9 +41,11 @@ class BertLayer(Fast):
     ) -> Tensor | None:
         boundaries: Boundaries | None = kwargs.get(BOUNDARIES)
         others = (encoder_hidden_states, cache, past_key_values, *args)
-        if any(value is not None for value in others) or self.chunk_size_feed_forward or not is_plain_inside(self):
+        if any(value is not None for value in others) or self.chunk_size_feed_forward:
             return None
         if "feed_forward_chunk" in self.__dict__:
+            return None
+        if not (is_plain_inside(self) if boundaries is None else boundaries.is_plain):
             return None
         if boundaries is None and (torch.compiler.is_compiling() or is_traced() or weights_are_captured()):
             return None

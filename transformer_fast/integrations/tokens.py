@@ -27,11 +27,13 @@ class Boundaries:
         own: packing of the hidden states.
         source: packing of the encoder's outputs; None for a stack that does not attend to any.
         is_causal: True if a token sees no later tokens of its own sequence.
+        is_plain: True if no module inside need be called, as :func:`~.huggingface.inside.is_plain_inside` has found.
     """
 
     own: Packing
     source: Packing | None
     is_causal: bool
+    is_plain: bool
 
     def attend(
         self,
