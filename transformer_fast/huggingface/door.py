@@ -18,9 +18,9 @@ from ..integrations.lazy_mask import LazyMask
 from ..integrations.names import is_ours
 from ..integrations.tokens import BOUNDARIES, Boundaries, Flat, entered_flat, packing_at
 from ..integrations.transformers import weights_are_captured
-from ..layers.padded_calls import GAPS, NO_SOURCE, NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record
+from ..layers.padded_calls import GAPS, NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record
+from ..layers.padder import Padder
 from ..masks.packing import Packing, packing_of, take, unpack
-from ..tensor_cache import get_or_compute
 from ..tracing import is_traced
 from .blocks import Fast
 from .inside import is_plain_inside, obstacle_inside
@@ -133,19 +133,15 @@ class Stack(Fast):
         memory, source = given.get("encoder_hidden_states"), None
         if memory is not None:
             source = self._packing(given.get("encoder_attention_mask"), batch, memory.shape[1], x.device, False)
-        if own.is_full and (source is None or source.is_full):
+        padder = Padder(own, source)
+        if not padder.pays:
             return None
         if own.total == 0 or (source is not None and source.total == 0):
             raise StaysPaddedError(NO_TOKEN)
-        if memory is None and own.shortest == 0 and getattr(self.settings, "is_encoder_decoder", False):
-            raise StaysPaddedError(NO_SOURCE)
         if self.counts_distances() and (own.has_gaps or (source is not None and source.has_gaps)):
             raise StaysPaddedError(GAPS)
-        if source is not None and source.shortest == 0:
-            starts, keys = own.cu_seqlens, source.cu_seqlens
-            without = lambda: bool(((keys.diff() == 0) & (starts.diff() > 0)).any())  # noqa: E731
-            if get_or_compute(keys, ("queries without keys",), (starts,), without):
-                raise StaysPaddedError(NO_SOURCE)
+        if source is not None or getattr(self.settings, "is_encoder_decoder", False):
+            padder.check_sources()
         self._check(given)
         if source is not None and not all(own.is_causal and not cross.is_causal for own, cross in self.attentions()):
             raise StaysPaddedError("a layer of the decoder is not causal")

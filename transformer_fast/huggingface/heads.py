@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..integrations.tokens import with_packing
-from ..layers.padded_calls import GAPS, NO_SOURCE, PaddedCalls, StaysPaddedError, padded_calls
+from ..layers.padded_calls import GAPS, NO_SOURCE, StaysPaddedError, padded_calls
 from ..masks.packing import Packing, packings_of, take
 from ..tracing import is_traced
 from . import supported
@@ -85,7 +85,7 @@ class HeadModel(Fast):
         inner = current() is not None or torch.compiler.is_compiling() or is_traced()
         if inner or len(args) > len(self._former.names):
             return None
-        given, call = dict(zip(self._former.names, args)) | kwargs, Call(padded_calls(self) or PaddedCalls())
+        given, call = dict(zip(self._former.names, args)) | kwargs, Call(padded_calls(self))
         changes: dict[str, Any] = {}
         call.look_into(self)
         if not call.reason:
@@ -132,14 +132,14 @@ class HeadModel(Fast):
 
     def _has_own_loss(self) -> bool:
         """Return True unless somebody gave the model another loss function."""
-        losses = sys.modules["transformers.loss.loss_utils"]
-        known = {function for name, function in vars(losses).items() if name.endswith(("Loss", "Classification"))}
         if self.config.is_encoder_decoder and "_loss_function" not in self.__dict__:  # it computes cross entropy itself
             return True
-        if self._former.head.on_tokens and self._former.head.shifts:
-            known = {losses.ForCausalLMLoss}
-        elif self._former.head.on_tokens and type(self).__name__ not in supported.NOT_SHIFTED:
-            known = {losses.ForMaskedLMLoss}
+        losses, head = sys.modules["transformers.loss.loss_utils"], self._former.head
+        if head.on_tokens and head.shifts:
+            return self.loss_function is losses.ForCausalLMLoss
+        if head.on_tokens and type(self).__name__ not in supported.NOT_SHIFTED:
+            return self.loss_function is losses.ForMaskedLMLoss
+        known = (function for name, function in vars(losses).items() if name.endswith(("Loss", "Classification")))
         return self.loss_function in known
 
     def _reads(self, given: dict[str, Any], keep: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..integrations.names import is_ours
+from ..layers.hooks import HOOKS
 from .blocks import Fast
 from .logits import TokensHead
 
@@ -66,8 +67,7 @@ def _obstacle(module: nn.Module, harmless: tuple[str, ...]) -> str:
 
 def _has_foreign_hook(module: nn.Module, harmless: tuple[str, ...]) -> bool:
     own = module.__dict__
-    hooks = (own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
-    return any(_is_foreign(hook, harmless) for each in hooks for hook in each.values())
+    return any(_is_foreign(hook, harmless) for name in HOOKS for hook in own[name].values())
 
 
 def _is_known(kind: Any) -> bool:
@@ -113,5 +113,4 @@ def _is_foreign(hook: Any, harmless: tuple[str, ...]) -> bool:
 
 
 def _global_hooks() -> list[Any]:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [hook for name in names for hook in getattr(torch_module, f"_global{name}").values()]
+    return [hook for name in HOOKS for hook in getattr(torch_module, f"_global{name}").values()]

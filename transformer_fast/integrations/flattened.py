@@ -101,9 +101,8 @@ def _rises(starts: Tensor, end: int) -> bool:
     return values[:1] == [0] and values[-1:] == [end] and values == sorted(values)
 
 
-def seen_within(module: nn.Module, is_causal: bool | None, window: int | None) -> AttentionMask:
-    """Mask within each sequence, as FlashAttention's arguments say it: look-ahead and sliding window."""
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+def mask_within(is_causal: bool, window: int | None) -> AttentionMask | None:
+    """Mask within each sequence, as FlashAttention's arguments say it: look-ahead and sliding window; None for none."""
     if window is not None:
         return AttentionMask.window(window - 1, 0 if is_causal else window - 1)
-    return AttentionMask.causal() if is_causal else AttentionMask()
+    return AttentionMask.causal() if is_causal else None

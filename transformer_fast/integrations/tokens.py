@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..masks import AttentionMask
 from ..masks.packing import Packing, packing_of
+from .flattened import mask_within
 
 BOUNDARIES = "boundaries"
 """Keyword argument of the layers that holds the :class:`Boundaries`."""
@@ -71,12 +72,9 @@ class Boundaries:
     ) -> Tensor:
         """:meth:`attend` for query (Tq, H, D), and key and value (Tk, Hkv, D) of a packing; the result is
         (Tq, H, D)."""
-        mask, is_causal = bias, self.is_causal and keys is self.own
-        if sliding_window is not None:
-            window = AttentionMask.window(sliding_window - 1, 0 if is_causal else sliding_window - 1)
-            mask = window if mask is None else mask & window
-        elif is_causal:
-            mask = AttentionMask.causal() if mask is None else mask & AttentionMask.causal()
+        mask = mask_within(self.is_causal and keys is self.own, sliding_window)
+        if bias is not None:
+            mask = bias if mask is None else bias & mask
         lengths = {"max_q": self.own.max_length, "max_k": keys.max_length}
         starts = self.own.cu_seqlens, keys.cu_seqlens
         return ops.attention_packed(query, key, value, *starts, mask=mask, **lengths, **options)
@@ -99,13 +97,8 @@ _flat: ContextVar[Flat | None] = ContextVar("flat", default=None)
 
 
 def flat() -> Flat | None:
-    """Stack of this thread that computes tokens alone."""
+    """Stack of this thread that computes tokens alone, whose masks are in the boundaries; None outside of one."""
     return _flat.get()
-
-
-def is_flat() -> bool:
-    """Return True inside of a stack that computes tokens alone; its masks are in the boundaries."""
-    return _flat.get() is not None
 
 
 @contextlib.contextmanager

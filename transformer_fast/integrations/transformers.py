@@ -24,7 +24,7 @@ from ..tracing import is_traced, sizes
 from . import flattened, interface
 from .lazy_mask import LazyMask, bounds_of
 from .names import NAME, NAMES, registered
-from .tokens import BOUNDARIES, Boundaries, is_flat, is_full
+from .tokens import BOUNDARIES, Boundaries, flat, is_full
 
 _UNSUPPORTED = {
     "sinks": "a sink for each query",
@@ -103,12 +103,12 @@ def attention_forward(
             model with cross-attention.
         ValueError: for sequences that do not fit the tokens.
     """
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
     boundaries: Boundaries | None = kwargs.get(BOUNDARIES)
     if boundaries is not None:
-        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
         options["sliding_window"] = kwargs.get("sliding_window")
         return boundaries.attend(module, query, key, value, position_bias, **options), None
-    if not torch.compiler.is_compiling() and is_flat():
+    if not torch.compiler.is_compiling() and flat() is not None:
         raise StaysPaddedError(f"a {type(module).__name__} does not get the boundaries of the sequences")
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
@@ -121,13 +121,12 @@ def attention_forward(
                 f'{layer}: attn_implementation="{NAME}" has no such argument ({option}=); use "eager"'
             )
     wanted = "dropped" if kwargs.get("output_attentions") or weights_are_captured() else False
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
     sequences = flattened.Bounds.of(module, query, key, kwargs)
     if sizes(query)[0] != sizes(key)[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
     if sequences is not None and _is_of_boundaries(attention_mask) and interface.supports_flash(type(module.config)):
-        mask, bias = flattened.seen_within(module, is_causal, kwargs.get("sliding_window")), None
+        mask, bias = flattened.mask_within(_looks_back(module, is_causal), kwargs.get("sliding_window")), None
     elif attention_mask is None and sizes(query)[2] > 1 and _looks_back(module, is_causal):
         mask = AttentionMask.causal()
     if isinstance(position_bias, AttentionMask):
@@ -242,7 +241,7 @@ def _mask_as_by(
 
     if torch.compiler.is_compiling() or is_traced() or args:
         return theirs(*args, **kwargs)
-    if is_flat():
+    if flat() is not None:
         return None
     shape = tuple(kwargs.get(name) for name in ("batch_size", "q_length", "kv_length"))
     mask, padding = _normal_form(**kwargs)

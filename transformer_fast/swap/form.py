@@ -55,7 +55,7 @@ class Form:
         stored: attributes that hold attention weights of the last call.
         roles: roles of ``layers.hooks``.
         bases: further base classes of a swapped module.
-        same: children that ``run`` computes, and of which only the trial has seen the class.
+        same: children that ``run`` computes. Only the trial has seen their class.
         embeds: function (module, ids) of a stack, which gives ``run`` its first argument.
         padding: reason why a layer or stack keeps padding; "" if it may skip padding; None for any other module.
         normal: function (module, mask, length) that converts a mask of a layer or stack to normal form.
@@ -179,6 +179,16 @@ def is_embedding(m: nn.Module) -> bool:
 def is_norm(m: nn.Module) -> bool:
     """Return True for a norm that can fuse the residual addition."""
     return width_of(m) is not None
+
+
+def layer_children(
+    attentions: tuple[str, ...], heads: str, network: str, norm: str, dropout_name: str
+) -> dict[str, Test]:
+    """Children of a layer: attentions of the form ``heads``, a network, and a numbered norm and dropout for each."""
+    children = {**dict.fromkeys(attentions, of_form(heads)), network: any_module}
+    for number in range(1, 2 + len(attentions)):
+        children |= {f"{norm}{number}": is_norm, f"{dropout_name}{number}": is_dropout}
+    return children
 
 
 def has_table(axis: int, name: str) -> Callable[[Any], bool]:

@@ -163,7 +163,7 @@ def d2l_decoder(x: Tensor, width: int, size: Size, blocks: int) -> Calls:
 
 
 def rows(size: Size, width: int) -> Calls:
-    """Calls with rows, of which one is so small that its norm depends on eps."""
+    """Calls with rows. One row is so small that its norm depends on eps."""
     x = size.x(width)
     x[0, -1] *= 1e-3
     return [(x,)]

@@ -22,6 +22,7 @@ from .form import (
     is_embedding,
     is_linear,
     is_norm,
+    layer_children,
     list_of,
     of_form,
     width_of,
@@ -132,9 +133,7 @@ def _network(name: str, first: str, second: str, run: Any = annotated.feed_forwa
 def _classic(name: str, kind: Any, norm_first: bool) -> Form:
     decodes = kind is layers.DecoderLayer
     attentions = ("attn_1", "attn_2") if decodes else ("attn",)
-    children: dict[str, Test] = {**dict.fromkeys(attentions, of_form("ClassicHeads")), "ff": any_module}
-    for number in range(1, 2 + len(attentions)):
-        children |= {f"norm_{number}": is_norm, f"dropout_{number}": is_dropout}
+    children = layer_children(attentions, "ClassicHeads", "ff", "norm_", "dropout_")
 
     def try_it(m: Any, size: Size) -> calls.Calls:
         width = width_of(m.norm_1) or 0

@@ -10,14 +10,13 @@ from ..layers import hooks
 from . import form_calls as calls
 from .form import (
     Form,
-    Test,
     any_module,
     arguments_of,
     has_table,
     is_dropout,
     is_embedding,
     is_linear,
-    is_norm,
+    layer_children,
     list_of,
     of_form,
     width_of,
@@ -49,9 +48,7 @@ def _tensorflow(decodes: bool) -> tuple[Form, Form]:
     """Layer and stack of TensorFlow's tutorial."""
     kind, layer_kind = ("Decoder", tensorflow.DecoderLayer) if decodes else ("Encoder", tensorflow.EncoderLayer)
     attentions = ("mha1", "mha2") if decodes else ("mha",)
-    children: dict[str, Test] = {**dict.fromkeys(attentions, of_form("TensorflowHeads")), "ffn": any_module}
-    for number in range(1, 2 + len(attentions)):
-        children |= {f"layernorm{number}": is_norm, f"dropout{number}": is_dropout}
+    children = layer_children(attentions, "TensorflowHeads", "ffn", "layernorm", "dropout")
 
     def layer_calls(m: Any, size: Size) -> calls.Calls:
         width = width_of(m.layernorm1) or 0
