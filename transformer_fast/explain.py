@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import metadata
 from typing import Any
 
@@ -11,9 +12,10 @@ from . import backends
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
 from .masks.tile_share import work_share
-from .ops.attention import padded_params
+from .ops.attention import attention, padded_params
 from .ops.attention_call import Call, check_head_dim
 from .ops.attention_checks import is_special, refuse_keep_as_lengths
+from .ops.unknown_names import unknown_names
 from .triton.configs import attention_config
 from .triton.versions import limits
 
@@ -38,7 +40,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         A few lines of text.
 
     Raises:
-        BackendError, ValueError: as ``attention`` itself: if the requested backend cannot run the call.
+        BackendError, TypeError, ValueError: as ``attention`` itself: if the requested backend cannot run the call, or
+            an option is none of its arguments.
 
     Example:
         >>> q = torch.zeros(2, 4, 10, 64)
@@ -48,11 +51,13 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         mask: lengths (2,)
         ...
     """
+    if unknown := [name for name in options if name not in inspect.signature(attention).parameters]:
+        raise unknown_names(attention, unknown, "explain")
     mask = as_attention_mask(mask)
     if options.get("bias") is not None:
         mask = mask & AttentionMask.bias(options["bias"])
     backend, reason = backends.choose("attention", q.device, q.dtype)
-    refuse_keep_as_lengths(mask.key_lengths, k.shape[2])
+    refuse_keep_as_lengths(mask, k.shape[2])
     check_head_dim("attention", backend, q, v)
     lines = [
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",

@@ -155,7 +155,7 @@ IDS = torch.zeros(B, L, dtype=torch.int64)
 PARTS = {
     "a prefix per query": (lambda: AttentionMask.prefix(IDS), ValueError, "lengths must be (B,), got shape (2, 70)"),
     "prefixes of another batch": (
-        lambda: attention(AttentionMask.prefix(IDS[0])), ValueError, "of shape (70,) fit neither (B,) = (2,)",
+        lambda: attention(AttentionMask.prefix(IDS[0])), ValueError, "end of shape (70, 1, 1) does not broadcast",
     ),
     "a prefix on another device": (
         lambda: attention(AttentionMask.prefix(IDS[:, 0].to("meta"))), ValueError, "but the mask or bias on meta",

@@ -163,3 +163,50 @@ def test_a_model_gives_its_loss_in_float32():
     assert model.loss(ids, ids, None, None, ids).dtype == torch.float32
     with pytest.raises(ValueError, match=r"Transformer\.loss: reduction must be .*got 'none'"):
         model.loss(ids, ids, None, None, ids, reduction="none")
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("weight", [torch.inf, torch.nan])
+@pytest.mark.parametrize("reduction", cross_entropy.REDUCTIONS)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_the_weight_of_a_class_without_a_target_counts_nowhere(backend, reduction, weight, device):
+    """Weights such as ``n / counts`` are inf for a class that does not occur, also where only ignored targets have
+    it."""
+    call = weighted(device, reduction=reduction, ignore_index=IGNORED)
+    absent = sorted({0, 1, IGNORED})
+    targets = call.tensors["target"]
+    targets[torch.isin(targets, torch.tensor(absent, device=targets.device))] = IGNORED
+    call.tensors["class_weight"] = call.tensors["class_weight"].detach().clone()
+    call.tensors["class_weight"][absent] = weight
+    with tfast.backend(backend):
+        found = call.trained()
+    assert all(bool(t.isfinite().all()) for t in found)
+    torch.testing.assert_close(found, by_torch(call).trained())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_mean_of_weights_that_sum_to_0_is_nan(backend, device):
+    x, weight, target = torch.randn(4, 8, device=device), torch.randn(5, 8, device=device), torch.zeros(4).long()
+    by_class = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0], device=device)
+    with tfast.backend(backend):
+        loss = tfast.linear_cross_entropy(
+            x, weight, None, target.to(device), class_weight=by_class, label_smoothing=0.1
+        )
+    assert loss.isnan()
+
+
+@pytest.mark.parametrize("by_class", [False, True], ids=["", "weights"])
+@pytest.mark.parametrize("reduction", cross_entropy.REDUCTIONS)
+def test_no_classes_and_targets_that_are_all_ignored(reduction, by_class, device):
+    x, weight = torch.randn(4, 8, device=device), torch.randn(0, 8, device=device)
+    target, weights = torch.full((4,), -100, device=device), torch.randn(0, device=device) if by_class else None
+    loss = tfast.linear_cross_entropy(x, weight, None, target, class_weight=weights, reduction=reduction)
+    expected = torch.nn.functional.cross_entropy(x @ weight.T, target, weights, reduction=reduction)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "target"])
+def test_the_op_names_a_missing_tensor(name):
+    tensors = {"x": torch.randn(4, 8), "weight": torch.randn(5, 8), "bias": None, "target": torch.zeros(4).long()}
+    with pytest.raises((TypeError, RuntimeError), match=f"{name} must be a tensor, got NoneType"):
+        torch.ops.transformer_fast.linear_cross_entropy_rows(*(tensors | {name: None}).values(), None, 0.0, -100, 64)

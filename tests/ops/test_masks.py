@@ -118,7 +118,7 @@ def test_to_moves_every_part():
     mask &= AttentionMask.keep(torch.ones(LK).bool())
     moved = mask.to("meta").tensors()
     assert {name: t.device.type for name, t in moved.items()} == dict.fromkeys(mask.tensors(), "meta")
-    one_of = {"query_ids", "key_ids", "alibi 0", "additive_bias", "union 0.0 key_lengths"}
+    one_of = {"query_ids", "key_ids", "alibi 0", "additive_bias", "union 0.0 end_keys"}
     assert moved.keys() == one_of | {"keep_mask", "key_keep_mask", "key_lengths"}
     assert mask.to("meta").unions[0][1].causal_offset == 2
 
@@ -169,8 +169,9 @@ def test_a_representation_is_what_one_would_write():
         "lengths(int64 (2,)) & causal()": AttentionMask.causal() & AttentionMask.lengths(lengths),
         "keep(bool (1, 1, 5, 7)) & keep(bool (1, 1, 1, 7))": AttentionMask.keep(torch.ones(5, 7).bool())
         & AttentionMask.keep(torch.ones(7).int()),
-        "(lengths(int32 (2,)) | causal()) & (lengths(int64 (2,)) | causal(-3))": AttentionMask.prefix(lengths.int())
-        & AttentionMask.prefix(lengths, -3),
+        "(intervals(None, int32 (2, 1, 1)) | causal()) & (intervals(None, int64 (2, 1, 1)) | causal(-3))": (
+            AttentionMask.prefix(lengths.int()) & AttentionMask.prefix(lengths, -3)
+        ),
         "causal(-2)": AttentionMask.causal(-2),
         "window(3)": AttentionMask.window(3),
         "window(3, offset=10)": AttentionMask.window(3, offset=10),
@@ -194,3 +195,78 @@ def test_bounds_are_written_as_calls_that_make_them(causal, window):
     names = {"causal": AttentionMask.causal, "window": AttentionMask.window, "AttentionMask": AttentionMask}
     made = eval(repr(mask), {"__builtins__": {}}, names)
     assert (made.causal_offset, made.window_offset) == (causal, window)
+
+
+OF_BATCH = {
+    "keep": lambda b: AttentionMask.keep(torch.ones(b, 1, LQ, LK, dtype=torch.bool)),
+    "keep of keys": lambda b: AttentionMask.keep(torch.ones(b, 1, 1, LK, dtype=torch.bool)),
+    "lengths": lambda b: AttentionMask.lengths(torch.full((b,), 2)),
+    "lengths per query": lambda b: AttentionMask.lengths(torch.full((b, LQ), 2)),
+    "intervals": lambda b: AttentionMask.intervals(torch.zeros(b, LQ).long(), None),
+    "intervals of ends": lambda b: AttentionMask.intervals(None, torch.full((b, LQ), 3)),
+    "documents": lambda b: AttentionMask.documents(torch.zeros(b, LQ).long(), torch.zeros(b, LK).long()),
+    "bias": lambda b: AttentionMask.bias(torch.zeros(b, 1, LQ, LK)),
+}
+"""A mask for a batch of b, with one part that is a tensor."""
+
+
+def test_parts_of_a_batch_are_all_known():
+    parts = {name.partition(" ")[0] for one in OF_BATCH.values() for name in one(2).tensors()}
+    fields = {"keep_mask", "key_keep_mask", "key_lengths", "query_ids", "key_ids", "first_keys", "end_keys"}
+    assert parts == fields | {"additive_bias"}
+
+
+@pytest.mark.parametrize("part", OF_BATCH)
+def test_parts_of_two_batch_sizes_are_refused_by_name(part):
+    name, (first, other) = part.partition(" ")[0], (OF_BATCH[part](size) for size in (2, 3))
+    with pytest.raises(ValueError, match=f"^{name} & {name}: .* and .* do not broadcast$"):
+        first & other
+
+
+def test_lengths_that_are_combined_are_no_keep_mask():
+    """The lesser of lengths may be 0 or 1 everywhere where no lengths of the user are."""
+    q = torch.randn(B, H, LQ, 4)
+    ends = torch.arange(1, LQ + 1).expand(B, LQ)
+    for lengths in (
+        torch.tensor([1, 1, 0]),
+        torch.tensor([[1], [0], [1]]).expand(B, LQ).clone().index_fill(1, torch.tensor(0), 2),
+    ):
+        for mask in (
+            AttentionMask.lengths(lengths) & AttentionMask.lengths(ends),
+            AttentionMask.lengths(ends) & AttentionMask.lengths(lengths) & AttentionMask.causal(),
+        ):
+            keep = (
+                torch.arange(LQ) < torch.minimum(ends, lengths if lengths.dim() == 2 else lengths[:, None])[..., None]
+            )
+            assert torch.equal(mask.dense(LQ, LQ).expand(B, 1, LQ, LQ), keep[:, None])
+            torch.testing.assert_close(attention(q, q, q, mask), attention(q, q, q, keep[:, None]))
+
+
+def test_a_keep_mask_among_combined_lengths_is_still_refused():
+    q = torch.randn(B, H, LQ, 4)
+    may_be_keep = AttentionMask.lengths(torch.tensor([[1, 0, 1, 1, 1]]).expand(B, LQ))
+    with pytest.raises(ValueError, match="can be read two ways"):
+        attention(q, q, q, may_be_keep & AttentionMask.lengths(torch.full((B,), LQ)))
+
+
+@pytest.mark.parametrize("lengths", [LQ + 1, -1])
+def test_lengths_of_a_union_lie_among_the_keys(lengths):
+    q = torch.randn(B, H, LQ, 4)
+    outside = AttentionMask.lengths(torch.full((B,), lengths))
+    with pytest.raises(ValueError, match=rf"lengths must lie in \[0, Lk = {LQ}\], got {lengths}"):
+        attention(q, q, q, outside | AttentionMask.window(0, 0))
+    prefix = AttentionMask.prefix(torch.full((B,), lengths))  # takes any lengths
+    clamped = AttentionMask.prefix(torch.full((B,), min(max(lengths, 0), LQ)))
+    assert torch.equal(attention(q, q, q, prefix), attention(q, q, q, clamped))
+
+
+def test_a_transposed_query_is_named():
+    q = torch.randn(B, LQ, 2, 4)  # (B, L, H, D)
+    with pytest.raises(ValueError, match=rf"q with {LQ} heads looks like \(B, L, H, D\), expected \(B, H, L, D\)"):
+        attention(q, q, q, AttentionMask.lengths(torch.full((B,), LQ)))
+
+
+def test_a_mask_is_named_by_the_shape_that_was_given():
+    q = torch.randn(B, H, LQ, 4)
+    with pytest.raises(ValueError, match=r"mask of shape \(3, 9\), which is \(1, 1, 3, 9\) by rank, does not"):
+        attention(q, q, q, torch.ones(B, 9, dtype=torch.bool))

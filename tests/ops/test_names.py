@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_fast as tfast
-from transformer_fast.ops._names import HINTS
+from transformer_fast.ops.unknown_names import HINTS
 
 Q, IDS, X, W = torch.randn(1, 2, 3, 4), torch.zeros(1, 3).long(), torch.randn(1, 3, 4), torch.ones(4)
 TOKENS, ENDS, LENGTHS = torch.randn(3, 2, 4), torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3])
@@ -25,8 +25,22 @@ CALLS = {
 def test_every_unknown_name_is_in_the_error() -> None:
     with pytest.raises(TypeError, match=r"write scale=.*Also: dropout; write dropout_p="):
         tfast.attention(*CALLS["attention"], softmax_scale=1.0, dropout=0.1)
-    with pytest.raises(TypeError, match=r"argument: colour$"):
+    with pytest.raises(TypeError, match=r"argument: colour; it takes q, k, v, mask, bias, causal, .*$"):
         tfast.attention(*CALLS["attention"], colour=1)
+
+
+@pytest.mark.parametrize("op", HINTS)
+def test_a_misspelt_name_is_near_the_one_that_is_meant(op: str) -> None:
+    for name in list(inspect.signature(getattr(tfast, op)).parameters)[:-1]:
+        misspelt = f"{name}_"
+        with pytest.raises(TypeError, match=rf"argument: {misspelt}; did you mean {name}\?$"):
+            getattr(tfast, op)(*CALLS[op], **{misspelt: None})
+
+
+def test_explain_takes_what_attention_takes() -> None:
+    for name, said in (("is_causal", "write causal=True"), ("dropout_", "did you mean dropout_p?")):
+        with pytest.raises(TypeError, match=re.escape(f"explain() got an unexpected keyword argument: {name}; {said}")):
+            tfast.explain(Q, Q, Q, **{name: True})
 
 
 def test_the_shape_that_torch_wants_second() -> None:

@@ -20,7 +20,7 @@ PACKAGE = Path(transformer_fast.__file__).parent
 EDITS = {
     "masks/combined.py": {
         "    unions: tuple[tuple[Self, ...], ...] = ()\n": "    step: int | None = None\n",
-        "            self.unions + other.unions,\n": "            combine(self.step, other.step, math.lcm),\n",
+        "            self.unions + other.unions,\n": '            combine("step", self.step, other.step, math.lcm),\n',
         "        return self.first_keys is not None or ": "self.step is not None or ",
         "            others.append(inside(self.first_keys, self.end_keys, Lk))\n": (
             "        if self.step is not None:\n"

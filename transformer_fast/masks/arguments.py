@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
 from ..tracing import least
 from .checks import checked_offset
+from .combined import parts_of
 from .mask import AttentionMask
 from .parts import combine
 
 _NO_MASK = AttentionMask()
-_PARTS = tuple(field.name for field in dataclasses.fields(AttentionMask))
+_PARTS = parts_of(AttentionMask)
 
 
 def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
@@ -36,4 +35,4 @@ def and_causal(offset: int | None, causal: bool | int) -> int | None:
     ``tfast.attention``."""
     if causal is False:
         return offset
-    return combine(offset, 0 if causal is True else checked_offset("causal offset", causal), least)
+    return combine("causal", offset, 0 if causal is True else checked_offset("causal offset", causal), least)

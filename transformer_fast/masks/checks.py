@@ -100,6 +100,10 @@ def check_leading(mask: Tensor) -> None:
         )
 
 
+MANY = 2
+"""A number of keys for which lengths that are all 0 or 1 may be a keep mask."""
+
+
 def may_be_keep(lengths: Tensor, Lk: int) -> bool:
     """Return True if lengths per query (B, Lq) look like a keep mask: only 0 and 1, with several keys.
 

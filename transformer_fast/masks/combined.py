@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from ..tracing import greatest, least
-from .checks import not_a_mask
+from .checks import MANY, may_be_keep, not_a_mask
 from .definition import either, inside, visible
 from .distance import DistanceBias, along_diagonals, distance_table
-from .parts import both_documents, combine, same_rank, written
+from .parts import both_documents, combine, shorter, written
+
+
+def parts_of(mask: Any) -> tuple[str, ...]:
+    """Names of the parts that a mask may have, in the order of its fields."""
+    return tuple(field.name for field in dataclasses.fields(mask) if field.name != "has_clear_lengths")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -30,6 +35,8 @@ class Combined:
     first_keys: Tensor | None = None
     end_keys: Tensor | None = None
     unions: tuple[tuple[Self, ...], ...] = ()
+    has_clear_lengths: bool | None = None
+    """True for lengths that were combined, of which none may be a keep mask; no part."""
 
     def __and__(self, other: Self) -> Self:
         """Keys that both masks allow; biases add up.
@@ -40,17 +47,18 @@ class Combined:
         if not isinstance(other, Combined):
             raise not_a_mask(other)
         return type(self)(
-            combine(self.keep_mask, other.keep_mask, torch.logical_and),
-            combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
-            combine(*same_rank(self.key_lengths, other.key_lengths), torch.minimum),
-            combine(self.causal_offset, other.causal_offset, least),
-            combine(self.additive_bias, other.additive_bias, torch.add),
-            combine(self.window_offset, other.window_offset, greatest),
-            combine(self.document_ids, other.document_ids, both_documents),
+            combine("keep", self.keep_mask, other.keep_mask, torch.logical_and),
+            combine("keep", self.key_keep_mask, other.key_keep_mask, torch.logical_and),
+            combine("lengths", self.key_lengths, other.key_lengths, shorter),
+            combine("causal", self.causal_offset, other.causal_offset, least),
+            combine("bias", self.additive_bias, other.additive_bias, torch.add),
+            combine("window", self.window_offset, other.window_offset, greatest),
+            combine("documents", self.document_ids, other.document_ids, both_documents),
             self.distance_biases + other.distance_biases,
-            combine(self.first_keys, other.first_keys, torch.maximum),
-            combine(self.end_keys, other.end_keys, torch.minimum),
+            combine("intervals", self.first_keys, other.first_keys, torch.maximum),
+            combine("intervals", self.end_keys, other.end_keys, torch.minimum),
             self.unions + other.unions,
+            self._has_clear_lengths(other),
         )
 
     def __or__(self, other: Self) -> Self:
@@ -82,7 +90,7 @@ class Combined:
     def __repr__(self) -> str:
         """Constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor is shown by dtype and
         shape."""
-        return written(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return written(**{name: getattr(self, name) for name in parts_of(self)})
 
     def __rand__(self, other: object) -> Self:
         """Raise for ``tensor & mask`` the error of ``mask & tensor``."""
@@ -90,7 +98,7 @@ class Combined:
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the mask, by name: parts that are tensors, and tensors inside other parts."""
-        parts = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        parts = ((name, getattr(self, name)) for name in parts_of(self))
         tensors = {name: part for name, part in parts if isinstance(part, Tensor)}
         if self.document_ids is not None:
             tensors |= dict(zip(("query_ids", "key_ids"), self.document_ids, strict=True))
@@ -145,8 +153,15 @@ class Combined:
         i and key j."""
         return distance_table(self.distance_biases, Lq, Lk, Lq - 1, dtype)
 
+    def _has_clear_lengths(self, other: Self) -> bool | None:
+        a, b = self.key_lengths, other.key_lengths
+        if a is None or b is None:
+            return self.has_clear_lengths if b is None else other.has_clear_lengths
+        pairs = (a, self.has_clear_lengths), (b, other.has_clear_lengths)
+        return True if all(clear or not may_be_keep(lengths, MANY) for lengths, clear in pairs) else None
+
     def _alternatives(self) -> tuple[Self, ...]:
         """The masks of a union; a mask that is not one union alone is itself one of several."""
-        others = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "unions")
+        others = (getattr(self, name) for name in parts_of(self) if name != "unions")
         alone = len(self.unions) == 1 and all(part is None or part == () for part in others)
         return self.unions[0] if alone else (self,)

@@ -176,7 +176,7 @@ class AttentionMask(Combined):
                     [1, 1, 1]], dtype=torch.int32)
         """
         check_integers("prefix: lengths", lengths, "(B,)", (1,))
-        return cls(key_lengths=lengths) | cls(causal_offset=checked_offset("prefix offset", offset))
+        return cls(end_keys=lengths[:, None, None]) | cls(causal_offset=checked_offset("prefix offset", offset))
 
     @classmethod
     def intervals(cls, begin: Tensor | None, end: Tensor | None) -> AttentionMask:

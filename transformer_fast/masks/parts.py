@@ -33,16 +33,32 @@ def both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[
     return ranked(queries, keys)
 
 
-def combine(a: _Part | None, b: _Part | None, both: Callable[[_Part, _Part], _Part]) -> _Part | None:
+def combine(name: str, a: _Part | None, b: _Part | None, both: Callable[[_Part, _Part], _Part]) -> _Part | None:
+    """The part of two masks that a key must satisfy in both; None if neither mask has it.
+
+    Raises:
+        ValueError: for tensors whose shapes do not broadcast; the message has the constructor's name.
+    """
     if a is None or b is None:
         return b if a is None else a
-    return both(a, b)
+    try:
+        return both(a, b)
+    except RuntimeError as error:
+        kinds, devices = zip(*(_kind_and_device(part) for part in (a, b)))
+        wrong = "do not broadcast" if devices[0] == devices[1] else f"are on {devices[0]} and {devices[1]}"
+        raise ValueError(f"{name} & {name}: {kinds[0]} and {kinds[1]} {wrong}") from error
 
 
-def same_rank(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if a is None or b is None or a.dim() == b.dim():
-        return a, b
-    return (a.unsqueeze(1), b) if a.dim() == 1 else (a, b.unsqueeze(1))
+def _kind_and_device(part: Any) -> tuple[str, torch.device]:
+    tensors = part if isinstance(part, tuple) else (part,)
+    return " x ".join(map(_kind, tensors)), tensors[0].device
+
+
+def shorter(a: Tensor, b: Tensor) -> Tensor:
+    """The lesser of lengths (B,) or (B, Lq)."""
+    if a.dim() != b.dim():
+        a, b = (t.unsqueeze(1) if t.dim() == 1 else t for t in (a, b))
+    return torch.minimum(a, b)
 
 
 def written(

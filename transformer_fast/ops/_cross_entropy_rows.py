@@ -125,6 +125,9 @@ def _check(
     smoothing: float,
 ) -> None:
     """Raise unless dtypes, devices and sizes are those that :func:`_losses` documents."""
+    for name, given in (("x", x), ("weight", weight), ("target", target)):
+        if not isinstance(given, Tensor):  # None passes the dispatcher
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(given).__name__}")
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"{op}: x must be a float tensor (rows, d), got {x.dtype} {tuple(x.shape)}")
     rows, d = x.shape
@@ -198,15 +201,19 @@ def _smoothed_targets(
     An ignored row is 0. A row whose target is outside the vocabulary is NaN (only a GPU gets here; a CPU raises).
     """
     vocabulary = like.shape[1]
+    if vocabulary == 0:
+        return torch.zeros_like(like)
+    weights = like.new_ones(vocabulary) if class_weight is None else class_weight.to(like.dtype)
     if target.is_floating_point():
-        wanted = target.to(like.dtype) * (1.0 - smoothing) + smoothing / vocabulary
-    else:
-        wanted = torch.full_like(like, smoothing / vocabulary)
-        place = target.clamp(0, vocabulary - 1).unsqueeze(1)
-        wanted.scatter_add_(1, place, torch.full_like(place, 1.0 - smoothing, dtype=like.dtype))
-        wanted.masked_fill_(((target < 0) | (target >= vocabulary)).unsqueeze(1), torch.nan)
-        wanted.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
-    return wanted if class_weight is None else wanted * class_weight.to(like.dtype)
+        return (target.to(like.dtype) * (1.0 - smoothing) + smoothing / vocabulary) * weights
+    # A class that is no target may have weight inf or NaN: without smoothing that weight is in no product.
+    wanted = (
+        torch.zeros_like(like) if smoothing == 0.0 else (weights * (smoothing / vocabulary)).expand_as(like).clone()
+    )
+    place = target.clamp(0, vocabulary - 1)
+    wanted.scatter_add_(1, place.unsqueeze(1), (weights[place] * (1.0 - smoothing)).unsqueeze(1))
+    wanted.masked_fill_(((target < 0) | (target >= vocabulary)).unsqueeze(1), torch.nan)
+    return wanted.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
 
 
 @torch.library.register_fake(f"transformer_fast::{_NAME}", lib=_LIBRARY)

@@ -16,7 +16,6 @@ from ..masks import AttentionMask, and_causal, as_attention_mask
 from ..masks.arguments import parts_beside
 from ..tracing import sizes
 from . import _plain_attention, eager
-from ._names import unknown_names
 from .attention_call import Call, by_reference, dropped
 from .attention_checks import (
     check_inputs,
@@ -29,6 +28,7 @@ from .attention_checks import (
 )
 from .registry import Case, Draw, Op, Tensors, register
 from .token_mask import CALL, OnTokens, call_on_tokens
+from .unknown_names import unknown_names
 
 
 class _Options(TypedDict, total=False):
@@ -156,7 +156,7 @@ def attention(
         torch.Size([2, 4, 10, 64])
     """
     if unknown:
-        raise unknown_names("attention", unknown)
+        raise unknown_names(attention, unknown)
     if not isinstance(q, Tensor):  # check q first: with a wrong order of arguments the mask may be q, k or v
         raise TypeError(f"attention: q must be a tensor, got {type(q).__name__}; the order is attention(q, k, v, mask)")
     mask = as_attention_mask(mask)
@@ -169,7 +169,7 @@ def attention(
     extension, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
     offset = and_causal(mask.causal_offset, causal)
     if extension is not None and CALL.get() is None:
-        lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
+        lengths = fitting_lengths(mask, q, k) if by_triton else mask.key_lengths
         given = (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, offset, mask.window_offset, scale)
         out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
         if out is not None:
@@ -199,7 +199,7 @@ def padded_params(call: Call) -> AttentionParams:
     call.choose_backend()
     (B, H, Lq, _), Lk = sizes(q), sizes(k)[2]
     check_mask(mask, q, (B, H, Lq, Lk))
-    refuse_keep_as_lengths(mask.key_lengths, Lk)
+    refuse_keep_as_lengths(mask, Lk)
     key_keep = mask.key_keep_mask
     if key_keep is not None and sizes(key_keep)[-1] != Lk:
         key_keep = key_keep.expand(-1, -1, -1, k.shape[2])

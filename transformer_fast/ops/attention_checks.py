@@ -235,13 +235,20 @@ def _fit_int32(ids: Tensor) -> bool:
 _PADDING_HINT = ". A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
 
 
+def _as_given(t: Tensor) -> str:
+    """Shape without the axes of size 1 in front, which a mask of fewer dimensions gets, and with them."""
+    shape = tuple(t.shape)
+    given = shape[next((n for n, size in enumerate(shape[:-1]) if size != 1), len(shape) - 1) :]
+    return f"{shape}" if given == shape else f"{given}, which is {shape} by rank,"
+
+
 @unrecorded
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
     B, _, Lq, _ = full
     for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
         if t is not None and not all(broadcasts(size, limit) for size, limit in zip(t.shape, full)):
             raise ValueError(
-                f"attention: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}"
+                f"attention: {name} of shape {_as_given(t)} does not broadcast to (B, H, Lq, Lk) = {full}"
                 + (_PADDING_HINT if name == "mask" and tuple(t.shape) == (1, 1, B, full[3]) else "")
             )
     lengths = mask.key_lengths
@@ -259,16 +266,19 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
     for one in (one for union in mask.unions for one in union):
         check_mask(one, q, full)
         _check_documents("attention", one, B, full[2:])
-        refuse_keep_as_lengths(one.key_lengths, full[3])
+        refuse_keep_as_lengths(one, full[3])
+        if one.key_lengths is not None and can_read_values(one.key_lengths) and is_plain_on_cpu(one.key_lengths):
+            _checked_lengths(one.key_lengths, full[1], full[3])
     ids = mask.document_ids or ()
     for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, mask.first_keys, mask.end_keys, *ids):
         if t is not None and t.device != q.device:
             raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
 
 
-def refuse_keep_as_lengths(lengths: Tensor | None, Lk: int) -> None:
+def refuse_keep_as_lengths(mask: AttentionMask, Lk: int) -> None:
     """Raise if lengths per query look like a keep mask."""
-    if lengths is not None and may_be_keep(lengths, Lk):
+    lengths = mask.key_lengths
+    if lengths is not None and not mask.has_clear_lengths and may_be_keep(lengths, Lk):
         raise ValueError(
             f"attention: lengths {tuple(lengths.shape)} of nothing but 0 and 1 can be read two ways: pass "
             "AttentionMask.keep(t[:, None, None]) if 1 means kept, or "
@@ -282,8 +292,8 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
     Lengths are int32 (B,) or (B, Lq), in [0, Lk]. On a GPU they are cached, as :func:`normal_lengths` are, and so is
     what is made of intervals and unions with a tensor.
     """
-    (B, _, Lq, _), Lk = sizes(q), sizes(k)[2]
-    own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, Lq, Lk)
+    (B, H, Lq, _), Lk = sizes(q), sizes(k)[2]
+    own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, H, Lq, Lk)
     if not mask.has_ranges:
         return mask.keep_mask, own
 
@@ -309,8 +319,8 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
     return on_its_tensors(read, 0, ("kernel mask", B, Lq, Lk), found)
 
 
-def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
-    """Convert lengths (B,) or (B, Lq) to int32 in [0, Lk].
+def normal_lengths(lengths: Tensor, B: int, H: int, Lq: int, Lk: int) -> Tensor:
+    """Convert lengths (B,) or (B, Lq) to int32 in [0, Lk]; H is only for the message.
 
     On a CPU every call reads the lengths and raises for values out of range; in a graph the op does that. On a GPU,
     reading would wait for the device, so lengths are clamped. The result is cached (tensor_cache.py), so that all
@@ -323,7 +333,7 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     if lengths.shape[0] != B:
         lengths = lengths.expand(B, *lengths.shape[1:])
     if not torch.compiler.is_compiling() and is_plain_on_cpu(lengths):
-        return _checked_lengths(lengths, Lk)
+        return _checked_lengths(lengths, H, Lk)
     cut = lambda: clamped(lengths, 0, Lk).to(torch.int32)  # noqa: E731
     if torch.compiler.is_compiling() and lengths.device.type == "cpu":
         return clamped(lengths, -1, Lk + 1).to(torch.int32)  # what is out of range stays so in int32
@@ -332,25 +342,28 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     return get_or_compute(lengths, ("normal lengths", Lk), (), cut)
 
 
-def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
+def fitting_lengths(mask: AttentionMask, q: Any, k: Any) -> Tensor | None:
     """:func:`normal_lengths` for an unchecked call; lengths that do not fit are returned unchanged."""
+    lengths = mask.key_lengths
     if lengths is None or not isinstance(k, Tensor) or k.dim() != 4:
         return lengths
     Lk = k.shape[2]
     known = get(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
     if known is not None or not isinstance(q, Tensor) or q.dim() != 4:
         return lengths if known is None else known
-    B, _, Lq, _ = q.shape
-    refuse_keep_as_lengths(lengths, Lk)
+    B, H, Lq, _ = q.shape
+    refuse_keep_as_lengths(mask, Lk)
     fits = lengths.shape == (B,) or lengths.shape == (B, Lq)
-    return normal_lengths(lengths, B, Lq, Lk) if fits else lengths
+    return normal_lengths(lengths, B, H, Lq, Lk) if fits else lengths
 
 
-def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:
+def _checked_lengths(lengths: Tensor, H: int, Lk: int) -> Tensor:
     if lengths.numel() > 0:
         # Reading a few numbers in Python is cheaper than two reductions.
         low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)
         low, high = int(low), int(high)  # a tensor of 8 bits would be compared with the last 8 bits of Lk
         if low < 0 or high > Lk:
-            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}")
+            fits_heads = low >= 0 and high <= H
+            hint = f"; q with {H} heads looks like (B, L, H, D), expected (B, H, L, D)" if fits_heads else ""
+            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}{hint}")
     return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)

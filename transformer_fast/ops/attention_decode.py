@@ -12,10 +12,10 @@ from ..masks import AttentionMask
 from ..masks.checks import kind_of
 from ..tracing import unrecorded
 from . import _plain_attention, eager
-from ._names import unknown_names
 from .attention_call import Call
 from .attention_checks import can_read_values, check_tensors, is_special, mask_by_position, shape_error
 from .registry import Op, register
+from .unknown_names import unknown_names
 
 _INTEGERS = {"lengths": (torch.int32, torch.int64), "page_table": (torch.int32,)}
 
@@ -107,7 +107,7 @@ def attention_decode(
         torch.Size([2, 4, 1, 64])
     """
     if unknown:
-        raise unknown_names("attention_decode", unknown)
+        raise unknown_names(attention_decode, unknown)
     mask = mask_by_position("attention_decode", mask, causal)
     special = is_special(mask, softcap, sinks)
     offset = mask.causal_offset

@@ -17,11 +17,11 @@ from ..masks import AttentionMask
 from ..masks.checks import broadcasts, kind_of
 from ..tracing import is_traced, number, sizes
 from . import _plain_attention, eager
-from ._names import unknown_names
 from .argument_types import check_flag, check_int
 from .attention_call import Call
 from .attention_checks import can_read_values, check_inputs, dropout_number, is_special, mask_by_position
 from .registry import Case, Draw, Op, register
+from .unknown_names import unknown_names
 
 
 class _Options(TypedDict, total=False):
@@ -148,7 +148,7 @@ def attention_packed(
         torch.Size([7, 4, 64])
     """
     if unknown:
-        raise unknown_names("attention_packed", unknown)
+        raise unknown_names(attention_packed, unknown)
     if type(dropout_p) is not float:
         dropout_p = dropout_number("attention_packed", dropout_p)
     mask = mask_by_position("attention_packed", mask, causal, takes_keep=True)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
@@ -143,9 +144,10 @@ def _count(losses: Tensor, target: Tensor, class_weight: Tensor | None, ignore_i
     counts = target != ignore_index
     if class_weight is None:
         return counts.sum()
-    weights = class_weight.detach().to(losses.dtype)
+    weights = F.pad(class_weight.detach().to(losses.dtype), (0, 1))  # one more, for a vocabulary of 0
     # A target outside the vocabulary has already made the loss NaN (GPU) or raised (CPU).
-    return (weights[target.clamp(0, weights.shape[0] - 1)] * counts).sum()
+    total = weights[target.clamp(0, class_weight.shape[0] - 1)].masked_fill(~counts, 0.0).sum()
+    return total.masked_fill(total == 0.0, torch.nan)
 
 
 def _result_dtype(x: Tensor, target: Tensor, autocast: bool) -> torch.dtype:

@@ -13,9 +13,9 @@ from .. import backends, reference
 from ..tracing import is_recorded_size, sizes, unrecorded
 from ..triton import configs
 from . import _plain, eager, seeds
-from ._names import unknown_names
 from .argument_types import check_int, check_number
 from .registry import Case, Draw, Op, implementation, register
+from .unknown_names import unknown_names
 
 
 def embed(
@@ -63,7 +63,7 @@ def embed(
                 [10., 20.]])
     """
     if unknown:
-        raise unknown_names("embed", unknown)
+        raise unknown_names(embed, unknown)
     if isinstance(ids, Tensor) and ids.dim() == 0:  # a single id becomes a sequence of length 1
         options = {"scale": scale, "offset": offset, "padding_idx": padding_idx, "dropout_p": dropout_p}
         return embed(ids.unsqueeze(0), weight, table, **options).squeeze(0)  # type: ignore[arg-type]

@@ -12,9 +12,9 @@ from torch import Tensor
 from .. import backends, reference
 from ..tracing import unrecorded
 from . import _plain, eager, seeds
-from ._names import unknown_names
 from .argument_types import check_number
 from .registry import Case, Draw, Op, implementation, register
+from .unknown_names import unknown_names
 
 KINDS = ("layer", "std", "rms")
 _SHAPE = (int, tuple, list)
@@ -102,7 +102,7 @@ def layer_norm(
         (torch.Size([2, 5, 32]), torch.Size([2, 5, 32]))
     """
     if unknown:
-        raise unknown_names("layer_norm", unknown)
+        raise unknown_names(layer_norm, unknown)
     if eps is None:
         eps = machine_epsilon(x if residual is None else residual)
     extension, by_triton, seed = eager.fast_path("layer_norm", x, dropout_p)

@@ -38,21 +38,25 @@ def linear_cross_entropy(
     logits = torch.nn.functional.linear(x, weight, bias)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    weighted = logits.log_softmax(-1)
-    if class_weight is not None:
-        weighted = weighted * class_weight.to(logits.dtype)
+    log_probabilities = logits.log_softmax(-1)
+    weights = logits.new_ones(weight.shape[0]) if class_weight is None else class_weight.to(logits.dtype)
     if target.is_floating_point():
         smoothed = target.to(logits.dtype) * (1.0 - label_smoothing) + label_smoothing / weight.shape[0]
-        losses = -(smoothed * weighted).sum(-1)
+        losses = -(smoothed * (log_probabilities * weights)).sum(-1)
         count = torch.ones_like(losses)
     else:
         counts = target != ignore_index
         index = target.masked_fill(~counts, 0)
-        losses = -(1.0 - label_smoothing) * weighted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        # The weight of a class that is no target may be inf or NaN: it is in no product, and in no gradient.
+        own = weights[index].masked_fill(~counts, 0.0)
+        losses = -(1.0 - label_smoothing) * log_probabilities.gather(-1, index.unsqueeze(-1)).squeeze(-1) * own
         if label_smoothing > 0.0:
-            losses = losses - label_smoothing * weighted.mean(-1)
+            losses = losses - label_smoothing * (log_probabilities * weights).mean(-1)
         losses = losses.masked_fill(~counts, 0.0)
-        count = counts.to(logits.dtype) if class_weight is None else class_weight.to(logits.dtype)[index] * counts
+        count = own
     if reduction == "none":
         return losses
-    return losses.sum() / count.sum() if reduction == "mean" else losses.sum()
+    if reduction == "sum":
+        return losses.sum()
+    total = count.sum()
+    return losses.sum() / total.masked_fill(total == 0.0, torch.nan)

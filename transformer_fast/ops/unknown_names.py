@@ -7,7 +7,10 @@ checkers refuse unknown names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 _SHARED = {
     "is_causal": "causal=True",
@@ -89,8 +92,23 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 """Hints by public op and by the given name."""
 
 
-def unknown_names(op: str, names: Iterable[str]) -> TypeError:
-    """Error for unknown keyword arguments of an op; for the name of another library the message says what to write."""
-    hints = HINTS[op]
-    parts = [f"{name}; write {hints[name]}" if name in hints else name for name in names]
-    return TypeError(f"{op}() got an unexpected keyword argument: " + ". Also: ".join(parts))
+def unknown_names(op: Callable[..., Any], names: Iterable[str], called: str = "") -> TypeError:
+    """Error for unknown keyword arguments of an op.
+
+    For the name of another library the message says what to write, for a misspelt one the name that is close to it.
+
+    Args:
+        op: public function of the op.
+        names: the unknown keywords.
+        called: public name of the function that was called, if it is not the op.
+    """
+    parts = [f"{name}{_hint(op, name)}" for name in names]
+    return TypeError(f"{called or op.__name__}() got an unexpected keyword argument: " + ". Also: ".join(parts))
+
+
+def _hint(op: Callable[..., Any], name: str) -> str:
+    if name in (hints := HINTS[op.__name__]):
+        return f"; write {hints[name]}"
+    known = [each for each in inspect.signature(op).parameters if each != "unknown"]
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(known)}"
