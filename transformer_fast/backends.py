@@ -28,7 +28,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import extension
-from .tracing import needs_plain_ops
+from .tracing import needs_plain_ops, refuse_torchscript
 
 NAMES = ("auto", "native", "triton", "reference")
 ON_CUDA: dict[str, str] = {}
@@ -189,6 +189,7 @@ def resolve(function: str, device: torch.device, dtype: torch.dtype) -> str:
     """
     if needs_plain_ops():
         return "plain"
+    refuse_torchscript(function)
     op = _kernels_of(function)
     if torch.compiler.is_compiling():
         return choose(op, device, dtype)[0]

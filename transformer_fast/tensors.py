@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.nn import Parameter
 
+from .tracing import is_traced
+
 Kind = TypeVar("Kind", bound=Tensor)
 
 _IN_GRAPHS = (FakeTensor, FunctionalTensor)
@@ -23,8 +25,9 @@ def takes_fused_ops(*values: Any) -> bool:
     """Return True if the fused ops take these values in the current context.
 
     The ops refuse nested and sparse tensors, unknown tensor classes such as DTensor, and proxies of torch.fx. The ops
-    refuse all tensors inside a transform of torch.func (vmap, grad) and in forward-mode differentiation. None, values
-    that are not tensors, and tensors of classes marked by :func:`made_when_read` are accepted.
+    refuse all tensors inside a transform of torch.func (vmap, grad), in forward-mode differentiation and under
+    torch.jit.trace. None, values that are not tensors, and tensors of classes marked by :func:`made_when_read` are
+    accepted.
     """
     for value in values:
         if value is None or (kind := type(value)) is Parameter:
@@ -34,7 +37,7 @@ def takes_fused_ops(*values: Any) -> bool:
                 return False
         elif kind not in _IN_GRAPHS and issubclass(kind, (Tensor, Proxy)) and not _is_made_when_read(kind):
             return False
-    return forward_ad._current_level < 0 and not _in_transform()
+    return forward_ad._current_level < 0 and not _in_transform() and not is_traced()
 
 
 def made_when_read(kind: type[Kind]) -> type[Kind]:

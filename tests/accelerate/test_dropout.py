@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,8 +129,8 @@ def test_modules() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_graphs_hold_what_they_held(training: bool, tmp_path: Path) -> None:
-    """Compiled, exported and traced models contain torch's dropout, which a compiler can fuse."""
+def test_graphs_hold_what_they_held(training: bool) -> None:
+    """Compiled and exported models contain torch's dropout, which a compiler can fuse."""
     torch._dynamo.reset()
     m, fast, report = pair(nn.Sequential(nn.Linear(48, 48), nn.Dropout(0.4), nn.Dropout(0.3)).train(training))
     assert [row.was for row in report.swapped] == ["nn.Dropout"] * 2
@@ -147,15 +146,9 @@ def test_graphs_hold_what_they_held(training: bool, tmp_path: Path) -> None:
         for strict in (False, True):
             program = torch.export.export(model, (X,), strict=strict)
             graphs.append([str(node.target) for node in program.graph.nodes if node.op == "call_function"])
-        traced = torch.jit.trace(model, X, check_trace=False)
-        graphs.append([node.kind() for node in traced.inlined_graph.nodes()])
     half = len(graphs) // 2
     assert any("dropout" in name for name in graphs[0]) and not any("transformer_fast" in n for g in graphs for n in g)
     assert graphs[1:half] == graphs[half + 1 :]
-    if not training:
-        for name, model in (("before", m[:2]), ("after", fast[:2])):
-            torch.onnx.export(model, (X,), tmp_path / name, dynamo=False)
-        assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

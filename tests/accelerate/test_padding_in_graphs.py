@@ -1,7 +1,7 @@
 """Padded positions of ``nn.TransformerEncoder``: zeros in eager evaluation, in graphs what was computed there.
 
-docs/export.md and docs/accelerate.md say so, of PyTorch's encoder and of the accelerated one. A trace of PyTorch's own
-encoder is the one graph with zeros; the older ONNX exporter refuses that encoder.
+docs/export.md and docs/accelerate.md say so, of PyTorch's encoder and of the accelerated one. A trace by
+torch.jit has zeros: an accelerated encoder is traced as PyTorch's own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import transformer_fast as tfast
 
 D = 16
 GRAPHS = (
-    *("compiled", "exported", "traced", "ONNX, older"),
-    pytest.param("ONNX, newer", marks=pytest.mark.slow("the exporter works for seconds")),
+    *("compiled", "exported", "traced"),
+    pytest.param("ONNX", marks=pytest.mark.slow("the exporter works for seconds")),
 )
 
 
@@ -46,10 +46,10 @@ def through(way: str, model: nn.Module, given: tuple[Tensor, Tensor], path: Path
         return torch.export.export(model, given).module()(*given)
     if way == "traced":
         return torch.jit.trace(model, given, check_trace=False)(*given)
-    if way.startswith("ONNX"):
-        pytest.importorskip("onnx" if way == "ONNX, older" else "onnxscript")
+    if way == "ONNX":
+        pytest.importorskip("onnxscript")
         onnxruntime = pytest.importorskip("onnxruntime")
-        options = {"dynamo": way == "ONNX, newer", "input_names": ["x", "blocked"], "verbose": False}
+        options = {"dynamo": True, "input_names": ["x", "blocked"], "verbose": False}
         torch.onnx.export(model, given, path, **options)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         return torch.from_numpy(session.run(None, {"x": given[0].numpy(), "blocked": given[1].numpy()})[0])
@@ -67,14 +67,10 @@ def test_padding_is_zero_in_eager_evaluation_alone(accelerated: bool, way: str, 
     x, blocked = torch.randn(3, 7, D), torch.arange(7) >= torch.tensor([[7], [4], [2]])
     with torch.no_grad():
         expected = plain(x, src_key_padding_mask=blocked)
-        if way == "ONNX, older" and not accelerated:
-            with pytest.raises(RuntimeError, match="_nested_tensor_from_mask"):
-                through(way, Padded(model), (x, blocked), tmp_path / "encoder.onnx")
-            return
         out = through(way, Padded(model), (x, blocked), tmp_path / "encoder.onnx")
     assert torch.all(expected[blocked] == 0.0)
     torch.testing.assert_close(out[~blocked], expected[~blocked], atol=1e-5, rtol=1e-5)
-    if way == "eager" or (way == "traced" and not accelerated):
+    if way in ("eager", "traced"):
         assert torch.all(out[blocked] == 0.0)
     else:
         assert torch.all(out[blocked].abs().amax(-1) > 0.1), f"{way}: padding is zero, other than the pages say"

@@ -180,7 +180,6 @@ def test_where_the_values_cannot_be_read_the_hint_decides() -> None:
     torch._dynamo.reset()
     torch.testing.assert_close(torch.export.export(Caller(), (X,)).module()(X), by_hint)
     torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(X), by_hint)
-    torch.testing.assert_close(torch.jit.trace(call, X, check_trace=False)(X), by_hint)
     for mask in (OTHER, as_float(OTHER)):
         assert is_look_ahead(mask.to("meta"), True) and not is_look_ahead(mask.to("meta"), None)
 

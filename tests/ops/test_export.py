@@ -1,4 +1,4 @@
-"""Exported models (torch.jit.trace, both ONNX exporters, torch.export) consist of PyTorch's own operators.
+"""Exported models (torch.export, and the ONNX exporter on it) consist of PyTorch's own operators.
 
 The graph is made with one batch and length, and computes the same for another: no mask and no size is a constant of it.
 """
@@ -6,7 +6,6 @@ The graph is made with one batch and length, and computes the same for another: 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 from compiled_models import VOCABULARY, D, Padded
-from export_cases import MODELS, OPS, Call, Case, Inputs, heads, ids, keep, transformer_inputs
+from export_cases import MODELS, OPS, Call, Case, Inputs, ids, keep, transformer_inputs
 from export_compat import COMPAT, OFFSETS, SDPA
 from op_calls import Operators
 from pages import DOCS
 from subprocesses import program
 from test_compile_held import BY_NAME, Form, held_by, inputs_of, result, sizes_of
+from test_public_errors import VALID
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 
 import transformer_fast as tfast
-from transformer_fast import AttentionMask
 from transformer_fast.ops import registry
 from transformer_fast.ops.registry import implementation
 
@@ -85,25 +84,12 @@ def test_every_function_of_compat_has_a_case() -> None:
     assert taking <= {name.split(",")[0] for name in COMPAT}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_traced(name: str) -> None:
-    model, args, expected = made(CASES[name])
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always", torch.jit.TracerWarning)
-        traced = torch.jit.trace(model, args[0], check_trace=False)
-    ours = [w for w in caught if issubclass(w.category, torch.jit.TracerWarning) and "transformer_fast" in w.filename]
-    assert not ours, f"something of the first batch may be a constant: {ours[0].filename}:{ours[0].lineno}"
-    assert "transformer_fast::" not in str(traced.inlined_graph)
-    for given, results in zip(args, expected, strict=True):
-        assert_same(traced(*given), results)
-
-
 READ_BEFORE = "flex_attention, a block mask"
 """A call that torch.export refuses: a block mask has to be read before."""
 CALLS = [name for name in COMPAT | OFFSETS | SDPA if name != READ_BEFORE]
-DECOMPOSED = [name for name in OPS if name != "packed attention"] + ["packed", *CALLS]
-"""Every op, and a model of packed attention."""
-BY_DYNAMO = ["attention", "parts of a mask", "norms and dropout", "embeddings", "nn.TransformerEncoder", *CALLS]
+DECOMPOSED = [name for name in CASES if name not in (READ_BEFORE, "packed attention")]
+"""All but two: a graph cannot read the longest length from a tensor, which "packed attention" does not give."""
+IN_ONNX = [name for name in OPS | MODELS if name != "packed attention"] + CALLS
 
 
 def to_decompose() -> Iterator[Any]:
@@ -139,23 +125,10 @@ def check_onnx(path: Path, args: list[Inputs], expected: list[list[Tensor]]) -> 
         assert_same(run_by_onnx(path, given), results)
 
 
-@pytest.mark.cover(3)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore")  # warning of the exporter about itself
-def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnx")
-    model, args, expected = made(CASES[name])
-    names = [f"input{n}" for n in range(len(args[0]))]
-    axes = {name: {d: f"{name}_{d}" for d in sizes} for name, sizes in zip(names, open_sizes(args), strict=True)}
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(model, args[0], path, dynamo=False, input_names=names, dynamic_axes=axes, opset_version=17)
-    check_onnx(path, args, expected)
-
-
 @pytest.mark.cover(2)
-@pytest.mark.parametrize("name", BY_DYNAMO)
+@pytest.mark.parametrize("name", IN_ONNX)
 @pytest.mark.filterwarnings("ignore")
-def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
+def test_onnx(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     model, args, expected = made(CASES[name])
     sizes, path = tuple(open_sizes(args)), tmp_path / "model.onnx"
@@ -178,7 +151,7 @@ def test_the_page_says_what_is_tested() -> None:
     for name in COMPAT:
         rows.setdefault(f"`compat.{name.split(',')[0]}`", []).append(name)
     rows["models"] = list(MODELS)
-    ways = {"TorchScript": CASES, "ONNX, older": CASES, "ONNX, newer": BY_DYNAMO, "exported program": DECOMPOSED}
+    ways = {"ONNX": IN_ONNX, "exported program": DECOMPOSED}
     table = [f"| calls | {' | '.join(ways)} |"]
     for what, names in rows.items():
         counts = [sum(name in tested for name in names) for tested in ways.values()]
@@ -212,21 +185,13 @@ assert not any(name.startswith("transformer_fast") for name in sys.modules)
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["traced", pytest.param("exported", marks=pytest.mark.slow("torch.export needs ten seconds"))]
-)
-def test_a_saved_graph_runs_without_this_package(how: str, tmp_path: Path) -> None:
+@pytest.mark.slow("torch.export needs ten seconds")
+def test_a_saved_graph_runs_without_this_package(tmp_path: Path) -> None:
     model, args, expected = made(MODELS["Transformer"])
     path, data = str(tmp_path / "model.pt2"), str(tmp_path / "data.pt")
     torch.save((args, expected), data)
-    if how == "traced":
-        with torch.no_grad():
-            torch.jit.save(torch.jit.trace(model, args[0]), path)
-        code = IN_A_FRESH_PROCESS.format(load="jit.load", path=path, module="", data=data)
-    else:
-        torch.export.save(exported(model, args).run_decompositions(tfast.decompositions()), path)
-        code = IN_A_FRESH_PROCESS.format(load="export.load", path=path, module=".module()", data=data)
-    program(code, cwd=tmp_path)
+    torch.export.save(exported(model, args).run_decompositions(tfast.decompositions()), path)
+    program(IN_A_FRESH_PROCESS.format(load="export.load", path=path, module=".module()", data=data), cwd=tmp_path)
 
 
 def test_a_saved_program_of_fused_ops_needs_the_import_alone(tmp_path: Path) -> None:
@@ -241,32 +206,30 @@ def test_a_saved_program_of_fused_ops_needs_the_import_alone(tmp_path: Path) -> 
 
 def test_a_graph_in_training_is_refused() -> None:
     args = transformer_inputs(3, 7)
-    with pytest.raises(RuntimeError, match=r"embed: .* cannot write dropout .* is 0\.1; call model\.eval\(\)"):
-        torch.jit.trace(Padded(), args)
     graph = exported(Padded(), [args, args])
-    with pytest.raises(RuntimeError, match="cannot write dropout"):
+    with pytest.raises(RuntimeError, match=r"embed: .* cannot write dropout .* is 0\.1; call model\.eval\(\)"):
         graph.run_decompositions(tfast.decompositions())
 
 
-def test_wrong_inputs_are_named_while_tracing() -> None:
-    q = heads(2, 5)
-    with pytest.raises(ValueError, match=r"k and v must share heads and length, got q \(2, 4, 5, 8\)"):
-        torch.jit.trace(tfast.attention, (q, q, q[:, :, 1:]))
-    with pytest.raises(ValueError, match=r"weight must be \(d,\) = \(8,\)"):
-        torch.jit.trace(tfast.layer_norm, (q, torch.ones(7), torch.ones(7)))
+@pytest.mark.parametrize("name", sorted(VALID))
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_function_is_not_recorded_by_torchscript(name: str) -> None:
+    call = VALID[name]
+    tensors = {key: value for key, value in call.items() if isinstance(value, Tensor)}
 
+    def record(*given: Tensor) -> Tensor:
+        return getattr(tfast.ops, name)(**call | dict(zip(tensors, given)))
 
-def test_eager_calls_after_a_trace_run_on_the_kernels() -> None:
-    q = heads(2, 5)
-    before = tfast.attention(q, q, q, AttentionMask.lengths(n := torch.tensor([5, 2])))
-    torch.jit.trace(lambda t, n: tfast.attention(t, t, t, AttentionMask.lengths(n)), (q, n))
-    assert torch.equal(tfast.attention(q, q, q, AttentionMask.lengths(n)), before)
+    if not tensors:  # it is a constant
+        return
+    with pytest.raises(RuntimeError, match=rf"^{name}: torch\.jit\.trace, .* expected torch\.export"):
+        torch.jit.trace(record, tuple(tensors.values()))
+    record(*tensors.values())  # later calls run
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("implementation", ["jit", "onnx"])
 @pytest.mark.filterwarnings("ignore")
-def test_bert_of_transformers(implementation: str, tmp_path: Path) -> None:
+def test_bert_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tfast.integrations.transformers.register()
     sizes = {"hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
@@ -278,15 +241,9 @@ def test_bert_of_transformers(implementation: str, tmp_path: Path) -> None:
             lambda b, n: (ids(b, n), torch.ones(b, n).long() if n == 7 else keep(b, n).long()),
         )
     )
-    if implementation == "jit":
-        with torch.no_grad():
-            traced = torch.jit.trace(model, args[0])
-        assert "transformer_fast::" not in str(traced.inlined_graph)
-        found = [all_of(traced(*given)) for given in args]
-    else:
-        path, axes = tmp_path / "model.onnx", {"ids": {0: "b", 1: "n"}, "keep": {0: "b", 1: "n"}}
-        torch.onnx.export(model, args[0], path, dynamo=False, input_names=list(axes), dynamic_axes=axes)
-        found = [run_by_onnx(path, given) for given in args]
+    path, sizes = tmp_path / "model.onnx", tuple(open_sizes(args))
+    torch.onnx.export(model, args[0], path, dynamo=True, dynamic_shapes=(sizes,), verbose=False)
+    found = [run_by_onnx(path, given) for given in args]
     for results, wanted in zip(found, expected, strict=True):
         assert_same(results, wanted)
 

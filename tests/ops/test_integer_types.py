@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[Call, Callable[[torch.dtype], Tensor]]] = {
     "masked_softmax": (lambda q, k, t: d2l.masked_softmax(q[:, 0] @ k[:, 0].mT, t), lambda dtype: lengths(dtype, 3)),
     "pack": (unpacked, lambda dtype: lengths(dtype, 3)),
 }
-WAYS = "eager", "reference", "device", "compiled", "exported", "traced"
+WAYS = "eager", "reference", "device", "compiled", "exported"
 
 
 class Module(nn.Module):
@@ -88,8 +88,6 @@ def test_every_integer_type(name: str, dtype: torch.dtype, way: str, monkeypatch
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(*given)
     elif way == "exported":
         found = torch.export.export(model, given).module()(*given)
-    elif way == "traced":
-        found = torch.jit.trace(model, given, check_trace=False)(*given)
     elif way == "device":
         monkeypatch.setattr(eager, "extension", SimpleNamespace(module=lambda: None))
         monkeypatch.setattr(attention_checks, "is_plain_on_cpu", lambda t: False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -196,15 +195,6 @@ def test_errors_are_those_of_torch(wrong: object) -> None:
     x, weight, bias = inputs((512,), 128, 128)
     with pytest.raises((RuntimeError, TypeError)):
         wrong(x, weight, bias)  # type: ignore[operator]
-
-
-def test_traced(by_onednn: None) -> None:
-    given = [t.detach() for t in inputs((512,), 128, 128)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        traced = torch.jit.trace(ops.linear, tuple(given))
-    torch.testing.assert_close(traced(*given), F.linear(*given), rtol=1e-5, atol=1e-4)
-    assert "aten::linear" in str(traced.graph)
 
 
 def test_module(by_onednn: None) -> None:

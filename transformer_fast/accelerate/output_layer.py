@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..layers.hooks import is_plain
 from ..layers.linear import Linear
-from ..tracing import is_traced
 from . import lazy_logits
 
 NAME = "fused loss"
@@ -30,7 +29,7 @@ class OutputLayer(Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer: (..., in_features) -> (..., out_features), in training a :class:`.lazy_logits.LazyLogits` if
         possible."""
-        if torch.compiler.is_compiling() or is_traced() or not self.training or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not self.training or not torch.is_grad_enabled():
             return super().forward(input)
         if not self._skips_logits(input):
             return super().forward(input)

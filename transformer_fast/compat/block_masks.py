@@ -15,14 +15,12 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 from ..masks.checks import may_be_keep
-from ..tracing import unrecorded
 
 MAX_DENSE = 2**28
 """Maximum size of a dense mask, in entries (bytes): B * H * Lq * Lk. Up to this size the function is evaluated once."""
 _AT_A_TIME = 2**18
 
 
-@unrecorded
 def attention_mask_of(block_mask: Any) -> AttentionMask:
     """The ``AttentionMask`` that allows the keys of a ``torch.nn.attention.flex_attention.BlockMask``.
 

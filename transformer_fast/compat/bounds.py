@@ -10,7 +10,6 @@ from torch import Tensor
 from ..masks import AttentionMask
 from ..masks.checks import is_int, kind_of
 from ..ops.attention_checks import can_read_values
-from ..tracing import number
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -32,10 +31,10 @@ def bounds_of(op: str, causal: bool, window_size: Any) -> tuple[int | None, int 
     for bound in window_size:
         if bound is not None and type(bound) is not int and not is_int(bound):
             raise TypeError(f"{op}: window_size must be two ints, got {window_size!r}")
-        if bound is not None and number(bound) < -1:
+        if bound is not None and bound < -1:
             raise ValueError(f"{op}: a bound of window_size must be at least 0, or -1 for none, got {window_size!r}")
-    left = None if left is None or number(left) == -1 else left
-    right = None if right is None or number(right) == -1 else right
+    left = None if left is None or left == -1 else left
+    right = None if right is None or right == -1 else right
     return left, 0 if causal else right
 
 

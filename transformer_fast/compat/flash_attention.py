@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..tracing import sizes
 from .bounds import bounds_of, check_dimensions, mask_of, softcap_of
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -107,7 +106,7 @@ def flash_attn_qkvpacked_func(
 def check_packed(op: str, name: str, t: Tensor, layout: str, parts: int) -> None:
     """Raise unless t has this layout, with ``parts`` tensors along the third dimension from the end."""
     check_dimensions(op, {name: layout}, t)
-    if sizes(t)[-3] != parts:
+    if t.shape[-3] != parts:
         raise ValueError(f"{op}: {name} must be {layout}, got shape {tuple(t.shape)}")
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 from ..ops.attention import attention
-from ..tracing import sizes
 from .bounds import check_integers
 
 _OP = "flashmask_attention"
@@ -53,7 +52,7 @@ def startend_mask(startend_row_indices: Tensor, queries: int, *, causal: bool = 
     """
     given, columns = startend_row_indices, _COLUMNS[bool(causal)]
     _check_indices(given)
-    if given.dim() != 4 or sizes(given)[3] not in columns:
+    if given.dim() != 4 or given.shape[3] not in columns:
         raise ValueError(
             f"{_OP}: startend_row_indices must be (B, H, Lk, columns) with {columns[0]} or {columns[1]} columns for "
             f"causal={bool(causal)}, got shape {tuple(given.shape)}"
@@ -122,22 +121,22 @@ def flashmask_attention(
         if not isinstance(t, Tensor) or t.dim() != 4:
             got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
             raise ValueError(f"{_OP}: {name} must be a tensor (B, L, H, D), got {got}")
-    heads, key_heads, queries, keys = sizes(query)[2], sizes(key)[2], query.shape[1], sizes(key)[1]
+    heads, key_heads, queries, keys = query.shape[2], key.shape[2], query.shape[1], key.shape[1]
     if startend_row_indices is not None and window_size is not None:
         raise ValueError(f"{_OP}: expected startend_row_indices or window_size, got both")
     if block_mask is not None and startend_row_indices is None:
         raise ValueError(f"{_OP}: block_mask needs startend_row_indices")
     mask = AttentionMask.causal(key.shape[1] - queries) if causal else AttentionMask()
     if window_size is not None:
-        if sizes(query)[1] != keys:
-            raise ValueError(f"{_OP}: window_size is for as many queries as keys, got {sizes(query)[1]} and {keys}")
+        if query.shape[1] != keys:
+            raise ValueError(f"{_OP}: window_size is for as many queries as keys, got {query.shape[1]} and {keys}")
         mask = mask & _window(window_size)
     if isinstance(startend_row_indices, AttentionMask):
         mask = mask & startend_row_indices
     elif startend_row_indices is not None:
         _check_indices(startend_row_indices)
         given = _of_query_heads("startend_row_indices", startend_row_indices, heads, key_heads)
-        if given.dim() == 4 and sizes(given)[2] != keys:
+        if given.dim() == 4 and given.shape[2] != keys:
             raise ValueError(
                 f"{_OP}: startend_row_indices must have a row for each of the {keys} keys, got shape "
                 f"{tuple(startend_row_indices.shape)}"
@@ -146,7 +145,7 @@ def flashmask_attention(
     if block_mask is not None:
         check_integers(_OP, "block_mask", block_mask, "(B, H, blocks, blocks)", query.device)
         blocks = -(-queries // 128), -(-keys // 128)
-        if any(size != count for size, count in zip(sizes(block_mask)[2:], blocks, strict=True)):
+        if any(size != count for size, count in zip(block_mask.shape[2:], blocks, strict=True)):
             raise ValueError(
                 f"{_OP}: block_mask must be (B, H, {blocks[0]}, {blocks[1]}), blocks of 128 queries and 128 keys, got "
                 f"shape {tuple(block_mask.shape)}"
@@ -181,6 +180,6 @@ def _of_query_heads(name: str, t: Tensor, heads: int, key_heads: int) -> Tensor:
     """Repeat what each key head has for the query heads of its group."""
     if t.dim() != 4:
         return t
-    if all(sizes(t)[1] != count for count in (1, heads, key_heads)):
+    if all(t.shape[1] != count for count in (1, heads, key_heads)):
         raise ValueError(f"{_OP}: {name} must have 1, {key_heads} or {heads} heads, got shape {tuple(t.shape)}")
-    return t.repeat_interleave(heads // key_heads, 1) if 1 < sizes(t)[1] == key_heads != heads else t
+    return t.repeat_interleave(heads // key_heads, 1) if 1 < t.shape[1] == key_heads != heads else t

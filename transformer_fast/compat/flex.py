@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 from ..ops.attention import attention
-from ..tracing import sizes
 from .block_masks import attention_mask_of
 from .bounds import check_dimensions
 
@@ -64,7 +63,7 @@ def flex_attention(
         raise NotImplementedError(f"{_OP}: return_aux with max_scores is not supported")
     layouts = {"query": "(B, H, Lq, D)", "key": "(B, Hkv, Lk, D)", "value": "(B, Hkv, Lk, Dv)"}
     check_dimensions(_OP, layouts, query, key, value)
-    heads, key_heads = sizes(query)[1], sizes(key)[1]
+    heads, key_heads = query.shape[1], key.shape[1]
     if heads != key_heads and not enable_gqa:
         raise ValueError(
             f"{_OP}: query and key must share their heads unless enable_gqa=True, got {heads} and {key_heads}"
@@ -72,7 +71,7 @@ def flex_attention(
     mask = block_mask
     if mask is not None and not isinstance(mask, AttentionMask):
         mask = attention_mask_of(block_mask)
-        lengths = sizes(query)[2], sizes(key)[2]
+        lengths = query.shape[2], key.shape[2]
         if block_mask.shape[-2:] != lengths:
             raise ValueError(f"{_OP}: block_mask {block_mask.shape} must end in (Lq, Lk) = {lengths}")
     options: dict[str, Any] = {"scale": scale, "empty_rows": "zero"}

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..masks import AttentionMask
 from ..masks.checks import is_int
 from ..ops.attention_decode import attention_decode
-from ..tracing import is_recorded_size, sizes, unrecorded
 from .bounds import bounds_of, check_dimensions, check_integers, check_range, mask_of, softcap_of
 
 _OP = "flash_attn_with_kvcache"
@@ -116,7 +115,6 @@ def flash_attn_with_kvcache(
     return out.transpose(1, 2).contiguous(), logsumexp
 
 
-@unrecorded
 def _check_new(q: Tensor, k_cache: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless new keys and values fit the queries and the cache."""
     check_dimensions(_OP, dict.fromkeys(("k", "v"), "(B, Lnew, Hkv, D)"), k, v)
@@ -138,13 +136,13 @@ def _rows_of(
         _check_per_sequence(name, t, q)
     if block_table is not None:
         check_integers(_OP, "block_table", block_table, "(B, max_pages)", q.device)
-        if sizes(block_table)[0] != sizes(q)[0]:
+        if block_table.shape[0] != q.shape[0]:
             raise ValueError(f"{_OP}: block_table must be (B, max_pages), B = {B}, got {tuple(block_table.shape)}")
         return block_table
     if batch_idx is not None:
         check_range(_OP, "cache_batch_idx", batch_idx, 0, k_cache.shape[0] - 1, "the rows of k_cache")
         return batch_idx[:, None]
-    if sizes(k_cache)[0] < sizes(q)[0]:
+    if k_cache.shape[0] < q.shape[0]:
         raise ValueError(f"{_OP}: k_cache must have at least B = {B} rows, got shape {tuple(k_cache.shape)}")
     return torch.arange(B, device=q.device)[:, None]
 
@@ -156,9 +154,7 @@ def _lengths_of(q: Tensor, given: int | Tensor | None, capacity: int, appended: 
             raise ValueError(f"{_OP}: k and v need cache_seqlens, their positions in the cache")
         given = capacity
     lengths: Any = given
-    if is_recorded_size(given):
-        lengths = torch.zeros(q.shape[0], dtype=torch.int32, device=q.device) + given
-    elif is_int(given):
+    if is_int(given):
         lengths = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
     _check_per_sequence("cache_seqlens", lengths, q)
     check_range(_OP, "cache_seqlens", lengths, 0, capacity, "the keys of the cache")
@@ -167,7 +163,7 @@ def _lengths_of(q: Tensor, given: int | Tensor | None, capacity: int, appended: 
 
 def _check_per_sequence(name: str, t: Tensor, q: Tensor) -> None:
     check_integers(_OP, name, t, "(B,)", q.device)
-    if sizes(t)[0] != sizes(q)[0]:
+    if t.shape[0] != q.shape[0]:
         raise ValueError(f"{_OP}: {name} must be (B,) = ({q.shape[0]},), got shape {tuple(t.shape)}")
 
 
@@ -176,7 +172,7 @@ def _checked_tables(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[
     if cos is None or sin is None:
         raise ValueError(f"{_OP}: rotary_cos and rotary_sin must be given together")
     check_dimensions(_OP, dict.fromkeys(("rotary_cos", "rotary_sin"), "(positions, R / 2)"), cos, sin)
-    if sizes(cos) != sizes(sin) or 2 * sizes(cos)[1] > sizes(q)[-1]:
+    if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
         raise ValueError(
             f"{_OP}: rotary_cos and rotary_sin must be (positions, R / 2) with R up to D = {q.shape[-1]}, got "
             f"{tuple(cos.shape)} and {tuple(sin.shape)}"
@@ -195,7 +191,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved
     check_range(_OP, "positions", positions, 0, cos.shape[0] - 1, "the rows of rotary_cos")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     c, s = (table[positions].unsqueeze(2).to(wide) for table in (cos, sin))
-    R = 2 * sizes(cos)[1]
+    R = 2 * cos.shape[1]
     pairs = x[..., :R].to(wide)
     first, second = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
     turned = first * c - second * s, first * s + second * c

@@ -20,7 +20,6 @@ from ..ops.attention import attention
 from ..ops.attention_checks import can_read_values
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_packed import attention_packed
-from ..tracing import greatest, is_recorded_size, is_traced, number, sizes, unrecorded
 from .bounds import check_dimensions, mask_of
 from .flash_attention import with_weights
 
@@ -69,7 +68,7 @@ class Call:
     def by_position(self, longest_query: int) -> bool:
         """Return True if the result depends on the alignment of queries and keys."""
         left, right = self.bounds
-        if left is None and self.alibi_slopes is None and right is not None and number(longest_query) <= 1:
+        if left is None and self.alibi_slopes is None and right is not None and longest_query <= 1:
             return False  # the only query is at the last key
         return self.bounds != (None, None) or self.alibi_slopes is not None
 
@@ -90,9 +89,9 @@ def sequences(op: str, names: tuple[str, str], starts: Any, longest: Any, total:
     of_starts, of_longest = names
     if not isinstance(starts, Tensor) or starts.dtype != torch.int32:
         raise TypeError(f"{op}: {of_starts} must be an int32 tensor (B + 1,), got {kind_of(starts)}")
-    if starts.dim() != 1 or sizes(starts)[0] == 0:
+    if starts.dim() != 1 or starts.shape[0] == 0:
         raise ValueError(f"{op}: {of_starts} must be (B + 1,), got shape {tuple(starts.shape)}")
-    if isinstance(longest, Tensor) and not is_recorded_size(longest):
+    if isinstance(longest, Tensor):
         longest = int(longest)
     found = Sequences(starts, longest)
     if not is_int(longest):
@@ -170,7 +169,7 @@ def _ending_together(given: Sequences, tokens: Tensor) -> Packing:
     """Packing of a left-padded batch (B, longest, ...), in which each sequence ends at the last position."""
     token = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
     ends = given.starts[1:].contiguous()
-    if torch.compiler.is_compiling() or is_traced():  # ONNX has no searchsorted
+    if torch.compiler.is_compiling():  # ONNX has no searchsorted
         sequence = (token.unsqueeze(1) >= ends).sum(1)
     else:
         sequence = torch.searchsorted(ends, token, right=True)
@@ -187,7 +186,7 @@ def _starting_together(x: Tensor, given: Sequences, dim: int) -> Tensor:
     """Move the padding of x (B, ...) along ``dim`` behind the sequences, as zeros."""
     position = torch.arange(given.longest, device=x.device)
     lengths = given.lengths[:, None].long()
-    source = (position + given.longest - lengths).clamp(max=greatest(given.longest - 1, 0))
+    source = (position + given.longest - lengths).clamp(max=max(given.longest - 1, 0))
     shape = [x.shape[0], *(1 for _ in x.shape[1:])]
     shape[dim] = given.longest
     moved = x.gather(dim, source.view(shape).expand_as(x))
@@ -220,7 +219,6 @@ def cached_attention(
     return take(out.transpose(1, 2), of_q), _per_head(logsumexp, of_q)
 
 
-@unrecorded
 def _check_batch(op: str, q: Tensor, *starts: Tensor) -> None:
     """Raise unless all starts have the same number of sequences and are on the device of the queries."""
     for given in starts:
@@ -231,7 +229,6 @@ def _check_batch(op: str, q: Tensor, *starts: Tensor) -> None:
             raise ValueError(f"{op}: there must be as many sequences of keys as of queries, got {got}")
 
 
-@unrecorded
 def check_token_layout(op: str, names: tuple[str, str, str], q: Any, k: Any, v: Any, in_pages: bool) -> None:
     """Raise unless the queries are (Tq, H, D), and keys and values are (Tk, Hkv, D) or paged."""
     layout = "(pages, page_size, Hkv, D)" if in_pages else "(Tk, Hkv, D)"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..ops.attention_checks import can_read_values
-from ..tracing import sizes
 from .bounds import bounds_of, check_integers, refuse_gradient
 from .ragged import Call, cached_attention, check_token_layout, ragged_attention, sequences
 
@@ -69,7 +68,7 @@ def varlen_attn(
         RuntimeError: for a gradient through ``block_table``.
     """
     check_token_layout(_OP, ("query", "key", "value"), query, key, value, block_table is not None)
-    heads, key_heads = sizes(query)[-2], sizes(key)[-2]
+    heads, key_heads = query.shape[-2], key.shape[-2]
     if heads != key_heads and not enable_gqa:
         raise ValueError(
             f"{_OP}: query and key must share their heads unless enable_gqa=True, got {heads} and {key_heads}"

@@ -22,7 +22,6 @@ from ..masks import AttentionMask
 from ..masks.checks import four_dimensions
 from ..masks.packing import PackedMask
 from ..ops.token_mask import token_mask
-from ..tracing import sizes
 from .common import embed_with_table, leave_weights, merge_heads, packed_heads, padded_weights, project_heads, root_of
 
 Linears = Callable[[nn.Module], Sequence[nn.Module]]
@@ -110,7 +109,7 @@ def post_norm_sublayer(m: Any, x: Tensor, function: Any) -> Tensor:
 
 def add_norm(m: Any, x: Tensor, y: Tensor) -> Tensor | None:
     """``ln(x + dropout(y))``."""
-    return norm_and_sum(m.ln, unsummed(x, y, m.dropout))[0] if sizes(x) == sizes(y) else None
+    return norm_and_sum(m.ln, unsummed(x, y, m.dropout))[0] if x.shape == y.shape else None
 
 
 def feed_forward(m: Any, x: Tensor, *, first: str, second: str) -> Tensor:
@@ -137,7 +136,7 @@ def positional(m: Any, x: Tensor, *offset: Any, name: str = "pe", axis: int = 1)
     if offset or p is None or not isinstance(table, Tensor) or table.dim() != 3 or table.shape[1 - axis] != 1:
         return None
     table = table.squeeze(1 - axis)
-    fits = x.dim() == 3 and sizes(x)[axis] <= sizes(table)[0] and x.device == table.device
+    fits = x.dim() == 3 and x.shape[axis] <= table.shape[0] and x.device == table.device
     if not fits or torch.promote_types(x.dtype, table.dtype) != x.dtype:
         return None
     if axis == 1:

@@ -19,7 +19,6 @@ from ..masks import AttentionMask
 from ..masks.packing import PackedMask, take, unpack
 from ..ops.attention import attention as attention_op
 from ..ops.embedding import add_positional, embed
-from ..tracing import is_traced, sizes
 
 Weights = bool | str
 """Values of ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped"
@@ -59,7 +58,7 @@ def embed_with_positions(
 
     Plain embedding and dropout run in one pass. The module ``positions`` is not called; its table is read.
     """
-    table, p = positions.table(offset + sizes(ids)[-1]), fused_p(dropout)
+    table, p = positions.table(offset + ids.shape[-1]), fused_p(dropout)
     if p is None or not is_lookup(embedding):
         return apply_dropout(dropout, add_positional(embedding(ids) * scale, table, offset))
     padding_idx = embedding.padding_idx
@@ -78,7 +77,7 @@ def embed_with_table(
     if p is None or not is_lookup(embedding) or not isinstance(table, Tensor) or not isinstance(scale, float | int):
         return None
     weight = embedding.weight
-    fits = table.dim() == 2 and offset + sizes(ids)[-1] <= sizes(table)[0] and table.device == ids.device
+    fits = table.dim() == 2 and offset + ids.shape[-1] <= table.shape[0] and table.device == ids.device
     if not fits or torch.promote_types(table.dtype, weight.dtype) != weight.dtype:
         return None
     padding = embedding.padding_idx
@@ -206,6 +205,4 @@ class LastWeights:
 def leave_weights(module: nn.Module, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
     """Let a module with :class:`LastWeights` compute the weights of this call by ``compute(*tensors)``."""
     detached = [t.detach() for t in tensors]
-    setattr(
-        module, LAST_WEIGHTS, None if torch.compiler.is_compiling() or is_traced() else lambda _: compute(*detached)
-    )
+    setattr(module, LAST_WEIGHTS, None if torch.compiler.is_compiling() else lambda _: compute(*detached))

@@ -24,7 +24,6 @@ from ..masks.packing import PackedMask
 from ..ops.attention import attention
 from ..reference.dialects import d2l as text
 from ..reference.dialects.d2l import State, ValidLens, sequence_mask, transpose_output, transpose_qkv
-from ..tracing import is_traced, sizes
 from .common import (
     LAST_WEIGHTS,
     LastWeights,
@@ -92,8 +91,7 @@ def lengths_mask(where: str, valid_lens: ValidLens, B: int, Lq: int, Lk: int) ->
             f"{where}: valid_lens must be an integer tensor of lengths, got {what}; a bool keep mask goes in as "
             "AttentionMask.keep(mask), a float mask of 1.0 = blocked as AttentionMask.blocked(mask)"
         )
-    shape = tuple(valid_lens.shape)
-    if not (is_traced() or shape == (B,) or shape == (B, Lq)):
+    if valid_lens.shape != (B,) and valid_lens.shape != (B, Lq):
         raise ValueError(
             f"{where}: valid_lens must be (B,) = ({B},) or (B, Lq) = ({B}, {Lq}), got shape {tuple(valid_lens.shape)}"
         )
@@ -225,7 +223,7 @@ class AddNorm(text.AddNorm):
 
     def forward(self, X: Tensor, Y: Tensor) -> Tensor:
         """X and Y (..., d) of one shape -> (..., d)."""
-        if sizes(X) != sizes(Y):
+        if X.shape != Y.shape:
             raise ValueError(f"AddNorm: X and Y must have one shape, got {tuple(X.shape)} and {tuple(Y.shape)}")
         return norm.norm_and_sum(self.ln, norm.unsummed(X, Y, self.dropout))[0]
 
@@ -273,7 +271,7 @@ class DecoderBlock(text.DecoderBlock):
         """Return the mask that equals the valid lengths of the text."""
         if self.training:
             return AttentionMask.causal()
-        return AttentionMask.causal(0 if seen is None else sizes(seen)[1]) if self.causal_eval else None
+        return AttentionMask.causal(0 if seen is None else seen.shape[1]) if self.causal_eval else None
 
 
 class _Stack(text.Stack):
@@ -387,5 +385,5 @@ def ported_decoder(m: Any, ids: Tensor, state: Any, *, counts_on: bool) -> Any:
 
 
 def _leave_all_weights(m: Any, stack: type) -> None:
-    if not (torch.compiler.is_compiling() or is_traced()):
+    if not torch.compiler.is_compiling():
         m.__dict__[LAST_WEIGHTS] = stack.attention_weights.fget  # type: ignore[attr-defined]

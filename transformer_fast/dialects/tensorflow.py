@@ -32,7 +32,6 @@ from ..reference.dialects.tensorflow import (
     get_angles,
     point_wise_feed_forward_network,
 )
-from ..tracing import is_traced
 from .common import (
     additive_scores,
     attend,
@@ -143,9 +142,7 @@ def blocked_mask(where: str, mask: BlockedMask, axes: int = 4) -> AttentionMask 
             + (hint if mask.dim() == 3 else "")
         )
     # On a GPU this check would wait for the device.
-    checked = mask.device.type == "cpu" and not (
-        torch.compiler.is_compiling() or is_traced() or backends.in_transform()
-    )
+    checked = mask.device.type == "cpu" and not (torch.compiler.is_compiling() or backends.in_transform())
     if checked and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(
             f"{where}: a mask of this dialect holds 1.0 for blocked and 0.0 for kept, and nothing else. If it is added "

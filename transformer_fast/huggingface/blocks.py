@@ -28,7 +28,6 @@ from ..layers.prepacked import product_of
 from ..masks import AttentionMask
 from ..ops.linear import is_faster
 from ..ops.norm import eager_layer_norm
-from ..tracing import is_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +267,7 @@ class RelativeAttention(Fast):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, AttentionMask, Tensor | None] | None:
-        if torch.compiler.is_compiling() or is_traced() or not is_ours(self.config._attn_implementation):
+        if torch.compiler.is_compiling() or not is_ours(self.config._attn_implementation):
             return None
         source = hidden_states if key_value_states is None else key_value_states
         is_small = hidden_states.shape[1] * source.shape[1] < WORTH_IT and BOUNDARIES not in kwargs

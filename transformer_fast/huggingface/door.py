@@ -21,7 +21,6 @@ from ..integrations.transformers import weights_are_captured
 from ..layers.padded_calls import GAPS, NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record
 from ..layers.padder import Padder
 from ..masks.packing import Packing, packing_of, take, unpack
-from ..tracing import is_traced
 from .blocks import Fast
 from .inside import is_plain_inside, obstacle_inside
 
@@ -93,7 +92,7 @@ class Stack(Fast):
     """True for a stack that gets padding masks (B, L), and makes its masks of them."""
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_traced() or len(args) > len(self._former.names):
+        if torch.compiler.is_compiling() or len(args) > len(self._former.names):
             return None
         call = current()
         if call is None:

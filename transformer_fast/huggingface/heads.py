@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..integrations.tokens import with_packing
 from ..layers.padded_calls import GAPS, NO_SOURCE, StaysPaddedError, padded_calls
 from ..masks.packing import Packing, packings_of, take
-from ..tracing import is_traced
 from . import supported
 from .blocks import Fast
 from .door import CACHED, Call, Stack, current, entered, has_cache
@@ -82,7 +81,7 @@ class HeadModel(Fast):
     """A model around stacks: it decides for them which calls keep their padding."""
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        inner = current() is not None or torch.compiler.is_compiling() or is_traced()
+        inner = current() is not None or torch.compiler.is_compiling()
         if inner or len(args) > len(self._former.names):
             return None
         given, call = dict(zip(self._former.names, args)) | kwargs, Call(padded_calls(self))

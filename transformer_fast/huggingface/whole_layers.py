@@ -20,7 +20,6 @@ from ..layers.linear import Linear
 from ..layers.norm import norm_and_sum
 from ..layers.prepacked import product_of
 from ..layers.torch_modules import LayerNorm
-from ..tracing import is_traced
 from .blocks import ActivatedLinear, DropoutAddNorm, Fast, activated, unsummed
 from .inside import is_plain_inside
 
@@ -47,7 +46,7 @@ class BertLayer(Fast):
             return None
         if not (is_plain_inside(self) if boundaries is None else boundaries.is_plain):
             return None
-        if boundaries is None and (torch.compiler.is_compiling() or is_traced() or weights_are_captured()):
+        if boundaries is None and (torch.compiler.is_compiling() or weights_are_captured()):
             return None
         parts = self._modules
         attention, inner, last = parts["attention"]._modules, parts["intermediate"], parts["output"]

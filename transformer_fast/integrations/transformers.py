@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ..layers.attention import module_attention
 from ..layers.padded_calls import StaysPaddedError
 from ..masks import AttentionMask
-from ..tracing import is_traced, sizes
 from . import flattened, interface
 from .lazy_mask import LazyMask, bounds_of
 from .names import NAME, NAMES, registered
@@ -122,12 +121,12 @@ def attention_forward(
             )
     wanted = "dropped" if kwargs.get("output_attentions") or weights_are_captured() else False
     sequences = flattened.Bounds.of(module, query, key, kwargs)
-    if sizes(query)[0] != sizes(key)[0]:
+    if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
     if sequences is not None and _is_of_boundaries(attention_mask) and interface.supports_flash(type(module.config)):
         mask, bias = flattened.mask_within(_looks_back(module, is_causal), kwargs.get("sliding_window")), None
-    elif attention_mask is None and sizes(query)[2] > 1 and _looks_back(module, is_causal):
+    elif attention_mask is None and query.shape[2] > 1 and _looks_back(module, is_causal):
         mask = AttentionMask.causal()
     if isinstance(position_bias, AttentionMask):
         mask = position_bias if mask is None else mask & position_bias
@@ -191,7 +190,7 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    recorded = torch.compiler.is_compiling() or is_traced()
+    recorded = torch.compiler.is_compiling()
     if recorded and interface.supports_sdpa(type(kwargs.get("config"))):
         return sdpa_mask(*args, **kwargs)
     if not recorded and kwargs.get("config") is not None:
@@ -239,7 +238,7 @@ def _mask_as_by(
     """
     from transformers.masking_utils import sdpa_mask
 
-    if torch.compiler.is_compiling() or is_traced() or args:
+    if torch.compiler.is_compiling() or args:
         return theirs(*args, **kwargs)
     if flat() is not None:
         return None
@@ -319,6 +318,6 @@ def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask
     mask = mask[..., :Lk]  # a static cache may be longer than its content
     if mask.is_floating_point():
         return None, mask
-    if sizes(mask)[2] > 1 and mask.stride(2) == 0:  # the bias is equal for all queries
+    if mask.shape[2] > 1 and mask.stride(2) == 0:  # the bias is equal for all queries
         mask = mask[:, :, :1]
     return AttentionMask.keep(mask), None

@@ -13,7 +13,6 @@ from .. import backends, extension
 from ..function_mode import outside_blocks
 from ..ops.dropout import dropout as dropout_op
 from ..tensors import takes_fused_ops
-from ..tracing import is_traced
 from .by_torch import by_torch
 from .devices import left_to_torch
 from .hooks import is_plain
@@ -98,7 +97,7 @@ def apply_dropout(drop: nn.Module | float, x: Tensor, *, residual: Tensor | None
 
 def fused_dropout(x: Any, p: Any, training: Any) -> Tensor | None:
     """Result of the op, or x itself in evaluation; None for a call that goes to torch."""
-    if torch.compiler.is_compiling() or is_traced():
+    if torch.compiler.is_compiling():
         return None
     if (type(x) is not Tensor and type(x) is not Parameter) or type(p) is not float or not 0.0 < p < 1.0:
         return None

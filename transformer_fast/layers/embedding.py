@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.embedding import add_positional, embed, positional_table
-from ..tracing import is_recorded_size, number, sizes
 from .dropout import fused_p
 from .hooks import LOOKS_UP, has_role, is_plain
 
@@ -57,7 +56,7 @@ def embed_with_positions(
             return embed(
                 x,
                 embedder.lut.weight,
-                positions.table(number(offset) + sizes(x)[-1] if length is None else length),
+                positions.table(offset + x.shape[-1] if length is None else length),  # type: ignore[arg-type]
                 scale=embedder.scale,
                 offset=offset,
                 padding_idx=embedder.lut.padding_idx,
@@ -102,8 +101,7 @@ class SinusoidalTable(nn.Module):
     def table(self, length: int) -> Tensor:
         """Encoding of at least ``length`` positions: (>= length, d_model)."""
         stored = getattr(self, self.table_name)[0]
-        length = number(length)
-        if length <= sizes(stored)[0]:
+        if length <= stored.shape[0]:
             return stored
         if self._extended is None or self._extended.shape[0] < length or self._extended.dtype != stored.dtype:
             beyond = positional_table(2 * length, stored.shape[1], layout=self.layout)[stored.shape[0] :]
@@ -142,11 +140,10 @@ class PositionalEncoder(SinusoidalTable):
 
         An integer tensor (B,) gives one offset per sequence.
         """
+        last: Any = offset
         if isinstance(offset, Tensor):
-            last = number(offset) if is_recorded_size(offset) else int(offset.max()) if offset.numel() else 0
-        else:
-            last = offset
-        table, p = self.table(last + sizes(x)[-2]), fused_p(self.dropout)
+            last = offset.max().item() if offset.numel() else 0
+        table, p = self.table(last + x.shape[-2]), fused_p(self.dropout)
         if p is None:
             return self.dropout(add_positional(x, table, offset))
         return add_positional(x, table, offset, p)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from .. import backends
 from ..ops.linear import linear as product
-from ..tracing import is_traced
 from .activated import activated_linear
 from .dropout import apply_dropout, fused_p
 from .dropout import dropout_of_any as fused_dropout
@@ -78,6 +77,6 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, drop: nn.Module | float | 
     if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":
         return fused_dropout(product(x, linear.weight), p, bias=linear.bias, relu=True)
     inner = apply_linear(linear, x)
-    if p == 0.0 and type(inner) is Tensor and not is_traced():
+    if p == 0.0 and type(inner) is Tensor:
         return inner.relu_()  # in place, because no other code holds this tensor
     return fused_dropout(inner, p, relu=True)

@@ -76,7 +76,7 @@ def _obstacle(module: nn.Module, x: Tensor, weight: Tensor) -> str:
         )
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on, which chooses another dtype for linear layers: leave the autocast block"
-    if is_traced() or torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or is_traced():
         return "int8 layers cannot be exported or traced: call report.undo() before"
     if type(x) is not Tensor:
         return f"int8 layers take plain tensors, got a {type(x).__name__}"

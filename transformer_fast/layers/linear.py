@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 from ..ops import eager
@@ -77,11 +76,11 @@ def evaluated_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor] |
 
     Returns:
         (..., out) for each layer. None for a call that the modules must compute: in training mode, if a gradient is
-        needed, in compiled and traced calls, under autocast, for tensors that are not plain ones on a CPU, and for
+        needed, in compiled calls, under autocast, for tensors that are not plain ones on a CPU, and for
         modules with hooks.
     """
     direct = eager.native()
-    if direct is None or not x.is_cpu or torch._C._is_tracing():
+    if direct is None or not x.is_cpu:
         return None
     parts = [parts_of_product(module, x) for module in modules]
     return None if None in parts else direct.evaluated_linears(x, tuple(parts))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.norm import layer_norm
-from ..tracing import sizes
 from .dropout import dropout_of_any as dropout
 from .dropout import fused_p
 from .hooks import TAKES_RESIDUAL, has_role, in_role
@@ -110,7 +109,7 @@ class RMSNorm(nn.RMSNorm):
 
 def _check_width(norm: LayerNorm | RMSNorm, x: Tensor) -> None:
     """Raise if x does not have the width of a norm without weight; with a weight the op checks the width."""
-    if norm.weight is None and sizes(x)[-1:] != norm.normalized_shape:
+    if norm.weight is None and x.shape[-1:] != norm.normalized_shape:
         shape = tuple(norm.normalized_shape)
         raise ValueError(
             f"{type(norm).__name__}: normalises the last dimension only; expected x (..., d) with (d,) = {shape}, the "
@@ -158,7 +157,7 @@ def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
         p = now
     else:
         y = drop(y)
-    return Unsummed(x, y if sizes(y) == sizes(x) else y.expand(x.shape), p)
+    return Unsummed(x, y if y.shape == x.shape else y.expand(x.shape), p)
 
 
 def norm_and_sum(norm: nn.Module, x: Tensor | Unsummed) -> tuple[Tensor, Tensor]:

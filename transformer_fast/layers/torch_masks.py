@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..backends import in_transform
 from ..masks import AttentionMask
-from ..tracing import is_traced, unrecorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +98,6 @@ def _additive_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=x.dtype).masked_fill_(mask, float("-inf"))
 
 
-@unrecorded
 def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: expected bool (True = blocked) or float (added to the scores), got {mask.dtype}")
@@ -127,6 +125,6 @@ def is_look_ahead(mask: Tensor | None, is_causal: bool | None) -> bool:
 
 
 def _is_readable(mask: Tensor) -> bool:
-    if is_traced() or mask.device.type != "cpu" or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    if mask.device.type != "cpu" or not (mask.dtype == torch.bool or mask.is_floating_point()):
         return False
     return not (torch.compiler.is_compiling() or type(mask) is not Tensor or in_transform())

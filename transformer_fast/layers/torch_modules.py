@@ -27,7 +27,6 @@ from ..ops.multihead import evaluated_heads
 from ..ops.norm import eager_layer_norm
 from ..ops.token_mask import OnTokens, call_on_tokens
 from ..tensors import takes_fused_ops
-from ..tracing import is_traced
 from . import norm as _norm
 from .activated import activated_linear
 from .attention import module_attention, packed_attention
@@ -251,7 +250,7 @@ class _Layer(nn.Module):
             return apply_linear(self.linear2, apply_dropout(self.dropout, inner))
         inner = apply_linear(self.linear1, x)
         # In place only if a plain linear layer made the tensor: any other module may keep its result.
-        made_here = is_linear(self.linear1) and type(inner) is Tensor and not inner.requires_grad and not is_traced()
+        made_here = is_linear(self.linear1) and type(inner) is Tensor and not inner.requires_grad
         inner = torch.ops.aten.gelu_(inner) if activation is F.gelu and made_here else activation(inner)
         return apply_linear(self.linear2, apply_dropout(self.dropout, inner))
 

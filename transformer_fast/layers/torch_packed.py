@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..masks.packing import packings_of
-from ..tracing import is_traced
 from .dropout import KINDS as DROPOUTS
 from .hooks import TAKES_RESIDUAL, has_role, is_plain
 from .linear import Linear
@@ -27,7 +26,7 @@ def packed_stack(stack: nn.Module, *inputs: tuple[Tensor, TorchMasks]) -> Tensor
         inputs: the hidden states and their masks, as ``torch.nn`` takes them; of a decoder the encoder's outputs too.
     """
     calls, (x, _) = padded_calls(stack), inputs[0]
-    in_graph = torch.compiler.is_compiling() or is_traced()
+    in_graph = torch.compiler.is_compiling()
     if calls is None or in_graph or type(x) is not Tensor or any(t.dim() != 3 for t, _ in inputs):
         return None
     turned = (lambda t: t) if stack.layers[0].self_attn.batch_first else (lambda t: t.transpose(0, 1))  # type: ignore

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..masks.packing import PackedMask, Packing, packings_of, take, unpack
 from ..tensors import takes_fused_ops
-from ..tracing import is_traced
 from .by_torch import by_torch
 from .hooks import is_plain
 from .torch_masks import TorchMask, encoder_masks, is_look_ahead, torch_mask
@@ -57,7 +56,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         """
         if padding is None or mask is not None or padding.dtype != torch.bool or src.dim() != 3:
             return None
-        if torch.compiler.is_compiling() or is_traced() or type(src) is not Tensor or src.is_meta:
+        if torch.compiler.is_compiling() or type(src) is not Tensor or src.is_meta:
             return None
         if padding.shape != src.shape[:2]:  # not read in a trace, which would hold the sizes
             return None

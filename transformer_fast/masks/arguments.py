@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..tracing import least
 from .checks import checked_offset
 from .combined import parts_of
 from .mask import AttentionMask
@@ -35,4 +34,4 @@ def and_causal(offset: int | None, causal: bool | int) -> int | None:
     ``tfast.attention``."""
     if causal is False:
         return offset
-    return combine("causal", offset, 0 if causal is True else checked_offset("causal offset", causal), least)
+    return combine("causal", offset, 0 if causal is True else checked_offset("causal offset", causal), min)

@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..backends import in_transform
-from ..tracing import is_recorded_size, is_traced, sizes
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def is_int(n: object) -> TypeGuard[int]:
-    """Return True for an int, for a symbolic int, and for one that torch.jit.trace computes from sizes."""
-    return (isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool)) or is_recorded_size(n)
+    """Return True for an int, and for a symbolic int."""
+    return isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool)
 
 
 def checked_offset(name: str, offset: int) -> int:
@@ -93,7 +92,7 @@ def boolean(mask: Tensor, dialect: str) -> Tensor:
 
 def check_leading(mask: Tensor) -> None:
     """Refuse a mask (N, Lq, Lk), whose first dimension may be the batch or the heads."""
-    if sizes(mask)[0] != 1:
+    if mask.shape[0] != 1:
         raise ValueError(
             f"mask: the first dimension of {tuple(mask.shape)} can be read two ways: pass t[:, None] if it is the "
             "batch, t[None] if it is the heads"
@@ -109,7 +108,7 @@ def may_be_keep(lengths: Tensor, Lk: int) -> bool:
 
     False if the values cannot be read at once, and for a single query, whose length may be 1.
     """
-    if torch.compiler.is_compiling() or is_traced() or lengths.dim() != 2 or Lk <= 1 or not is_plain_on_cpu(lengths):
+    if torch.compiler.is_compiling() or lengths.dim() != 2 or Lk <= 1 or not is_plain_on_cpu(lengths):
         return False
     return lengths.shape[1] > 1 and lengths.numel() > 0 and bool(((lengths == 0) | (lengths == 1)).all())
 

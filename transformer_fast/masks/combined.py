@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..tracing import greatest, least
 from .checks import MANY, may_be_keep, not_a_mask
 from .definition import either, inside, visible
 from .distance import DistanceBias, along_diagonals, distance_table
@@ -50,9 +49,9 @@ class Combined:
             combine("keep", self.keep_mask, other.keep_mask, torch.logical_and),
             combine("keep", self.key_keep_mask, other.key_keep_mask, torch.logical_and),
             combine("lengths", self.key_lengths, other.key_lengths, shorter),
-            combine("causal", self.causal_offset, other.causal_offset, least),
+            combine("causal", self.causal_offset, other.causal_offset, min),
             combine("bias", self.additive_bias, other.additive_bias, torch.add),
-            combine("window", self.window_offset, other.window_offset, greatest),
+            combine("window", self.window_offset, other.window_offset, max),
             combine("documents", self.document_ids, other.document_ids, both_documents),
             self.distance_biases + other.distance_biases,
             combine("intervals", self.first_keys, other.first_keys, torch.maximum),

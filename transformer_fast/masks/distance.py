@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..tracing import sizes
-
 
 @dataclass(frozen=True, eq=False)
 class Alibi:
@@ -89,7 +87,7 @@ class Relative:
     def table(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
         """Bias (1, H, count) of keys ``first`` to ``first + count - 1`` after the query's number."""
         distances = _distances(first - self.offset, count, self.weight.device)
-        number = sizes(self.weight)[0]
+        number = self.weight.shape[0]
         buckets = relative_buckets(distances, number, self.max_distance, self.bidirectional)
         # A product with a one-hot matrix sums its gradient in a fixed order; indexing on a GPU does not.
         selected = torch.nn.functional.one_hot(buckets, number).to(dtype)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..tensor_cache import get_or_compute
-from ..tracing import sizes
 from .arguments import parts_beside
 from .mask import AttentionMask
 
@@ -116,8 +115,8 @@ def kernel_parts(mask: AttentionMask, Lq: int, Lk: int, device: torch.device) ->
     own = dataclasses.replace(mask, **_KERNELS)
     position = _positions(Lq, device, 0)
     begins, ends = _bounds(own, position)
-    per_query = [end for end in ends if sizes(end)[1] == 1]
-    per_head = [end for end in ends if sizes(end)[1] != 1]
+    per_query = [end for end in ends if end.shape[1] == 1]
+    per_head = [end for end in ends if end.shape[1] != 1]
     j = torch.arange(Lk, device=device)
     bits = [j >= begin.unsqueeze(-1) for begin in begins] + [j < end.unsqueeze(-1) for end in per_head]
     bits += [t for t, _ in _scattered(own, position, Lk)]
@@ -228,7 +227,7 @@ _Hull = tuple[Tensor, Tensor, Tensor]
 
 
 def _hull_of_keep(keep: Tensor, Lk: int) -> _Hull:
-    if sizes(keep)[3] != Lk:  # one value for all keys
+    if keep.shape[3] != Lk:  # one value for all keys
         end = keep[..., 0].long() * Lk
         return torch.zeros_like(end), end, end
     kept = keep.to(torch.uint8)

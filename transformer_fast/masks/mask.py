@@ -28,7 +28,6 @@ import dataclasses
 
 from torch import Tensor
 
-from ..tracing import number, sizes
 from .checks import (
     boolean,
     check_dense,
@@ -76,7 +75,7 @@ class AttentionMask(Combined):
         if mask.dim() == 3:
             check_leading(mask)
         mask = four_dimensions(mask)
-        if sizes(mask)[2] == 1:
+        if mask.shape[2] == 1:
             return cls(key_keep_mask=mask)
         return cls(keep_mask=mask)
 
@@ -149,7 +148,7 @@ class AttentionMask(Combined):
         offset = checked_offset("window offset", offset)
         first = None if left is None else offset - checked_offset("window left", left)
         last = None if right is None else offset + checked_offset("window right", right)
-        if left is not None and right is not None and number(left + right) < 0:
+        if left is not None and right is not None and left + right < 0:
             raise ValueError(f"window: expected left + right of at least 0, got {left} and {right}, which keep no key")
         return cls(causal_offset=last, window_offset=first)
 
@@ -279,8 +278,8 @@ class AttentionMask(Combined):
                     [1., 0.]])
         """
         check_float("relative: weight", weight, "(buckets, H)", (2,))
-        max_distance = number(checked_offset("relative max_distance", max_distance))
-        exact = sizes(weight)[0] // (4 if bidirectional else 2)
+        max_distance = checked_offset("relative max_distance", max_distance)
+        exact = weight.shape[0] // (4 if bidirectional else 2)
         if exact < 1 or max_distance <= exact:
             raise ValueError(
                 f"relative: {exact} of the {weight.shape[0]} buckets of weight {tuple(weight.shape)} hold one distance "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..backends import in_transform, refuse_transform
-from ..tracing import is_traced, number, unrecorded
+from ..tracing import refuse_torchscript
 from .arguments import parts_beside
 from .checks import broadcasts
 from .mask import AttentionMask
@@ -48,7 +48,7 @@ class Packing:
     @property
     def positions(self) -> Tensor:
         """Position of each token in its padded sequence, int64 (total,)."""
-        if torch.compiler.is_compiling() or is_traced():
+        if torch.compiler.is_compiling():
             # The length may be symbolic, and ONNX has no remainder by a symbolic number.
             position = torch.arange(self.length, device=self.indices.device)
             return position.expand(self.batch, -1).flatten().index_select(0, self.indices)
@@ -57,7 +57,7 @@ class Packing:
     @property
     def is_full(self) -> bool:
         """True if the batch has no padding; False under tracing, where this is unknown."""
-        return not (torch.compiler.is_compiling() or is_traced()) and self.total == self.batch * self.length
+        return not torch.compiler.is_compiling() and self.total == self.batch * self.length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor,
 
 def take(x: Tensor, packing: Packing) -> Tensor:
     """Pack x (B, L, ...) to tokens (T, ...) by an existing packing; differentiable."""
-    if not is_traced() and tuple(x.shape[:2]) != (packing.batch, packing.length):
+    if tuple(x.shape[:2]) != (packing.batch, packing.length):
         raise ValueError(f"pack: x is {tuple(x.shape)}, but the packing is of ({packing.batch}, {packing.length}, ...)")
     flat = x.flatten(0, 1)
     return flat if packing.is_full else flat.index_select(0, packing.indices)
@@ -137,13 +137,13 @@ def unpack(tokens: Tensor, packing: Packing, fill: float = 0.0) -> Tensor:
         tensor([[ 8,  9, 10],
                 [ 6, -1, -1]])
     """
-    if tokens.dim() < 1 or (not is_traced() and tokens.shape[0] != packing.total):
+    if tokens.dim() < 1 or tokens.shape[0] != packing.total:
         raise ValueError(f"unpack: expected {packing.total} tokens (T, ...), got shape {tuple(tokens.shape)}")
     shape = (packing.batch, packing.length, *tokens.shape[1:])
     if packing.is_full:
         return tokens.view(shape)
     padded = tokens.new_full((packing.batch * packing.length, *tokens.shape[1:]), fill)
-    if torch.compiler.is_compiling() or is_traced():
+    if torch.compiler.is_compiling():
         return padded.index_copy(0, packing.indices, tokens).view(shape)
     return padded.index_copy_(0, packing.indices, tokens).view(shape)  # in place: logits would be in memory twice
 
@@ -165,10 +165,11 @@ def packings_of(
         batches: the arguments of :func:`packing_of`.
         also: tensors that are read with the masks.
     """
+    refuse_torchscript("pack")
     if in_transform():
         refuse_transform("pack")
     given = [(*_lengths_or_keep(mask, B, L, device), B, L, device) for mask, B, L, device in batches]
-    if torch.compiler.is_compiling() or is_traced():
+    if torch.compiler.is_compiling():
         return [_traced(*each) for each in given], []
     numbers = [_numbers(lengths, keep) for lengths, keep, *_ in given]
     values = _read([*numbers, *(t.view(1) for t in also)])
@@ -241,7 +242,7 @@ def _lengths_or_keep(
     mask: Tensor | AttentionMask | None, batch: int, length: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """A padding mask as lengths (B,) if possible, else as a bool keep mask (B, L) there; the other value is None."""
-    if mask is None or number(batch) * number(length) == 0:
+    if mask is None or batch * length == 0:
         return torch.full((batch,), length), None
     if isinstance(mask, Tensor) and mask.dim() == 1:
         mask = AttentionMask.lengths(mask)
@@ -261,7 +262,6 @@ def _lengths_or_keep(
     return None, _to(keep, device)
 
 
-@unrecorded
 def _check_padding(mask: AttentionMask, batch: int, length: int) -> None:
     """Raise unless a mask holds only padding of a batch (batch, length, ...)."""
     lengths, keep = mask.key_lengths, mask.key_keep_mask

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..tracing import unrecorded
 from .distance import DistanceBias
 
 _Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
@@ -98,7 +97,6 @@ def _kind(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
 
 
-@unrecorded
 def _bounds(causal: int | None, window: int | None) -> list[str]:
     """Source text of the ``causal`` and ``window`` calls that give these offsets."""
     if window is None:

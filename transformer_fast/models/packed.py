@@ -12,7 +12,6 @@ from ..layers.padder import Padder
 from ..masks import AttentionMask
 from ..masks.arguments import parts_beside
 from ..masks.packing import packings_of
-from ..tracing import is_traced
 
 _WHAT_TO_PASS = "pass AttentionMask.lengths(trg_lengths) & AttentionMask.causal()"
 
@@ -83,9 +82,8 @@ def _padding_of_dense(keep: Tensor, length: int) -> Tensor:
     Each token sees itself, so the diagonal marks the tokens. Rows at padding do not matter.
     """
     on_gpu = keep.device.type != "cpu"
-    if on_gpu or torch.compiler.is_compiling() or is_traced():
-        graph = "by torch.jit.trace" if is_traced() else "by torch.compile or torch.export"
-        obstacle = "without waiting for the GPU" if on_gpu else graph
+    if on_gpu or torch.compiler.is_compiling():
+        obstacle = "without waiting for the GPU" if on_gpu else "by torch.compile or torch.export"
         raise ValueError(
             f"packed: trg_mask is a dense keep mask {tuple(keep.shape)} on {keep.device}, which cannot be checked "
             f"{obstacle}: it must be padding and look-ahead only; {_WHAT_TO_PASS}"

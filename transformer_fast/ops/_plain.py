@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..tracing import refuse_dropout, sizes
+from ..tracing import refuse_dropout
 
 
 def layer_norm(
@@ -36,7 +36,7 @@ def layer_norm(
     if kind != "layer" or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         out = reference.norm.layer_norm(summed, weight, bias, eps, kind=kind)
     else:
-        out = F.layer_norm(summed, sizes(summed)[-1:], weight, bias, eps)
+        out = F.layer_norm(summed, summed.shape[-1:], weight, bias, eps)
     assert isinstance(out, Tensor)
     wide = summed if summed.dtype == torch.float64 else summed.float()
     if kind == "std":

@@ -14,7 +14,7 @@ from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
 from ..masks.distance import along_diagonals
 from ..masks.lower import allowed as allowed_keys
-from ..tracing import greatest, refuse_dropout, sizes
+from ..tracing import refuse_dropout
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def _positioned(params: AttentionParams, packed: PackedBatch) -> AttentionParams
     bias = None
     if params.bias is not None and packed.bias_starts is not None:
         pairs = packed.bias_starts[:-1, None, None] + i * packed.stored_keys[:, None, None] + j
-        pairs = pairs.clamp(0, greatest(params.bias.shape[1] - 1, 0))  # past the end of a sequence any index is valid
+        pairs = pairs.clamp(0, max(params.bias.shape[1] - 1, 0))  # past the end of a sequence any index is valid
         bias = params.bias[:, pairs].transpose(0, 1)
     if not packed.bottom_right:
         return replace(params, bias=bias)
@@ -123,7 +123,7 @@ def _mask_of(params: AttentionParams) -> AttentionMask:
 def _scores_and_mask(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
     """Scores (B, H, Lq, Lk) in float32 or wider, and a bool mask of the visible scores, broadcastable; None: all
     visible."""
-    heads, key_heads = sizes(q)[1], sizes(k)[1]
+    heads, key_heads = q.shape[1], k.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (q @ _repeated(k, heads // key_heads).transpose(-2, -1)).to(wide) * params.scale
     if params.softcap is not None:
@@ -167,7 +167,7 @@ def _with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
 
 def _per_head(weights: Tensor, v: Tensor) -> Tensor:
     """Multiply weights (B, H, Lq, Lk) by values (B, Hkv, Lk, D)."""
-    return weights @ _repeated(v, sizes(weights)[1] // sizes(v)[1])
+    return weights @ _repeated(v, weights.shape[1] // v.shape[1])
 
 
 def _repeated(t: Tensor, groups: int) -> Tensor:
@@ -184,5 +184,5 @@ def _places(cu_seqlens: Tensor, tokens: Tensor, length: int) -> Tensor:
 
 def _padded(tokens: Tensor, places: Tensor, batch: int, length: int) -> Tensor:
     """Pad tokens (T, H, D) to (B, H, length, D), with zeros."""
-    padded = tokens.new_zeros(batch * length, *sizes(tokens)[1:]).index_copy(0, places, tokens)
-    return padded.view(batch, length, *sizes(tokens)[1:]).transpose(1, 2)
+    padded = tokens.new_zeros(batch * length, *tokens.shape[1:]).index_copy(0, places, tokens)
+    return padded.view(batch, length, *tokens.shape[1:]).transpose(1, 2)

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from ..masks.arguments import parts_beside
-from ..tracing import sizes
 from . import _plain_attention, eager
 from .attention_call import Call, by_reference, dropped
 from .attention_checks import (
@@ -197,11 +196,11 @@ def padded_params(call: Call) -> AttentionParams:
     q, k, mask = call.q, call.k, call.mask
     check_inputs(call.op, "(batch, heads, length, head_dim)", q, k, call.v)
     call.choose_backend()
-    (B, H, Lq, _), Lk = sizes(q), sizes(k)[2]
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
     check_mask(mask, q, (B, H, Lq, Lk))
     refuse_keep_as_lengths(mask, Lk)
     key_keep = mask.key_keep_mask
-    if key_keep is not None and sizes(key_keep)[-1] != Lk:
+    if key_keep is not None and key_keep.shape[-1] != Lk:
         key_keep = key_keep.expand(-1, -1, -1, k.shape[2])
     keep, lengths = kernel_mask(mask, q, k)
     parts: dict[str, Any] = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": mask.additive_bias}

@@ -12,7 +12,6 @@ from torch import Tensor
 from .. import backends, reference
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask
-from ..tracing import sizes
 from . import seeds
 from .argument_types import check_flag
 from .attention_checks import check_options, scale_of, special_arguments
@@ -100,7 +99,7 @@ class Call:
             weights = by_reference(q, k, v, params, self.return_weights)[1]
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        D, Dv = sizes(q)[-1], sizes(v)[-1]
+        D, Dv = q.shape[-1], v.shape[-1]
         if Dv != D:  # zero columns change neither the scores nor the other columns of the output
             q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
         out, logsumexp = implementation(self.op, self.backend)(q, k, v, **params.keywords())

@@ -17,7 +17,7 @@ from ..masks.distance import distance_table
 from ..masks.lower import kernel_parts, on_its_tensors
 from ..masks.parts import ranked
 from ..tensor_cache import get, get_or_compute
-from ..tracing import is_traced, needs_plain_ops, sizes, unrecorded
+from ..tracing import needs_plain_ops
 from .argument_types import as_number
 from .eager import autocast_enabled
 
@@ -56,7 +56,6 @@ def _listed(tensors: dict[str, Tensor]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-@unrecorded
 def check_inputs(op: str, layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k and v fit each other.
 
@@ -81,7 +80,7 @@ def check_inputs(op: str, layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def can_read_values(t: Tensor) -> bool:
     """Return True if values can be read without waiting for a device and no graph is being made."""
-    return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def dropout_number(op: str, given: Any) -> float:
@@ -91,7 +90,7 @@ def dropout_number(op: str, given: Any) -> float:
 
 def scale_of(op: str, q: Tensor, given: Any) -> float:
     """Factor of the scores: the given scale, or 1 / sqrt(head_dim)."""
-    return 1.0 / math.sqrt(sizes(q)[-1]) if given is None else as_number(op, "scale", given)
+    return 1.0 / math.sqrt(q.shape[-1]) if given is None else as_number(op, "scale", given)
 
 
 def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
@@ -163,7 +162,6 @@ def special_arguments(
     return arguments
 
 
-@unrecorded
 def _check_special(
     op: str,
     q: Tensor,
@@ -242,7 +240,6 @@ def _as_given(t: Tensor) -> str:
     return f"{shape}" if given == shape else f"{given}, which is {shape} by rank,"
 
 
-@unrecorded
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
     B, _, Lq, _ = full
     for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
@@ -292,7 +289,7 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
     Lengths are int32 (B,) or (B, Lq), in [0, Lk]. On a GPU they are cached, as :func:`normal_lengths` are, and so is
     what is made of intervals and unions with a tensor.
     """
-    (B, H, Lq, _), Lk = sizes(q), sizes(k)[2]
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
     own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, H, Lq, Lk)
     if not mask.has_ranges:
         return mask.keep_mask, own
@@ -306,14 +303,12 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
         given = None if own is None else own.long() if own.dim() == 2 else own.long().unsqueeze(1)
         if given is not None:
             end = torch.minimum(end, given)
-        if is_traced():  # plain operators take lengths of any size
-            return keep, end
         end = end.clamp(0, Lk)
         if given is not None:  # what is out of range in a compiled graph stays so, for the op to refuse it
             end = torch.where((given < 0) | (given > Lk), given, end)
         return keep, end.to(torch.int32).expand(B, Lq).contiguous()
 
-    if torch.compiler.is_compiling() or is_traced() or in_transform():
+    if torch.compiler.is_compiling() or in_transform():
         return found()
     read = replace(mask, additive_bias=None, distance_biases=())
     return on_its_tensors(read, 0, ("kernel mask", B, Lq, Lk), found)
@@ -326,8 +321,6 @@ def normal_lengths(lengths: Tensor, B: int, H: int, Lq: int, Lk: int) -> Tensor:
     reading would wait for the device, so lengths are clamped. The result is cached (tensor_cache.py), so that all
     layers share one tensor and the results that kernels cache on it.
     """
-    if is_traced():
-        return lengths  # plain operators take the lengths unchanged
     if lengths.dim() == 2 and lengths.shape[1] != Lq:
         lengths = lengths.squeeze(1)
     if lengths.shape[0] != B:

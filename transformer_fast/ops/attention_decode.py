@@ -10,7 +10,6 @@ from torch import Tensor
 from ..attention_params import AttentionParams, CachedKeys
 from ..masks import AttentionMask
 from ..masks.checks import kind_of
-from ..tracing import unrecorded
 from . import _plain_attention, eager
 from .attention_call import Call
 from .attention_checks import can_read_values, check_tensors, is_special, mask_by_position, shape_error
@@ -143,7 +142,6 @@ def _params(call: Call, lengths: Tensor, page_table: Tensor | None) -> Attention
     return call.params(**parts)
 
 
-@unrecorded
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
     for name, t in (("lengths", lengths), ("page_table", page_table)):
         if t is None and name == "page_table":

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
 from ..masks.checks import broadcasts, kind_of
-from ..tracing import is_traced, number, sizes
 from . import _plain_attention, eager
 from .argument_types import check_flag, check_int
 from .attention_call import Call
@@ -185,7 +184,7 @@ def _params(
         raise ValueError(f"{call.op}: return_weights needs the lengths of the sequences, which a meta tensor has not")
     longest_q = _check_sequences("q", cu_seqlens_q, q, max_q)
     longest_k = _check_sequences("k", cu_seqlens_k, k, max_k)
-    if sizes(cu_seqlens_q) != sizes(cu_seqlens_k):
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             "attention_packed: cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got shapes "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
@@ -209,7 +208,7 @@ def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> Attentio
     keep = mask.key_keep_mask
     if keep is None:
         return mask
-    if sizes(keep) != (1, 1, 1, number(keys)):
+    if keep.shape != (1, 1, 1, keys):
         raise ValueError(
             f"attention_packed: a keep mask must be of keys alone, (Tk,) = ({keys},), got shape {tuple(keep.shape)}"
         )
@@ -223,8 +222,8 @@ def _used(seqused_k: Any, sequences: PackedBatch, q: Tensor) -> Tensor:
     sequence."""
     if not isinstance(seqused_k, Tensor) or seqused_k.dtype != torch.int32:
         raise TypeError(f"attention_packed: seqused_k must be an int32 tensor (B,), got {kind_of(seqused_k)}")
-    B = sizes(sequences.cu_seqlens_k)[0] - 1
-    if sizes(seqused_k) != (B,):
+    B = sequences.cu_seqlens_k.shape[0] - 1
+    if seqused_k.shape != (B,):
         raise ValueError(f"attention_packed: seqused_k must be (B,) = ({B},), got shape {tuple(seqused_k.shape)}")
     if seqused_k.device != q.device:
         raise ValueError(f"attention_packed: q is on {q.device} but seqused_k on {seqused_k.device}")
@@ -238,7 +237,7 @@ def _used(seqused_k: Any, sequences: PackedBatch, q: Tensor) -> Tensor:
 
 def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, PackedBatch]:
     """The bias as (H | 1, pairs), and the sequences with the start of each sequence's part of the bias."""
-    H, B = sizes(q)[1], sizes(sequences.cu_seqlens_q)[0] - 1
+    H, B = q.shape[1], sequences.cu_seqlens_q.shape[0] - 1
     queries, keys = sequences.query_lengths.long(), sequences.stored_keys.long()
     if not isinstance(bias, Tensor | Iterable):
         raise TypeError(f"attention_packed: bias must be a tensor, or one tensor per sequence, got {kind_of(bias)}")
@@ -250,7 +249,7 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
         for b, part in enumerate(parts):
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 raise TypeError(f"attention_packed: bias[{b}] must be a float tensor (H, Lq, Lk), got {kind_of(part)}")
-            fits = part.dim() == 3 and broadcasts(sizes(part)[0], H) and sizes(part)[0] == sizes(parts[0])[0]
+            fits = part.dim() == 3 and broadcasts(part.shape[0], H) and part.shape[0] == parts[0].shape[0]
             if not fits or (look and part.shape[1:] != (int(queries[b]), int(keys[b]))):
                 lengths = f", Lq = {int(queries[b])} and Lk = {int(keys[b])}" if look else ""
                 raise ValueError(
@@ -263,8 +262,8 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
     if bias.device != q.device:
         raise ValueError(f"attention_packed: q is on {q.device} but the bias on {bias.device}")
     starts = F.pad((queries * keys).cumsum(0), (1, 0))
-    pairs = int(starts[-1]) if can_read_values(starts) else sizes(bias)[-1]
-    if bias.dim() != 2 or not broadcasts(sizes(bias)[0], H) or sizes(bias)[1] != pairs:
+    pairs = int(starts[-1]) if can_read_values(starts) else bias.shape[-1]
+    if bias.dim() != 2 or not broadcasts(bias.shape[0], H) or bias.shape[1] != pairs:
         raise ValueError(
             f"attention_packed: bias must be (H, pairs) or (1, pairs) with H = {H} and pairs = {int(pairs)}, the sum "
             f"of Lq * Lk over the sequences, got shape {tuple(bias.shape)}"
@@ -281,16 +280,15 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"attention_packed: {full} must be an int32 tensor (sequences + 1,), got {what}")
-    if cu_seqlens.dim() != 1 or sizes(cu_seqlens)[0] == 0:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"attention_packed: {full} must be (sequences + 1,), got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != tokens.device:
         raise ValueError(f"attention_packed: {name} is on {tokens.device} but {full} on {cu_seqlens.device}")
-    if torch.compiler.is_compiling() or is_traced() or cu_seqlens.device.type != "cpu":
+    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         if longest is not None:
             return longest
         # ONNX has no diff. The first number is 0, the longest of no sequences.
-        length = (cu_seqlens - torch.cat((cu_seqlens[:1], cu_seqlens[:-1]))).amax().long()
-        return length if is_traced() else int(length)  # torch.jit.trace records sizes as tensors
+        return int((cu_seqlens - torch.cat((cu_seqlens[:1], cu_seqlens[:-1]))).amax())
     starts = cu_seqlens.tolist()
     # Reading a few numbers in Python is cheaper than a reduction.
     lengths = [end - start for start, end in itertools.pairwise(starts)]

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
-from ..tracing import unrecorded
 from . import _cross_entropy_rows as _rows  # the import registers its ops
 from . import _plain, eager
 from .argument_types import check_int, check_number
@@ -156,7 +155,6 @@ def _result_dtype(x: Tensor, target: Tensor, autocast: bool) -> torch.dtype:
     return torch.promote_types(dtype, target.dtype) if target.is_floating_point() else dtype
 
 
-@unrecorded
 def _check_tensors(tensors: dict[str, Tensor | None], autocast: bool) -> None:
     x = tensors["x"]
     for name, t in tensors.items():
@@ -177,7 +175,6 @@ def _check_tensors(tensors: dict[str, Tensor | None], autocast: bool) -> None:
             raise TypeError(f"linear_cross_entropy: {name} must have the dtype of x, {x.dtype}, got {t.dtype}")
 
 
-@unrecorded
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None) -> None:
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(

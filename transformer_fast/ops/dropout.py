@@ -8,7 +8,6 @@ from functools import partial
 from torch import Tensor
 
 from .. import backends, reference
-from ..tracing import unrecorded
 from . import _plain, eager, seeds
 from .argument_types import check_flag, check_number
 from .registry import Case, Draw, Op, implementation, register
@@ -59,7 +58,6 @@ def dropout(
     return op(x, bias, residual, relu, p, seed)
 
 
-@unrecorded
 def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None, relu: bool) -> None:
     for name, t in (("x", x), ("bias", bias), ("residual", residual)):
         if t is None and name != "x":

@@ -45,7 +45,7 @@ def fast_path(
     if not isinstance(x, Tensor):
         return None, False, None
     taken, by_triton = None, False
-    if plain and not (torch.compiler.is_compiling() or torch._C._is_tracing()):
+    if plain and not torch.compiler.is_compiling():
         asked = backends.current()
         by_triton = _runs_on_triton(asked, function, x.device, x.dtype)
         if by_triton or asked in ("auto", "native"):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from ..tracing import is_recorded_size, sizes, unrecorded
 from ..triton import configs
 from . import _plain, eager, seeds
 from .argument_types import check_int, check_number
@@ -73,14 +72,14 @@ def embed(
         if result is not None:
             return result
     _check_ids_and_weight(ids, weight)
-    offset, offsets = _split_offset("embed", offset, "ids", ids, sizes(ids)[:-1])
+    offset, offsets = _split_offset("embed", offset, "ids", ids, ids.shape[:-1])
     if table is not None:
-        _check_table("embed", table, "weight", weight, offset, sizes(ids)[-1])
+        _check_table("embed", table, "weight", weight, offset, ids.shape[-1])
     _check_options("embed", offset, dropout_p)
     check_number("embed", "scale", scale)
     if padding_idx is not None:
         check_int("embed", "padding_idx", padding_idx)
-        vocabulary = sizes(weight)[0]
+        vocabulary = weight.shape[0]
         if not -vocabulary <= padding_idx < vocabulary:
             raise ValueError(
                 f"embed: padding_idx must lie in [{-vocabulary}, {vocabulary}) for weight {tuple(weight.shape)}, "
@@ -134,8 +133,8 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
         raise TypeError(f"add_positional: x must be a float tensor, got {x.dtype}")
     if x.dim() < 2:
         raise ValueError(f"add_positional: x must be (..., length, d), got shape {tuple(x.shape)}")
-    offset, offsets = _split_offset("add_positional", offset, "x", x, sizes(x)[:-2])
-    _check_table("add_positional", table, "x", x, offset, sizes(x)[-2])
+    offset, offsets = _split_offset("add_positional", offset, "x", x, x.shape[:-2])
+    _check_table("add_positional", table, "x", x, offset, x.shape[-2])
     _check_options("add_positional", offset, dropout_p)
     if dropout_p == 0.0 and offsets is None and x.dtype == table.dtype:  # one pass in plain PyTorch already
         return (x + table[offset : offset + x.shape[-2]]).contiguous()
@@ -185,7 +184,6 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
     return table
 
 
-@unrecorded
 def _check_ids_and_weight(ids: Tensor, weight: Tensor) -> None:
     for name, t in (("ids", ids), ("weight", weight)):
         if not isinstance(t, Tensor):
@@ -200,7 +198,6 @@ def _check_ids_and_weight(ids: Tensor, weight: Tensor) -> None:
         raise ValueError(f"embed: weight is on {weight.device} but ids on {ids.device}")
 
 
-@unrecorded
 def _check_table(op: str, table: Tensor, name: str, x: Tensor, offset: int, length: int) -> None:
     if not isinstance(table, Tensor):
         raise TypeError(f"{op}: table must be a tensor, got {type(table).__name__}")
@@ -223,12 +220,12 @@ def _split_offset(
     op: str, offset: int | Tensor, name: str, x: Tensor, sequences: torch.Size
 ) -> tuple[int, Tensor | None]:
     """Split an offset into an int and a tensor with one additional offset per sequence, or None."""
-    if not isinstance(offset, Tensor) or is_recorded_size(offset):
+    if not isinstance(offset, Tensor):
         check_int(op, "offset", offset, "an int or a tensor")
         return offset, None
     if offset.dtype != torch.int64 and offset.dtype != torch.int32:
         raise TypeError(f"{op}: an offset tensor must be int64 or int32, got {offset.dtype}")
-    if sizes(offset) != sequences:
+    if offset.shape != sequences:
         raise ValueError(
             f"{op}: an offset tensor must hold one number for each sequence, {tuple(sequences)} for {name} "
             f"{tuple(x.shape)}, got shape {tuple(offset.shape)}"
@@ -238,7 +235,6 @@ def _split_offset(
     return 0, offset
 
 
-@unrecorded
 def _check_options(op: str, offset: int, dropout_p: float) -> None:
     if offset < 0:
         raise ValueError(f"{op}: offset must be at least 0, got {offset}")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from ..tracing import unrecorded
 from . import _plain, eager, seeds
 from .argument_types import check_number
 from .registry import Case, Draw, Op, implementation, register
@@ -139,7 +138,6 @@ def machine_epsilon(rows: Any) -> float:
     return 2.0**-52 if getattr(rows, "dtype", None) == torch.float64 else 2.0**-23
 
 
-@unrecorded
 def _check(
     x: Tensor,
     weight: Tensor | None,

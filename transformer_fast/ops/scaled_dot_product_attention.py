@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .. import backends
 from ..tensors import takes_fused_ops
-from ..tracing import is_traced, number, sizes, unrecorded
 from . import eager
 from .attention import attention
 from .attention_call import MAX_TRITON_HEAD_DIM
@@ -94,15 +93,13 @@ def fused_attention(
         return tokens.attend(q, k, v, (mask,), others=bool(is_causal), scale=scale, dropout_p=float(dropout_p))
     if not _is_supported(*call):
         return None
-    traced = is_traced()
-    shape_of = _recorded_batch_shape if traced else _batch_shape
-    leading = shape_of(q, k, v, mask, enable_gqa)
+    leading = _batch_shape(q, k, v, mask, enable_gqa)
     if leading is None:
         return None
-    q, k, v = _heads(q, k, v, leading, enable_gqa, traced)
+    q, k, v = _heads(q, k, v, leading, enable_gqa)
     keep = bias = None
     if mask is not None:
-        mask = _flattened(mask, leading, traced)
+        mask = _flattened(mask, leading)
         keep, bias = (mask, None) if mask.dtype == torch.bool else (None, _cast(mask, q))
     out = attention(q, k, v, keep, bias=bias, causal=is_causal, scale=scale, dropout_p=dropout_p, empty_rows="zero")
     return out if len(leading) == 2 else out.reshape(*leading, *out.shape[2:])
@@ -219,20 +216,6 @@ def _batch_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gq
     return leading if mask.dim() <= len(full) and _broadcast(mask.shape, full) == full else None
 
 
-def _recorded_batch_shape(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool
-) -> tuple[int, ...] | None:
-    """:func:`_batch_shape` under torch.jit.trace: each size is that of the first tensor that has it, so it stays open
-    in the graph."""
-    fixed = unrecorded(_batch_shape)(q, k, v, mask, enable_gqa)
-    if fixed is None:
-        return None
-    axes = zip(range(-2 - len(fixed), -2), fixed, strict=True)
-    return tuple(
-        next(t.shape[axis] for t in (q, k, v) if t.dim() >= -axis and sizes(t)[axis] == size) for axis, size in axes
-    )
-
-
 def _broadcast(a: tuple[int, ...] | None, b: tuple[int, ...]) -> tuple[int, ...] | None:
     """Shape that two shapes broadcast to, or None."""
     if a is None or a == b:
@@ -245,37 +228,33 @@ def _broadcast(a: tuple[int, ...] | None, b: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _heads(
-    q: Tensor, k: Tensor, v: Tensor, leading: tuple[int, ...], enable_gqa: bool, traced: bool
+    q: Tensor, k: Tensor, v: Tensor, leading: tuple[int, ...], enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as (B, H, L, D); keys and values get the same number of heads.
-
-    torch.jit.trace must not compare sizes; there every tensor is expanded.
-    """
+    """Queries, keys and values as (B, H, L, D); keys and values get the same number of heads."""
     H = leading[-1] if leading else 1
     key_heads = H
-    if enable_gqa or number(_heads_of(k)) == number(_heads_of(v)) == 1:
+    if enable_gqa or _heads_of(k) == _heads_of(v) == 1:
         key_heads = _heads_of(k)
-    q, k = _with_heads(q, leading, H, traced), _with_heads(k, leading, key_heads, traced)
-    return q, k, _with_heads(v, leading, key_heads, traced)
+    return _with_heads(q, leading, H), _with_heads(k, leading, key_heads), _with_heads(v, leading, key_heads)
 
 
 def _heads_of(t: Tensor) -> int:
     return t.shape[-3] if t.dim() > 2 else 1
 
 
-def _with_heads(t: Tensor, leading: tuple[int, ...], heads: int, traced: bool) -> Tensor:
+def _with_heads(t: Tensor, leading: tuple[int, ...], heads: int) -> Tensor:
     batch = leading[:-1]
-    if t.dim() != 4 or traced or t.shape[:-3] != batch:
+    if t.dim() != 4 or t.shape[:-3] != batch:
         t = t.expand(*batch, _heads_of(t), *t.shape[-2:]).reshape(math.prod(batch), _heads_of(t), *t.shape[-2:])
-    return t if not traced and t.shape[1] == heads else t.expand(-1, heads, -1, -1)
+    return t if t.shape[1] == heads else t.expand(-1, heads, -1, -1)
 
 
-def _flattened(mask: Tensor, leading: tuple[int, ...], traced: bool) -> Tensor:
+def _flattened(mask: Tensor, leading: tuple[int, ...]) -> Tensor:
     """Reshape a mask with the result's dimensions to four dimensions."""
     batch, rest = mask.shape[:-3], (_heads_of(mask), *mask.shape[-2:])
     if mask.dim() == len(leading) + 2 == 4:
         return mask
-    if all(size == 1 for size in (sizes(mask)[:-3] if traced else batch)):
+    if all(size == 1 for size in batch):
         return mask.reshape(1, *rest)
     return mask.expand(*leading[:-1], *rest).reshape(math.prod(leading[:-1]), *rest)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..masks.definition import visible
 from ..masks.distance import along_diagonals
-from ..tracing import greatest
 from .dropout import attention_keep, rescale
 
 
@@ -215,7 +214,7 @@ def cached_keys(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values of a cache, (B, Hkv, S, D), and the bias by distance (B, H, Lq, S)."""
     if page_table is not None:
-        pages = page_table.clamp(0, greatest(k_cache.shape[0] - 1, 0)).long()
+        pages = page_table.clamp(0, max(k_cache.shape[0] - 1, 0)).long()
         # (B, max_pages, page_size, Hkv, D) -> (B, Hkv, S, D)
         k_cache, v_cache = (t[pages].flatten(1, 2).transpose(1, 2) for t in (k_cache, v_cache))
     Lq, S = q.shape[2], k_cache.shape[2]

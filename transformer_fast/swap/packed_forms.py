@@ -17,7 +17,6 @@ from ..layers.padder import Padder, without_padding
 from ..layers.torch_modules import LayerNorm, RMSNorm
 from ..masks.packing import PackedMask, packing_of
 from ..models.packed import padder_of, padding_of
-from ..tracing import is_traced
 from .form import Form, any_module, form_of
 
 _PER_TOKEN = (
@@ -40,7 +39,7 @@ def run_without_padding(form: Form, m: nn.Module, args: tuple[Any, ...], run: Ca
     x, *inputs = args
     inputs = [*inputs, *[None] * 3][: 3 if form.decodes else 1]
     calls = padded_calls(m)
-    if calls is None or torch.compiler.is_compiling() or is_traced() or type(x) is not Tensor or x.dim() != 3:
+    if calls is None or torch.compiler.is_compiling() or type(x) is not Tensor or x.dim() != 3:
         return run(m, *args)
     if any(isinstance(arg, PackedMask) for arg in inputs):  # a layer inside a stack that is packed already
         return run(m, *args)
