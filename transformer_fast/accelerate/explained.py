@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import backends
+from .. import backends, huggingface
 from ..function_mode import Calls, counted_calls
 from ..layers.padded_calls import layers_of, recorded
 from .functional import FunctionalCalls
@@ -38,12 +37,12 @@ def explained(model: nn.Module, batch: Any) -> str:
 
     Args:
         model: model after ``accelerate(model, packed=True)``.
-        batch: keyword arguments, a tuple of arguments, or one argument.
+        batch: see :func:`~transformer_fast.huggingface.arguments_of`.
     """
     parameter = next(model.parameters())
-    args = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
+    args, named = huggingface.arguments_of(model, batch)
     with torch.no_grad(), recorded() as passes, counted_calls() as calls, _Kernels() as kernels:
-        model(*args, **(batch if isinstance(batch, Mapping) else {}))
+        model(*args, **named)
     backend, why = backends.choose("attention", parameter.device, parameter.dtype)
     counts = ", ".join(f"{name} {n}" for name, n in kernels.calls.most_common())
     lines = [f"kernels: {backend} ({why})", f"calls: {counts or 'none reached them'}"]

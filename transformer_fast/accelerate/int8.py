@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .. import extension
+from .. import extension, huggingface
 from ..layers.hooks import is_plain
 from ..layers.int8 import can_free, free_weights, kept_int8, pack
 from ..layers.linear import Linear
@@ -184,10 +184,8 @@ def layer_errors(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any) 
     try:
         with torch.no_grad():
             model.eval()
-            if isinstance(batch, Mapping):
-                model(**batch)
-            else:
-                model(*(batch if isinstance(batch, tuple) else (batch,)))
+            args, named = huggingface.arguments_of(model, batch)
+            model(*args, **named)
     finally:
         for hook in hooks:
             hook.remove()

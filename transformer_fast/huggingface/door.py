@@ -88,6 +88,8 @@ class Stack(Fast):
     """Layers behind a door. Subclasses say which inputs have one value for each position."""
 
     inputs: tuple[str, ...] = ("hidden_states",)
+    unread: tuple[str, ...] = ()
+    """Arguments that are passed on to the layers, which do not read them."""
     makes_masks = False
     """True for a stack that gets padding masks (B, L), and makes its masks of them."""
 
@@ -179,7 +181,7 @@ class Stack(Fast):
         if _requested("output_hidden_states", given, config) or weights_are_captured("hidden_states"):
             raise StaysPaddedError(STATES)
         for name, value in given.items():
-            if name not in self.inputs and name not in _KNOWN and _holds_tensors(value):
+            if name not in (*self.inputs, *self.unread, *_KNOWN) and _holds_tensors(value):
                 raise StaysPaddedError(f"it is given {name}, whose layout is unknown")
 
     def _changes(self, given: dict[str, Any], boundaries: Boundaries) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class Stack(Fast):
                 changes[name] = at_tokens(name, value, boundaries.own)
         if boundaries.source is not None:
             changes["encoder_hidden_states"] = take(given["encoder_hidden_states"], boundaries.source).unsqueeze(0)
-        return changes | {name: None for name in ("attention_mask", "encoder_attention_mask") if name in given}
+        return changes | {name: None for name in (*_MASKS, *self.unread) if name in given}
 
     def config_is_causal(self) -> bool:
         """Return True if a query sees no later keys."""
@@ -205,9 +207,8 @@ class Stack(Fast):
         return False
 
 
-_KNOWN = {
-    "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "position_ids", *CACHES,
-}  # fmt: skip
+_MASKS = ("attention_mask", "encoder_attention_mask")
+_KNOWN = {*_MASKS, "encoder_hidden_states", "position_ids", *CACHES}
 
 
 def has_cache(given: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from ..masks.packing import Packing, packings_of, take
 from . import supported
 from .blocks import Fast
 from .door import CACHED, Call, Stack, current, entered, has_cache
+from .held_logits import held_logits
 from .logits import TokenLogits, TokensHead, padded_logits
 
 READS_PADDING = "the loss reads padding: labels at padding, or after it, are not all -100"
@@ -101,7 +102,7 @@ class HeadModel(Fast):
                 call.hold(str(reason))
                 changes = {"use_cache": False} if "use_cache" in changes else {}
                 result = self._former.forward(self, **given | changes)
-        return result if call.head is None else _with_padding(result, call.head)
+        return result if call.head is None else _with_padding(result, call.head, given.get("attention_mask"))
 
     def _needs_no_cache(self, given: dict[str, Any]) -> bool:
         """Return True for a call that leaves the cache to the model and has a loss; in evaluation without labels the
@@ -272,10 +273,11 @@ def _reads_padding(counted: Tensor, keep: Tensor, shifts: bool) -> Tensor:
     return (counted & ~keep)[:, 1:].any() | (counted[:, 1:] & ~keep[:, :-1]).any() if shifts else at
 
 
-def _with_padding(result: Any, packing: Packing) -> Any:
+def _with_padding(result: Any, packing: Packing, mask: Any) -> Any:
     """Pad the logits in a model's output, (1, T, V) -> (B, L, V), with zeros."""
     if isinstance(result, dict):
-        result["logits"] = padded_logits(result["logits"], packing)
+        held = held_logits(result["logits"], packing, mask)
+        result["logits"] = padded_logits(result["logits"], packing) if held is None else held
         return result
     values, shape = list(result), (1, packing.total)
     place = next(n for n, value in enumerate(values) if isinstance(value, Tensor) and value.shape[:2] == shape)

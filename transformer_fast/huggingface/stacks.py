@@ -50,16 +50,12 @@ def _no_mask(device: torch.device) -> Tensor:
 class Encoder(Stack):
     """Layers of an encoder like BERT's, which get hidden states."""
 
+    unread = ("position_ids", "token_type_ids")
+
     def _check(self, given: dict[str, Any]) -> None:
         super()._check(given)
         if getattr(self.settings, "chunk_size_feed_forward", 0):
             raise StaysPaddedError("its feed-forward network computes chunks (chunk_size_feed_forward)")
-
-    def _changes(self, given: dict[str, Any], boundaries: Boundaries) -> dict[str, Any]:
-        changes = super()._changes(given, boundaries)
-        if given.get("position_ids") is not None:  # passed on to the layers, which do not read it
-            changes["position_ids"] = None
-        return changes
 
     def attentions(self) -> Iterator[tuple[Any, Any]]:
         """Attention to the own tokens and to the source, of each layer of a decoder."""

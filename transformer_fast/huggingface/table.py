@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import importlib
 import inspect
@@ -13,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..tensors import takes_fused_ops
-from . import blocks, heads, stacks, supported, whole_layers
+from . import blocks, heads, sentence_transformers, stacks, supported, whole_layers
 from .blocks import Fast, Former
 from .door import Stack
 from .heads import Head, HeadModel
@@ -34,11 +35,13 @@ def fast_class(kind: type[nn.Module]) -> type[Fast] | None:
 
 
 def packed_class(kind: type[nn.Module]) -> type[Fast] | None:
-    """Return the fast class of a stack, or of a table of positions, for ``packed=True``; None as :func:`fast_class`."""
+    """Return the fast class of a stack, of a table of positions, or of a module of sentence-transformers, for
+    ``packed=True``; None as :func:`fast_class`."""
     name = supported.STACKS.get(f"{kind.__module__}.{kind.__qualname__}")
-    if name is None or not supported.has_version() or not is_original(kind):
+    base = sentence_transformers.base_of(kind) if name is None else getattr(stacks, name)
+    if base is None or not supported.has_version() or not is_original(kind):
         return None
-    return _made(kind, getattr(stacks, name), is_named_alike=True)
+    return _made(kind, base, is_named_alike=True)
 
 
 def model_class(kind: type[nn.Module]) -> type[HeadModel] | None:
@@ -56,9 +59,12 @@ def is_packed(kind: type[nn.Module]) -> bool:
     return made or packed_class(kind) is not None or model_class(kind) is not None
 
 
-def reads_padding(kind: type[nn.Module]) -> str:
-    """Reason why a model of transformers, around a stack, may read what the stack has at padding; "" for a model of
-    the table, and for other modules."""
+def reads_padding(module: nn.Module) -> str:
+    """Reason why a model of transformers or sentence-transformers, around a stack, may read what the stack has at
+    padding; "" for a model of the table, and for other modules."""
+    if reason := sentence_transformers.reads_padding(module):
+        return reason
+    kind = type(module)
     if not kind.__module__.startswith("transformers.models.") or not hasattr(kind, "get_output_embeddings"):
         return ""
     if issubclass(kind, Fast) or kind.__name__ in supported.WITHOUT_HEAD:
@@ -106,7 +112,9 @@ def _made(kind: type[nn.Module], base: type[Fast], *, is_named_alike: bool = Fal
     if is_named_alike:  # transformers finds what a model records by the full name of its class
         attributes |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced}
     attributes["_former"] = Former(kind, kind.forward, _names(kind.forward), **more)
-    return type(kind.__name__, (base, kind), {**attributes, "forward": _forward(kind, base.compute)})
+    # An abstract class keeps its layout, which an object's new class must have, only as the first base.
+    bases = (kind, base) if isinstance(kind, abc.ABCMeta) else (base, kind)
+    return type(kind)(kind.__name__, bases, {**attributes, "forward": _forward(kind, base.compute)})
 
 
 def _reduced(self: Fast, protocol: int) -> tuple[Any, ...]:

@@ -69,13 +69,15 @@ def _of_transformers(model: nn.Module, report: Report, is_ours: Callable[[nn.Mod
     unknown: dict[int, str] = {}
     for path, module in list(model.named_modules()):
         kind = type(module)
-        if reason := huggingface.reads_padding(kind):
+        if reason := huggingface.reads_padding(module):
             unknown |= {id(inner): reason for inner in module.modules()}
         if issubclass(kind, huggingface.Stack):
             packed.add(id(module))
             yield Row(path, kind.__name__, None, ALREADY)
         elif (fast := huggingface.packed_class(kind)) is not None:
-            if not issubclass(fast, huggingface.Stack):  # a table of positions inside of a stack
+            if not issubclass(
+                fast, huggingface.Stack
+            ):  # a table of positions, or a module around a stack
                 _swap(report, module, fast)
             elif id(module) in unknown:
                 yield Row(path, kind.__name__, None, unknown[id(module)])
@@ -93,6 +95,8 @@ def _of_transformers(model: nn.Module, report: Report, is_ours: Callable[[nn.Mod
                 report.notes.append(
                     f"what the code of {type(module).__name__} reads of the stacks inside is 0 at padding"
                 )
+            for reader in huggingface.readers(module):
+                report.notes.append(f"what {type(reader).__name__} reads of the stacks before it is 0 at padding")
             if (fast := huggingface.model_class(type(module))) is not None:
                 _swap(report, module, fast)
                 head = huggingface.output_layer(module)
