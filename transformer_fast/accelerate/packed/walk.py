@@ -75,9 +75,7 @@ def _of_transformers(model: nn.Module, report: Report, is_ours: Callable[[nn.Mod
             packed.add(id(module))
             yield Row(path, kind.__name__, None, ALREADY)
         elif (fast := huggingface.packed_class(kind)) is not None:
-            if not issubclass(
-                fast, huggingface.Stack
-            ):  # a table of positions, or a module around a stack
+            if not issubclass(fast, huggingface.Stack):  # a table of positions, or a module around a stack
                 _swap(report, module, fast)
             elif id(module) in unknown:
                 yield Row(path, kind.__name__, None, unknown[id(module)])
