@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import threading
 from collections.abc import Callable
@@ -327,3 +328,27 @@ def test_models_of_transformers() -> None:
     assert "padding is skipped in " in str(report) and not report.padded_calls.reasons
     report.undo()
     assert [type(m) for m in fast.modules()] == [type(m) for m in model.modules()]
+
+
+class Abstract(abc.ABC, nn.Module):
+    """A base like those of sentence-transformers, which an object can leave only for a class of its layout."""
+
+
+class OfAbstract(Abstract):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(self.linear(x).unflatten(-1, (2, 4)).transpose(1, 2) for _ in range(3)))
+
+
+def test_a_module_of_an_abstract_class() -> None:
+    model, x = OfAbstract(), torch.randn(2, 5, 8)
+    expected = model(x)
+    report = tfast.accelerate(model, functional=True)
+    for each in (model, *copies(model)):
+        assert whose(lambda each=each: each(x)) == {"ours"}
+        torch.testing.assert_close(each(x), expected)
+    report.undo()
+    assert type(model) is OfAbstract

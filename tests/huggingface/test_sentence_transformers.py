@@ -247,6 +247,25 @@ def test_explain_takes_texts(real: Any) -> None:
     assert "0.model.bert.encoder" in tfast.accelerate(models.reranker("Bert"), packed=True).explain(PAIRS)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_torchs_functions_in_the_code_of_the_library(options: dict[str, Any], tmp_path: Path) -> None:
+    for make in (models.embedder("Bert"), models.splade("Bert")):
+        sides = Sides(make, functional=True, **options)
+        sides.hold(lambda model: model.encode(TEXTS, convert_to_tensor=True).to_dense())
+        assert sides.is_packed() == bool(options)
+        sides.fast.save(str(tmp_path))
+        loaded = type(make)(str(tmp_path), device="cpu", local_files_only=True)
+        assert [type(module) for module in loaded] == [type(module) for module in make]
+
+
+def test_a_second_call_changes_nothing() -> None:
+    model = models.splade("Bert")
+    tfast.accelerate(model, packed=True)
+    kinds = [type(module) for module in model.modules()]
+    again = tfast.accelerate(model, packed=True)
+    assert not again.swapped and not again.notes and [type(module) for module in model.modules()] == kinds
+
+
 class MyPooling(Pooling):
     """A pooling of a user."""
 

@@ -25,7 +25,7 @@ from .blocks import Fast
 from .door import Call, current, entered
 from .held_logits import HeldLogits, holding
 
-VERSIONS = ((6, 2),)
+VERSIONS = ((6, 0), (6, 1), (6, 2))
 """Versions of sentence-transformers whose classes are known."""
 
 EXPANSION = "query expansion: its tokens are read, and no token attends to them"
@@ -137,7 +137,7 @@ class Transformer(Fast):
 
     Expansion tokens of a query that no token attends to are padding for the model, and are read nevertheless. Such a
     call keeps its padding. The logits of a masked language model are made at padding only if something reads them
-    there.
+    there. A cache, for which a decoder would keep its padding, is not made: nothing here can read it.
     """
 
     def compute(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any] | None:
@@ -149,9 +149,10 @@ class Transformer(Fast):
             call.hold(EXPANSION)
             with entered(call):
                 return self._former.forward(self, features, **kwargs)
-        if self.transformer_task != "fill-mask":
-            return None
-        with holding(features.get("attention_mask")):
+        inner: Any = getattr(self.model, "_former", None)
+        if inner is not None and "use_cache" in inner.names and "use_cache" not in features:
+            kwargs.setdefault("use_cache", False)
+        with holding(features.get("attention_mask") if self.transformer_task == "fill-mask" else None):
             return self._former.forward(self, features, **kwargs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import importlib
 import inspect
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ..layers.hooks import bases_for
 from ..tensors import takes_fused_ops
 from . import blocks, heads, sentence_transformers, stacks, supported, whole_layers
 from .blocks import Fast, Former
@@ -112,9 +112,7 @@ def _made(kind: type[nn.Module], base: type[Fast], *, is_named_alike: bool = Fal
     if is_named_alike:  # transformers finds what a model records by the full name of its class
         attributes |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced}
     attributes["_former"] = Former(kind, kind.forward, _names(kind.forward), **more)
-    # An abstract class keeps its layout, which an object's new class must have, only as the first base.
-    bases = (kind, base) if isinstance(kind, abc.ABCMeta) else (base, kind)
-    return type(kind)(kind.__name__, bases, {**attributes, "forward": _forward(kind, base.compute)})
+    return type(kind.__name__, bases_for(kind, base), {**attributes, "forward": _forward(kind, base.compute)})
 
 
 def _reduced(self: Fast, protocol: int) -> tuple[Any, ...]:

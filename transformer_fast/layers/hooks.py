@@ -1,7 +1,8 @@
-"""``is_plain``: the test that lets a fused parent compute a child module without calling it."""
+"""``is_plain``: the test that lets a fused parent compute a child module without calling it; bases of made classes."""
 
 from __future__ import annotations
 
+import abc
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
@@ -16,6 +17,12 @@ PLAIN, FUSED = "_transformer_fast_plain", "_transformer_fast_fused"
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes that hold the hooks of a module."""
+
+
+def bases_for(kind: type[nn.Module], base: type) -> tuple[type, type]:
+    """Bases of a class that modules of ``kind`` can get. An abstract class must be the first one: Python lets an object
+    change to a class of the same layout alone."""
+    return (kind, base) if isinstance(kind, abc.ABCMeta) else (base, kind)
 
 
 def no_hooks(module: nn.Module) -> dict[int, Any]:
