@@ -24,6 +24,7 @@ from ..tracing import is_traced
 from .blocks import Fast
 from .door import Call, current, entered
 from .held_logits import HeldLogits, holding
+from .inside import is_held
 
 VERSIONS = ((6, 0), (6, 1), (6, 2))
 """Versions of sentence-transformers whose classes are known."""
@@ -85,7 +86,8 @@ def reads_padding(module: nn.Module) -> str:
         other = next((k for k in others if not issubclass(k, Fast) and _is_theirs(k) and _name(k) not in _KNOWN), None)
         return "" if other is None else f"{other.__name__} of sentence-transformers is not in the table"
     transformer: Any = getattr(sys.modules.get(f"{_NAME}.base.modules.transformer"), "Transformer", None)
-    if transformer is None or not issubclass(kind, transformer) or issubclass(kind, Fast) or _name(kind) in _KNOWN:
+    is_exact = issubclass(kind, Fast) or (_name(kind) in _KNOWN and is_held(kind))
+    if transformer is None or not issubclass(kind, transformer) or is_exact:
         return ""
     return f"{kind.__name__} is derived from Transformer of sentence-transformers; it may read padding"
 
