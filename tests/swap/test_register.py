@@ -283,7 +283,7 @@ DIFFERENCES = {
     InTraining: "in training",
     Detached: "the gradient of",
     Noise: "draws random numbers that are no dropout",
-    Global: "dropout 0.25 is no attribute of a module",
+    Global: "draws random numbers that are no dropout of a module or attribute, with bernoulli_",
     Pair: "the kind of the result is tensor, and tuple of 2 values in the plain module",
 }
 

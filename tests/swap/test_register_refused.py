@@ -235,7 +235,7 @@ REFUSED = {
     InstanceNorm: "the largest error",
     RunningMean: "or keeps something of a call",
     DropPath: "draws random numbers that are no dropout",
-    FeatureDropout: "dropout 0.5 is no attribute|drops whole features",
+    FeatureDropout: "draws random numbers that are no dropout",
     Dilated: "batch 2, length (97|300)",
     LargeBatch: "batch 5, length 5",
     Square: "batch 5, length 5",

@@ -16,7 +16,7 @@ from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
 from ..layers.prepacked import WeightLayout
 from ..ops.linear import is_faster
-from ..swap.check_form import FormTrial
+from ..swap.check_form import FormTrials
 from ..swap.form_class import class_of_form
 from ..swap.forms import candidates
 from . import functional as functional_calls
@@ -149,7 +149,7 @@ class _Walk:
         ours = (m for m in model.modules() if _computes_children(type(m)))
         self.applied = {id(child) for m in ours for child in m.children()}  # computed without a call
         self.fused: set[int] = set()  # modules that run on the fused ops, swapped by this call or earlier
-        self.trial = FormTrial()
+        self.trial = FormTrials()
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.attention = Attention()

@@ -14,13 +14,19 @@ from ..accelerate.packed.classes import positional_names
 from ..accelerate.packed.token_layer import LOWEST, TokenLayer, seen
 from ..layers.padded_calls import NO_SOURCE, StaysPaddedError, padded_calls
 from ..ops.token_mask import OnTokens
-from .check import Trial
-from .dropouts import Dropouts
-from .inputs import Call, Sample
+from .check import Call, Pair, copy_of, tensors_in
+from .check_fast import Sample, UserTrial, undisturbed
 
 _MIXES_POSITIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 _NO_TOKEN = "a sentence without tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class _PaddedCall(Call):
+    """Call with its tokens, bool (B, L)."""
+
+    keep: Tensor = dataclasses.field(kw_only=True)
 
 
 def check_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]) -> TokenLayer:
@@ -45,8 +51,11 @@ def check_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]
                     f"register: a {type(part).__name__} inside {kind.__name__} reads several positions in training"
                 )
         try:
-            with seen() as calls:
-                _Tokens(kind, layer, calls).run_sample(sample)
+            with seen() as calls, undisturbed(sample.module):
+                trial = _TokenTrial(kind, layer, calls)
+                trial.run(sample.module, trial.padded(sample), buffers=True)
+            if trial.worst.ratio > 1.0:
+                raise ValueError(trial.worst.text)
         except ValueError as error:
             text = f"{kind.__name__} does not compute each token alone, or {layer.mask} does not mean {layer.means!r}"
             raise ValueError(f"register: {text}: {error}") from error
@@ -55,72 +64,72 @@ def check_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]
     return dataclasses.replace(layer, reads=frozenset(reads), redirects=redirects)
 
 
-class _Tokens:
+class _TokenTrial(UserTrial):
+    """Trial of a layer with padding and without.
+
+    Attributes:
+        states: tensors that are hidden states, by identity.
+    """
+
     def __init__(self, kind: type[nn.Module], layer: TokenLayer, seen_calls: list[OnTokens]) -> None:
+        super().__init__("the accelerated layer")
         self.kind, self.layer, self.seen = kind, layer, seen_calls
         self.hidden = positional_names(kind.forward)[0]
-        self.states: set[int] = set()  # tensors that are hidden states, by identity
-        self.trial = Trial(self.make, lambda t: id(t) in self.states, "the accelerated layer", buffers=True)
+        self.states: set[int] = set()
 
-    def make(self, module: nn.Module) -> nn.Module:
-        """Accelerate a layer."""
-        accelerate(nn.ModuleList([module]), packed=True).padded_calls.warns = False
-        return module
+    def make(self, plain: nn.Module) -> nn.Module:
+        """Accelerate a copy of a layer."""
+        fast = copy_of(plain)
+        accelerate(nn.ModuleList([fast]), packed=True).padded_calls.warns = False
+        return fast
 
-    def run_sample(self, sample: Sample) -> None:
-        """Compare a sample's calls, with padding in several places."""
-        calls, keeps = [], {}
-        for given in sample.calls:
-            for call, keep in self.with_padding(given):
-                calls.append(call)
-                keeps[id(call)] = keep
+    def trained(self, t: Tensor) -> bool:
+        """Return True for hidden states."""
+        return id(t) in self.states
+
+    def select(self, call: Any, result: Any) -> Any:
+        """Return the hidden states at tokens."""
+        first = result[0] if isinstance(result, tuple) else result
+        if not isinstance(first, Tensor) or first.dim() != 3:
+            raise TypeError(f"it returns {type(first).__name__}, expected hidden states (B, L, d)")
+        first = self.layer.as_batch_first(first)
+        return first[call.keep.to(first.device)]
+
+    def padded(self, sample: Sample) -> list[_PaddedCall]:
+        """Return a sample's calls with padding in several places.
+
+        Raises:
+            ValueError: if there is no room for padding.
+        """
+        calls = [padded for call in sample.calls for padded in self.with_padding(call)]
         if not calls:
             raise ValueError("its inputs have no room for padding: give at least 2 sequences of at least 3 positions")
-        self.trial.run(sample.module, calls, lambda *pair, drops: self.compare(keeps[id(pair[3])], drops, *pair))
-        if self.trial.worst.ratio > 1.0:
-            raise ValueError(self.trial.worst.text)
+        return calls
 
-    def compare(
-        self,
-        keep: Tensor,
-        drops: bool,
-        plain: nn.Module,
-        fast: nn.Module,
-        dropouts: Dropouts,
-        call: Call,
-        words: str,
-    ) -> None:
+    def compare(self, pair: Pair, call: Any, *others: Any, **how: Any) -> None:
         """Compare a call at its tokens, and test that the padding was left out."""
-        if dropouts.of_features:
+        if self.of_features:
             raise ValueError("it drops whole features, which reads several positions")
-        calls, before = padded_calls(fast), _stored(fast)
+        calls, before = padded_calls(pair.fast), _stored(pair.fast)
         if calls is None:
             raise ValueError("accelerate leaves it as it is")
         calls.reasons.clear()
         number = len(self.seen)
-
-        def select(result: Any) -> Any:
-            first = result[0] if isinstance(result, tuple) else result
-            if not isinstance(first, Tensor) or first.dim() != 3:
-                raise TypeError(f"it returns {type(first).__name__}, expected hidden states (B, L, d)")
-            first = self.layer.as_batch_first(first)
-            return first[keep.to(first.device)]
-
-        self.trial.compare(plain, fast, dropouts, call, words, drops=drops, select=select)
-        expected = {NO_SOURCE} if not bool(keep.any(1).all()) else set()
+        super().compare(pair, call, *others, **how)
+        expected = {NO_SOURCE} if not bool(call.keep.any(1).all()) else set()
         if others := calls.reasons.keys() - expected:
             reason = next(iter(others))
             advice = "; register the class of its attention first" if reason.startswith("0 attentions") else ""
             raise ValueError(f"{reason}{advice} ({call.where})")
         if not expected and len(self.seen) < number + 2:  # in evaluation and in training
             raise ValueError(f"its accelerated class runs with the padding ({call.where})")
-        for place, tensor in _stored(fast).items():
+        for place, tensor in _stored(pair.fast).items():
             if before.get(place) is not tensor:
                 raise ValueError(f"it keeps tensors of a call in {place}")
 
-    def with_padding(self, call: Call) -> Iterator[tuple[Call, Tensor]]:
-        """Yield a call with padding in several places, and its tokens, bool (B, L); for given inputs without further
-        arguments also with the batch size equal to the length."""
+    def with_padding(self, call: Call) -> Iterator[_PaddedCall]:
+        """Yield a call with padding in several places; for given inputs without further arguments also with the batch
+        size equal to the length."""
         x, mask = self.located(call)
         yield from self._with_masks(call, x, mask)
         others = self.given(call)
@@ -134,9 +143,12 @@ class _Tokens:
             mask = mask[:size, ..., :size]
             if mask.dim() > 2 and mask.shape[-2] == length:
                 mask = mask[..., :size, :]
-            yield from self._with_masks(self.replaced(call, x, mask, f"cut to {size} of {size} positions"), x, mask)
+            call = dataclasses.replace(call, where=f"{call.where}, cut to {size} of {size} positions")
+            yield from self._with_masks(call, x, mask)
 
-    def _with_masks(self, call: Call, x: Tensor, mask: Tensor) -> Iterator[tuple[Call, Tensor]]:
+    def _with_masks(self, call: Call, x: Tensor, mask: Tensor) -> Iterator[_PaddedCall]:
+        names = positional_names(self.kind.forward)
+        self.states.add(id(x))
         batch, length = self.layer.as_batch_first(x).shape[:2]
         try:
             given = self.layer.keep_of(mask, batch, length).cpu().expand(batch, length)
@@ -144,7 +156,11 @@ class _Tokens:
             raise ValueError(f"{reason} ({call.where})") from reason
         keeps = {"": given} if bool(given.any(1).all()) and not bool(given.all()) else {}
         for where, keep in {**keeps, **_paddings(batch, length)}.items():
-            yield self.replaced(call, x, self.written(mask, keep), where or "its mask"), keep
+            new = {self.hidden: x, self.layer.mask: self.written(mask, keep)}
+            args = tuple(new.get(name, value) for name, value in zip(names, call.args))
+            kwargs = {name: new.get(name, value) for name, value in call.kwargs.items()}
+            place = f"{call.where}, {where or 'its mask'}"
+            yield _PaddedCall(args, kwargs, place, may_fail=where == _NO_TOKEN, keep=keep)
 
     def given(self, call: Call) -> dict[str, Any]:
         """Arguments of a call by name."""
@@ -164,15 +180,6 @@ class _Tokens:
                 f"its inputs must have {self.hidden} {order} and a tensor {self.layer.mask} ({call.where})"
             )
         return x, mask
-
-    def replaced(self, call: Call, x: Tensor, mask: Tensor, where: str) -> Call:
-        """The call with other hidden states and another mask."""
-        names = positional_names(self.kind.forward)
-        self.states.add(id(x))
-        new = {self.hidden: x, self.layer.mask: mask}
-        args = tuple(new.get(name, value) for name, value in zip(names, call.args))
-        kwargs = {name: new.get(name, value) for name, value in call.kwargs.items()}
-        return Call(args, kwargs, f"{call.where}, {where}", varied=where == _NO_TOKEN)
 
     def written(self, mask: Tensor, keep: Tensor) -> Tensor:
         """Mask of the kind of another one, for these tokens."""
@@ -198,15 +205,7 @@ def _paddings(batch: int, length: int) -> dict[str, Tensor]:
 
 
 def _stored(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors in attributes of a module and the modules inside, by place, also in containers."""
-    found: dict[str, Tensor] = {}
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            values = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            tensors = [t for t in values if isinstance(t, Tensor)]
-            found |= {f"{path}.{name}[{n}]".lstrip("."): t for n, t in enumerate(tensors)}
-    return found
+    """Tensors in attributes of a module and the modules inside, also in containers, but parameters and buffers."""
+    named = [(f"{path}.{name}".lstrip("."), t) for path, m in module.named_modules() for name, t in tensors_in(m)]
+    held = {id(t) for t in (*module.parameters(), *module.buffers())}
+    return {name: t for name, t in named if id(t) not in held}

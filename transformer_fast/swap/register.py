@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..accelerate.packed.token_layer import MEANINGS, TOKENS, TokenLayer
 from ..accelerate.registered import FAST
 from ..accelerate.report import LOCK
 from ..accelerate.torch_swaps import SWAPS
-from .check import check_fast
+from .check import Call, first_line
+from .check_fast import Sample, check_fast
 from .check_tokens import check_tokens
-from .inputs import Sample, samples_of
+
+SIZES = ((2, 1), (3, 2), (5, 5), (3, 17), (2, 97), (2, 300))
+"""Batch sizes and lengths for which a function of the user makes inputs."""
 
 MASKS = {
     "key_padding_mask": "blocked",
@@ -130,7 +134,7 @@ def register(
     rooms = kind.__module__.split(".")
     if kind in SWAPS or (rooms[0] == "transformer_fast" and "reference" not in rooms):
         raise TypeError(f"register: accelerate knows {kind.__name__} already")
-    samples = samples_of(kind, check)
+    samples = _samples_of(kind, check)
     if fast is not None and (tokens or mask is not None):
         raise TypeError("register: give a fast class, or mask=... with tokens=True; register both in two calls")
     if fast is not None:
@@ -187,3 +191,55 @@ def _register_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sam
             raise
         TOKENS[kind] = checked
     return _added(Registration(kind, checked))
+
+
+def _samples_of(kind: type[nn.Module], check: Any) -> list[Sample]:
+    """Read the argument ``check`` of ``register``.
+
+    Raises:
+        TypeError: if the argument is no pair (module, inputs) and no list of pairs.
+        ValueError: if a function that makes inputs fails.
+    """
+    samples = []
+    for pair in check if isinstance(check, list) and check else [check]:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], nn.Module)):
+            raise TypeError(
+                f"register: check must be (module, inputs) or a list of such pairs, got {_described(pair)}; module is "
+                f"a {kind.__name__}, inputs are the arguments of its forward, or a function of batch and length"
+            )
+        module, inputs = pair
+        if type(module) is not kind:
+            raise TypeError(
+                f"register: check has a module of class {type(module).__name__}, expected {kind.__name__} exactly"
+            )
+        if not callable(inputs):
+            calls = [_call(inputs, "the given inputs")]
+        else:
+            calls = []
+            for batch, length in SIZES:
+                try:
+                    made = inputs(batch, length)
+                except Exception as error:
+                    raise ValueError(f"register: inputs({batch}, {length}) failed: {first_line(error)}") from error
+                calls.append(_call(made, f"batch {batch}, length {length}"))
+        samples.append(Sample(module, tuple(calls)))
+    return samples
+
+
+def _call(inputs: Any, where: str) -> Call:
+    if isinstance(inputs, Tensor):
+        return Call((inputs,), {}, where)
+    if isinstance(inputs, tuple):
+        return Call(inputs, {}, where)
+    if isinstance(inputs, Mapping):
+        return Call((), dict(inputs), where)
+    raise TypeError(
+        f"register: inputs must be a tuple of arguments, a dict of keyword arguments, a tensor, or a function of batch "
+        f"and length, got {_described(inputs)}"
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} of {', '.join(type(inner).__name__ for inner in value) or 'nothing'}"
+    return type(value).__name__

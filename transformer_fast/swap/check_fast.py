@@ -1,0 +1,154 @@
+"""Trial of what a user registers: the user's inputs, and a class with its fast class."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accelerate.packed.token_layer import LOWEST
+from ..accelerate.registered import fast_class, keywords_of
+from .check import Call, FailsError, Pair, Trial, alone, change_constants, copy_of, dtype_of
+
+_DRAWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Module of a registered class, and calls of it."""
+
+    module: nn.Module
+    calls: tuple[Call, ...]
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Context of a trial that draws random numbers."""
+    devices = {p.device for p in module.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)), alone(*(device.type for device in devices)):
+        torch.manual_seed(0)
+        yield
+
+
+class UserTrial(Trial):
+    """Trial of a module of a user, with the user's inputs."""
+
+    def run(self, module: nn.Module, calls: Sequence[Call], buffers: bool = False) -> Pair:
+        """Compare all calls in float64, and the first one in the module's own dtype and on its device.
+
+        Args:
+            module: module of the user.
+            calls: calls of the module.
+            buffers: True tries other values in buffers, too.
+
+        Returns:
+            The pair with the module's own parameters.
+        """
+        own = self._compared(copy_of(module), calls[:1], f"its parameters, {dtype_of(module)}".replace("torch.", ""))
+        changed = copy_of(module)
+        starts = [(module, "its parameters")]
+        if change_constants(changed, buffers=buffers):
+            starts.append((changed, "other values of equal parameters"))
+        for start, words in starts:
+            try:
+                self._compared(copy_of(copy_of(start), torch.float64), calls, words, drops=True)
+            except FailsError:  # its code knows one dtype
+                self._compared(copy_of(start), calls, words, drops=True)
+        return own
+
+    def _compared(self, plain: nn.Module, calls: Sequence[Call], words: str, drops: bool = False) -> Pair:
+        pair = self.pair(plain, calls[0], words)
+        for call in calls:
+            places = pair.dropouts.places if drops and call is calls[0] else ()
+            self.compare(pair, call, drops=[[place] for place in places])
+        return pair
+
+
+class _FastTrial(UserTrial):
+    """Trial of a class and its fast class; masks get no gradient."""
+
+    def __init__(self, kind: type[nn.Module], fast: type[nn.Module], masks: set[int]) -> None:
+        super().__init__(fast.__name__)
+        self.kind, self.masks = fast_class(kind, fast), masks
+
+    def make(self, plain: nn.Module) -> nn.Module:
+        """Give a copy the fast class."""
+        fast = copy_of(plain)
+        fast.__class__ = self.kind
+        return fast
+
+    def trained(self, t: Tensor) -> bool:
+        """Return True for anything but a mask."""
+        return id(t) not in self.masks
+
+    def compare_draws(self, pair: Pair, call: Call) -> None:
+        """Compare the variance of the results with half of all values dropped: one dropout more doubles it at least.
+
+        Raises:
+            ValueError: if the variances differ.
+        """
+        spreads = []
+        for module in (pair.plain, pair.fast):
+            pair.dropouts.set(0.5, module)
+            drawn = [list(self.results(module, call, True, gradients=False).values()) for _ in range(_DRAWS)]
+            values = [torch.stack(each).double() for each in zip(*drawn) if isinstance(each[0], Tensor)]
+            spreads.append(sum(float(each.nan_to_num().var(0).sum()) for each in values))
+        one, other = spreads
+        if not other / 1.5 <= one <= other * 1.5:
+            raise ValueError(f"with dropout 0.5 their results have variances {one:.2g} and {other:.2g} in all")
+
+
+def check_fast(kind: type[nn.Module], fast: type[nn.Module], sample: Sample) -> None:
+    """Compare modules of a class with the fast class.
+
+    Raises:
+        ValueError: if they differ, or fail.
+    """
+    names = keywords_of(fast)
+    for call in sample.calls:
+        if names is not None and (unknown := call.kwargs.keys() - names):
+            raise ValueError(f"register: {fast.__name__}.forward has no argument {', '.join(sorted(unknown))}")
+    tensors = (t for call in sample.calls for t in (*call.args, *call.kwargs.values()) if isinstance(t, Tensor))
+    trial = _FastTrial(kind, fast, {id(t) for t in tensors if _hidden_and_kept(t) is not None})
+    calls = [changed for call in sample.calls for changed in _with_changed_masks(call)]
+    try:
+        with undisturbed(sample.module):
+            own = trial.run(sample.module, calls)
+            if own.dropouts.places and trial.worst.ratio <= 1.0:
+                trial.compare_draws(own, sample.calls[len(sample.calls) // 2])
+    except ValueError as error:
+        raise ValueError(f"register: {kind.__name__} and {fast.__name__} differ: {error}") from error
+    if trial.worst.ratio > 1.0:
+        text = f"{kind.__name__} computes something else than {fast.__name__}"
+        raise ValueError(f"register: {text}: {trial.worst.text}")
+
+
+def _hidden_and_kept(t: Tensor) -> tuple[Any, Any] | None:
+    """Two values of a mask, which keep and hide a key in an order that is unknown; None for any other tensor."""
+    if t.dim() < 2 or t.numel() == 0:
+        return None
+    if t.dtype == torch.bool:
+        return False, True
+    values = t.detach().unique()
+    if bool(((values == 0) | (values == 1)).all()) and (len(values) == 2 or not t.is_floating_point()):
+        return 0, 1
+    is_added = t.is_floating_point() and bool(((values == 0) | (values <= LOWEST)).all())
+    return (0.0, float(values.min())) if is_added and float(values.min()) <= LOWEST else None
+
+
+def _with_changed_masks(call: Call) -> Iterator[Call]:
+    """Yield a call, and the same with one value in each mask's first key, and in the first row of the batch."""
+    yield call
+    for name, mask in [*enumerate(call.args), *call.kwargs.items()]:
+        values = _hidden_and_kept(mask) if isinstance(mask, Tensor) else None
+        for value in values or ():
+            for place in ("[..., 0]", "[0]"):
+                changed = mask.clone()
+                changed[(..., 0) if place == "[..., 0]" else 0] = value
+                args = tuple(changed if n == name else t for n, t in enumerate(call.args))
+                kwargs = {key: changed if key == name else t for key, t in call.kwargs.items()}
+                yield Call(args, kwargs, f"{call.where}, argument {name}{place} = {value}", may_fail=True)
