@@ -346,7 +346,7 @@ OTHERS: dict[str, str] = {
     "csrc/ops/weight_stamp.cpp:kBlock": "values that are read side by side",
     "transformer_fast/accelerate/report_text.py:LINES": "lines of a printed report",
     "transformer_fast/huggingface/heads.py:IGNORED": "a label",
-    "transformer_fast/swap/check.py:_DRAWS": "random inputs of a trial",
+    "transformer_fast/swap/check_fast.py:_DRAWS": "random inputs of a trial",
     "transformer_fast/swap/check_form.py:_COMPARED": "numbers of a gradient that a trial compares",
     "transformer_fast/swap/check_form.py:_DROPOUTS": "dropouts that a trial tries one by one",
     "transformer_fast/accelerate/report_text.py:WIDTH": "columns of a printed report",

@@ -93,8 +93,16 @@ class DropPath(Ends):
 
 
 class FeatureDropout(Ends):
+    p = 0.5
+
     def end(self, x: Tensor) -> Tensor:
-        return F.dropout1d(x.mT, 0.5, self.training).mT
+        return F.dropout1d(x.mT, self.p, self.training).mT
+
+
+class LiveFeatureDropout(FeatureDropout):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 0.5
 
 
 class Dilated(Ends):
@@ -236,6 +244,7 @@ REFUSED = {
     RunningMean: "or keeps something of a call",
     DropPath: "draws random numbers that are no dropout",
     FeatureDropout: "draws random numbers that are no dropout",
+    LiveFeatureDropout: "drops whole features",
     Dilated: "batch 2, length (97|300)",
     LargeBatch: "batch 5, length 5",
     Square: "batch 5, length 5",

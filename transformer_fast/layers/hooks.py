@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 from torch import nn
 from torch.nn.modules import module as _module
@@ -23,11 +22,6 @@ def bases_for(kind: type[nn.Module], base: type) -> tuple[type, type]:
     """Bases of a class that modules of ``kind`` can get. An abstract class must be the first one: Python lets an object
     change to a class of the same layout alone."""
     return (kind, base) if isinstance(kind, abc.ABCMeta) else (base, kind)
-
-
-def no_hooks(module: nn.Module) -> dict[int, Any]:
-    """Memo for ``copy.deepcopy`` that leaves the hooks of the module itself out of the copy."""
-    return {id(getattr(module, name)): OrderedDict() for name in HOOKS}
 
 
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:

@@ -9,15 +9,14 @@ import contextlib
 import copy
 import dataclasses
 import math
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..layers.hooks import no_hooks
 from ..layers.padded_calls import WITHOUT_PADDING
 from ..layers.prepacked import LAYOUT
 
@@ -139,7 +138,8 @@ def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     memo: dict[int, Any] = {}
     try:
         for part in module.modules():
-            memo |= no_hooks(part)
+            hooks = (value for name, value in vars(part).items() if name.endswith("_hooks"))
+            memo |= {id(value): OrderedDict() for value in hooks if type(value) is OrderedDict}
             for _, t in tensors_in(part):
                 if (dtype is not None or not t.is_leaf) and id(t) not in memo:
                     memo[id(t)] = converted(t)
@@ -153,14 +153,8 @@ def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def change_constants(module: nn.Module, *, buffers: bool = False, generator: torch.Generator | None = None) -> bool:
-    """Change parameters of equal values in a copy, such as those of a branch that is zero at first; True if there are
-    any.
-
-    Args:
-        module: the copy; memory that it shares is not written to.
-        buffers: True changes such buffers, too.
-        generator: source of the random numbers.
-    """
+    """Give parameters of equal values, such as those of a branch that is zero at first, other values in a copy. Shared
+    memory stays as it is. Return True if there are such parameters, or such buffers where these count, too."""
     constant = [t for t in (*module.parameters(), *(module.buffers() if buffers else ())) if is_constant(t)]
     for t in constant:
         t.data = t.data + 0.1 * torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t)
@@ -204,24 +198,6 @@ class Dropouts:
         for module in modules:
             for path, name in self.places if places is None else places:
                 vars(module.get_submodule(path))[name] = p
-
-
-class _UsedDropout(TorchFunctionMode):
-    """Probabilities with which a block of code calls dropout; ``of_features`` if it drops whole features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: set[Any] = set()
-        self.of_features = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        attends = name == "scaled_dot_product_attention"
-        if attends or "dropout" in name:
-            key, place = ("dropout_p", 4) if attends else ("p", 1)
-            self.values.add(kwargs.get(key, args[place] if len(args) > place else None))
-            self.of_features |= not attends and name != "dropout"
-        return func(*args, **kwargs)
 
 
 class _NoDraws(TorchDispatchMode):
@@ -288,11 +264,13 @@ class Trial:
 
     Attributes:
         worst: largest error so far.
-        of_features: True if a module drops whole features.
+        looks_for_draws: raise an error where a plain module draws random numbers.
     """
 
+    looks_for_draws = True
+
     def __init__(self, fast: str) -> None:
-        self.fast, self.worst, self.of_features = fast, Worst(), False
+        self.fast, self.worst = fast, Worst()
 
     def make(self, plain: nn.Module) -> nn.Module:
         """Make a fast module, and leave the plain one as it is."""
@@ -313,7 +291,7 @@ class Trial:
             module: plain or fast module.
             call: arguments; tensors are copied.
             training: mode of the module.
-            gradients: False for results alone.
+            gradients: False for results and nothing else.
         """
         module.train(training)
         gradients = gradients and training
@@ -354,26 +332,10 @@ class Trial:
                 found[name], leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, None
         return found | {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
 
-    def dropouts(self, plain: nn.Module, call: Call) -> Dropouts:
-        """Find the dropouts of a module in a call."""
-        with _UsedDropout() as used:
-            self._expected(plain, call, True, draws=True)
-        self.of_features |= used.of_features
-        return Dropouts(plain, used.values)
-
-    def pair(self, plain: nn.Module, call: Call, words: str) -> Pair:
-        """Make a pair, and test that a call depends on nothing but its arguments.
-
-        Raises:
-            FailsError: if the plain module fails.
-            ValueError: if it draws random numbers or keeps something.
-        """
-        dropouts = self.dropouts(plain, call)
+    def pair(self, plain: nn.Module, words: str, dropouts: Dropouts | None = None) -> Pair:
+        """Make a pair; for the arguments see :class:`Pair`."""
+        dropouts = dropouts or Dropouts(plain)
         dropouts.set(0.0, plain)
-        first, second = (self._expected(plain, call, True) for _ in range(2))
-        for key, value in first.items():
-            if isinstance(value, Tensor) and not torch.equal(value.nan_to_num(), second[key].nan_to_num()):
-                raise ValueError(f"{type(plain).__name__} draws random numbers, or keeps something of a call")
         return Pair(plain, self.make(plain), dropouts, words)
 
     def compare(
@@ -382,6 +344,7 @@ class Trial:
         call: Call,
         modes: Sequence[bool] = (False, True),
         drops: Sequence[Sequence[Place]] = (),
+        gradients: bool = True,
     ) -> None:
         """Compare a call.
 
@@ -390,6 +353,7 @@ class Trial:
             call: the call.
             modes: False for evaluation, True for training without dropout.
             drops: groups of dropouts; the call is also compared in training where one group drops everything.
+            gradients: False for results alone.
 
         Raises:
             FailsError: if a module fails, and the call must not.
@@ -398,13 +362,13 @@ class Trial:
         for training, group in [*((training, ()) for training in modes), *((True, group) for group in drops)]:
             pair.dropouts.set(1.0, pair.plain, pair.fast, places=group)
             try:
-                expected = self._expected(pair.plain, call, training, draws=bool(group))
+                expected = self.expected(pair.plain, call, training, gradients, draws=bool(group))
             except FailsError:
                 if not call.may_fail:
                     raise
                 continue
             try:
-                found = self.results(pair.fast, call, training)
+                found = self.results(pair.fast, call, training, gradients)
             except Exception as error:
                 where = f"where {type(pair.plain).__name__} runs: {first_line(error)} ({call.where})"
                 raise FailsError(f"{self.fast} fails {where}") from error
@@ -414,10 +378,18 @@ class Trial:
                 mode = f"training with {', '.join('.'.join(filter(None, place)) for place in group)} = 1"
             self.worst.compare(found, expected, f"in {mode}, with {pair.words}, {call.where}")
 
-    def _expected(self, plain: nn.Module, call: Call, training: bool, draws: bool = False) -> dict[str, Any]:
+    def expected(
+        self, plain: nn.Module, call: Call, training: bool, gradients: bool = True, *, draws: bool = False
+    ) -> dict[str, Any]:
+        """Results of a plain module; ``draws`` if it may draw random numbers.
+
+        Raises:
+            FailsError: if it fails.
+            DrawsError: if it draws random numbers.
+        """
         try:
-            with contextlib.nullcontext() if draws else _NoDraws():
-                return self.results(plain, call, training)
+            with _NoDraws() if self.looks_for_draws and not draws else contextlib.nullcontext():
+                return self.results(plain, call, training, gradients)
         except DrawsError:
             raise
         except Exception as error:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..accelerate.packed.token_layer import LOWEST
 from ..accelerate.registered import fast_class, keywords_of
-from .check import Call, FailsError, Pair, Trial, alone, change_constants, copy_of, dtype_of
+from .check import Call, Dropouts, FailsError, Pair, Trial, alone, change_constants, copy_of, dtype_of
 
 _DRAWS = 64
 
@@ -34,8 +35,32 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         yield
 
 
+class _UsedDropout(TorchFunctionMode):
+    """Probabilities with which a block of code calls dropout; ``of_features`` if it drops whole features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: set[Any] = set()
+        self.of_features = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        attends = name == "scaled_dot_product_attention"
+        if attends or "dropout" in name:
+            key, place = ("dropout_p", 4) if attends else ("p", 1)
+            self.values.add(kwargs.get(key, args[place] if len(args) > place else None))
+            self.of_features |= not attends and name != "dropout"
+        return func(*args, **kwargs)
+
+
 class UserTrial(Trial):
-    """Trial of a module of a user, with the user's inputs."""
+    """Trial of a module of a user, with the user's inputs.
+
+    Attributes:
+        of_features: True if a module drops whole features.
+    """
+
+    of_features = False
 
     def run(self, module: nn.Module, calls: Sequence[Call], buffers: bool = False) -> Pair:
         """Compare all calls in float64, and the first one in the module's own dtype and on its device.
@@ -61,9 +86,18 @@ class UserTrial(Trial):
         return own
 
     def _compared(self, plain: nn.Module, calls: Sequence[Call], words: str, drops: bool = False) -> Pair:
-        pair = self.pair(plain, calls[0], words)
+        with _UsedDropout() as used:
+            self.expected(plain, calls[0], True, draws=True)
+        self.of_features |= used.of_features
+        dropouts = Dropouts(plain, used.values)
+        dropouts.set(0.0, plain)
+        first, second = (self.expected(plain, calls[0], True) for _ in range(2))
+        for name, value in first.items():
+            if isinstance(value, Tensor) and not torch.equal(value.nan_to_num(), second[name].nan_to_num()):
+                raise ValueError(f"{type(plain).__name__} draws random numbers, or keeps something of a call")
+        pair = self.pair(plain, words, dropouts)
         for call in calls:
-            places = pair.dropouts.places if drops and call is calls[0] else ()
+            places = dropouts.places if drops and call is calls[0] else ()
             self.compare(pair, call, drops=[[place] for place in places])
         return pair
 
@@ -73,7 +107,7 @@ class _FastTrial(UserTrial):
 
     def __init__(self, kind: type[nn.Module], fast: type[nn.Module], masks: set[int]) -> None:
         super().__init__(fast.__name__)
-        self.kind, self.masks = fast_class(kind, fast), masks
+        self.kind, self.masks = fast_class(kind, fast), masks  # type: ignore[arg-type]
 
     def make(self, plain: nn.Module) -> nn.Module:
         """Give a copy the fast class."""

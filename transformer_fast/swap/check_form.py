@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .check import Call, DiffersError, Dropouts, Pair, Trial, alone, change_constants, copy_of, first_line, is_constant
+from .check import Call, DiffersError, Trial, alone, change_constants, copy_of, first_line, is_constant
 from .form import Form, form_of, own_attributes
 from .form_calls import FULL, SMALL, Size
 from .form_class import class_of_form, compute
@@ -130,10 +130,6 @@ class _FormTrial(Trial):
         """Return True for an input of three dimensions; a float of another rank is a mask."""
         return t.dim() == 3
 
-    def dropouts(self, plain: nn.Module, call: Call) -> Dropouts:
-        """Find the modules of dropout; attributes of a module with a form are no probabilities."""
-        return Dropouts(plain)
-
     def compare(self, *args: Any, **kwargs: Any) -> None:
         """Compare a call.
 
@@ -146,8 +142,9 @@ class _FormTrial(Trial):
 
     def at_one_size(self, module: nn.Module) -> None:
         """Compare at one size, in evaluation; in training with other values of parameters of equal values."""
+        self.looks_for_draws = False
         plain = self._copy(module)
-        pair = self._pair(plain)
+        pair = self.pair(plain, "its parameters")
         self.compare(pair, self._calls(plain, SMALL)[-1], modes=(False,))
         own = (p for path in self.own for p in plain.get_submodule(path)._parameters.values())
         if any(p is not None and is_constant(p) for p in own):
@@ -161,24 +158,27 @@ class _FormTrial(Trial):
         """
         whole = self._copy(module)
         plain = self._shortened(whole)
-        pair = self.pair(plain, self._calls(plain, FULL[0])[0], "its parameters")
+        pair = self.pair(plain, "its parameters")
         for size in FULL:
+            self.looks_for_draws = size is FULL[0]
             calls = self._calls(plain, size)
             every = size is FULL[0] or (size is FULL[-1] and self.form.attends)
             for call in calls if every else calls[-1:]:
                 self.compare(pair, call, modes=(False,))
         if plain is not whole:
-            self.compare(self._pair(whole), self._calls(whole, SMALL)[-1], modes=(False,))
+            self.compare(self.pair(whole, "its parameters"), self._calls(whole, SMALL)[-1], modes=(False,))
         if change_constants(plain, generator=self.generator):
             pair.words = "other values of equal parameters"
         for size in FULL:
+            self.looks_for_draws = size is FULL[0]
             if size.trains and (self.form.attends or not size.empty):
                 self.compare(pair, self._training_call(plain, size), modes=(True,))
         places = [place for place in pair.dropouts.places if place[0] in self.own]
         singles = [[place] for place in places] if len(places) <= _DROPOUTS else []
         groups = singles or [places or pair.dropouts.places]
         with _OwnSeeds(self.generator):
-            self.compare(pair, self._calls(plain, FULL[0])[-1], modes=(), drops=[group for group in groups if group])
+            call = self._calls(plain, FULL[0])[-1]
+            self.compare(pair, call, modes=(), drops=[group for group in groups if group], gradients=False)
 
     def _copy(self, module: nn.Module) -> nn.Module:
         made = copy_of(module, self.dtype)
@@ -186,14 +186,10 @@ class _FormTrial(Trial):
             p.requires_grad_(p.is_floating_point() and p.numel() <= _COMPARED)
         return made
 
-    def _pair(self, plain: nn.Module) -> Pair:
-        dropouts = Dropouts(plain)
-        dropouts.set(0.0, plain)
-        return Pair(plain, self.make(plain), dropouts, "its parameters")
-
     def _calls(self, plain: nn.Module, size: Size) -> list[Call]:
         made = self.form.calls(plain, dataclasses.replace(size, generator=self.generator))
-        return [Call(args, {}, f"batch {size.batch}, length {size.queries}", may_fail=True) for args in made]
+        where, first = f"batch {size.batch}, length {size.queries}", size is FULL[0]
+        return [Call(args, {}, where, may_fail=n > 0 or not first) for n, args in enumerate(made)]
 
     def _training_call(self, plain: nn.Module, size: Size) -> Call:
         empty = size.empty and not self.form.adds_masks

@@ -117,8 +117,8 @@ class _TokenTrial(UserTrial):
         number = len(self.seen)
         super().compare(pair, call, *others, **how)
         expected = {NO_SOURCE} if not bool(call.keep.any(1).all()) else set()
-        if others := calls.reasons.keys() - expected:
-            reason = next(iter(others))
+        if left := calls.reasons.keys() - expected:
+            reason = next(iter(left))
             advice = "; register the class of its attention first" if reason.startswith("0 attentions") else ""
             raise ValueError(f"{reason}{advice} ({call.where})")
         if not expected and len(self.seen) < number + 2:  # in evaluation and in training
