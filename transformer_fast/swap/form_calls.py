@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Calls = list[tuple[Any, ...]]
+Mask = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,30 +98,14 @@ SMALL = Size(3, 3, 3, empty=True)
 """Size for each further one."""
 
 
-def attention(size: Size, widths: tuple[int, int, int]) -> Calls:
-    """Calls (q, k, v, mask) with a mask (B, 1, Lk) or (B, Lq, Lk)."""
-    q, k, v = size.x(widths[0]), size.memory(widths[1]), size.memory(widths[2])
-    return [(q, k, v), (q, k, v, size.keep()), (q, k, v, size.keep(size.queries))]
+def same(keep: Tensor) -> Tensor:
+    """Keep mask (B, Lq, Lk)."""
+    return keep
 
 
-def encoder(x: Tensor, size: Size) -> Calls:
-    """Calls (x, mask) of a layer or stack over keep masks."""
-    return [(x, None), (x, size.own.keep())]
-
-
-def decoder(x: Tensor, width: int, size: Size) -> Calls:
-    """Calls (x, memory, src_mask, trg_mask) of a layer or stack over keep masks."""
-    memory = size.memory(width)
-    return [(x, memory, None, None), (x, memory, size.keep(), size.look_ahead())]
-
-
-def with_head_axis(calls: Calls) -> Calls:
-    """Calls whose bool masks get a head axis."""
-
-    def widened(value: Any) -> Any:
-        return value.unsqueeze(1) if isinstance(value, Tensor) and value.dtype == torch.bool else value
-
-    return [tuple(map(widened, call)) for call in calls]
+def with_head_axis(keep: Tensor) -> Tensor:
+    """Keep mask (B, 1, Lq, Lk)."""
+    return keep.unsqueeze(1)
 
 
 def blocked(keep: Tensor) -> Tensor:
@@ -127,43 +113,44 @@ def blocked(keep: Tensor) -> Tensor:
     return 1.0 - keep.unsqueeze(1).float()
 
 
-def tensorflow_attention(size: Size, widths: tuple[int, int, int]) -> Calls:
+def attention(size: Size, widths: Sequence[int], mask: Mask = same) -> Calls:
+    """Calls (q, k, v, mask) with a mask (B, 1, Lk) or (B, Lq, Lk)."""
+    q, k, v = size.x(widths[0]), size.memory(widths[1]), size.memory(widths[2])
+    return [(q, k, v), (q, k, v, mask(size.keep())), (q, k, v, mask(size.keep(size.queries)))]
+
+
+def tensorflow_attention(size: Size, widths: Sequence[int]) -> Calls:
     """Calls (v, k, q, mask)."""
     v, k, q = size.memory(widths[2]), size.memory(widths[1]), size.x(widths[0])
     return [(v, k, q, None), (v, k, q, blocked(size.keep(size.queries))[0, 0]), (v, k, q, blocked(size.keep()))]
 
 
-def tensorflow_encoder(x: Tensor, size: Size) -> Calls:
-    """Calls (x, mask)."""
-    return [(x, None), (x, blocked(size.own.keep()))]
-
-
-def tensorflow_decoder(x: Tensor, width: int, size: Size) -> Calls:
-    """Calls (x, memory, look-ahead mask, padding mask)."""
-    memory = size.memory(width)
-    return [(x, memory, None, None), (x, memory, blocked(size.look_ahead()), blocked(size.keep()))]
-
-
-def d2l_attention(size: Size, widths: tuple[int, int, int]) -> Calls:
+def d2l_attention(size: Size, widths: Sequence[int]) -> Calls:
     """Calls (q, k, v, lengths)."""
     q, k, v = size.x(widths[0]), size.memory(widths[1]), size.memory(widths[2])
     return [(q, k, v, lengths) for lengths in size.lengths(size.keys)]
 
 
-def d2l_encoder(x: Tensor, size: Size) -> Calls:
-    """Calls (x, lengths)."""
-    return [(x, lengths) for lengths in size.lengths(size.queries)]
+def layer(
+    size: Size, width: Any, decodes: bool, embedding: Any = None, mask: Mask = same, swapped: bool = False
+) -> Calls:
+    """Calls (x, mask) of a layer or stack; of a decoder (x, memory, src_mask, trg_mask), or ``swapped`` masks.
+
+    With an ``embedding``, x are ids.
+    """
+    x = size.x(width) if embedding is None else size.ids(embedding)
+    if not decodes:
+        return [(x, None), (x, mask(size.own.keep()))]
+    memory, masks = size.memory(width), (mask(size.keep()), mask(size.look_ahead()))
+    return [(x, memory, None, None), (x, memory, *(masks[::-1] if swapped else masks))]
 
 
-def d2l_decoder(x: Tensor, width: int, size: Size, blocks: int) -> Calls:
-    """Calls (x, state), with and without inputs seen before."""
+def d2l_layer(size: Size, width: int, blocks: int, embedding: Any = None) -> Calls:
+    """Calls (x, lengths) of a layer or stack; of a decoder with ``blocks`` (x, state), with and without inputs seen
+    before."""
+    x = size.x(width) if embedding is None else size.ids(embedding)
+    if not blocks:
+        return [(x, lengths) for lengths in size.lengths(size.queries)]
     memory, seen = size.memory(width), size.normal(size.batch, 3, width)
     states = zip(size.lengths(size.keys), (None, None, seen))
     return [(x, [memory, lengths, [known] * blocks]) for lengths, known in states]
-
-
-def rows(size: Size, width: int) -> Calls:
-    """Calls with rows. One row is so small that its norm depends on eps."""
-    x = size.x(width)
-    x[0, -1] *= 1e-3
-    return [(x,)]

@@ -42,28 +42,17 @@ def candidates(module: nn.Module) -> Iterator[Form]:
             yield form
 
 
-def _positions(m: Any, size: Size, name: str = "pe", axis: int = 1) -> calls.Calls:
-    table = getattr(m, name)
-    x = size.x(table.shape[-1])
-    return [(x if axis == 1 else x.transpose(0, 1).contiguous(),)]
+LINEARS: dict[str, annotated.Linears] = {
+    "ClassicHeads": lambda m: [m.q_linear, m.k_linear, m.v_linear, m.out],
+    "AnnotatedHeads": lambda m: list(m.linears),
+    "BertHeads": lambda m: [*m.linear_layers, m.output_linear],
+}
+"""Linear layers of attention over keep masks, by form."""
 
 
-def classic_linears(m: Any) -> list[nn.Module]:
-    """Linear layers of the classic attention."""
-    return [m.q_linear, m.k_linear, m.v_linear, m.out]
+def _heads(name: str, children: dict[str, Test], head_axis: bool = True, stored: Any = ()) -> Form:
+    linears = LINEARS[name]
 
-
-def annotated_linears(m: Any) -> list[nn.Module]:
-    """Linear layers of the attention of The Annotated Transformer."""
-    return list(m.linears)
-
-
-def bert_linears(m: Any) -> list[nn.Module]:
-    """Linear layers of the attention of BERT by hand."""
-    return [*m.linear_layers, m.output_linear]
-
-
-def _heads(name: str, linears: annotated.Linears, children: dict[str, Test], head_axis: bool, stored: Any = ()) -> Form:
     def run(
         m: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *others: Any, cache: Any = None
     ) -> Any:
@@ -77,8 +66,8 @@ def _heads(name: str, linears: annotated.Linears, children: dict[str, Test], hea
         return len(widths) == 4 and set(widths) == {m.h * m.d_k}
 
     def try_it(m: Any, size: Size) -> calls.Calls:
-        found = calls.attention(size, tuple(x.in_features for x in linears(m)[:3]))  # type: ignore[arg-type]
-        return found if head_axis else calls.with_head_axis(found)
+        widths = [x.in_features for x in linears(m)[:3]]
+        return calls.attention(size, widths, calls.same if head_axis else calls.with_head_axis)  # type: ignore[arg-type]
 
     return Form(
         name,
@@ -96,10 +85,15 @@ def _heads(name: str, linears: annotated.Linears, children: dict[str, Test], hea
 
 
 def _norm(name: str, gain: str, shift: str, kind: str = "std") -> Form:
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        x = size.x(getattr(m, gain).shape[0])
+        x[0, -1] *= 1e-3  # the norm of a row this small depends on eps
+        return [(x,)]
+
     return Form(
         name,
         functools.partial(annotated.norm, names=(gain, shift), kind=kind),
-        lambda m, size: calls.rows(size, getattr(m, gain).shape[0]),
+        try_it,
         parameters=(gain, shift),
         attributes=("eps",),
         fits=lambda m: (
@@ -136,9 +130,7 @@ def _classic(name: str, kind: Any, norm_first: bool) -> Form:
     children = layer_children(attentions, "ClassicHeads", "ff", "norm_", "dropout_")
 
     def try_it(m: Any, size: Size) -> calls.Calls:
-        width = width_of(m.norm_1) or 0
-        x = size.x(width)
-        return calls.decoder(x, width, size) if decodes else calls.encoder(x, size)
+        return calls.layer(size, width_of(m.norm_1), decodes)
 
     run = functools.partial(annotated.classic_layer, kind=kind, norm_first=norm_first)
     return Form(name, run, try_it, children, attributes=("norm_first",), padding="", decodes=decodes)
@@ -148,8 +140,7 @@ def _classic_stack(name: str, *kinds: str) -> Form:
     decodes = name == "Decoder"
 
     def try_it(m: Any, size: Size) -> calls.Calls:
-        ids = size.ids(m.embed.lut)
-        return calls.decoder(ids, m.embed.lut.weight.shape[1], size) if decodes else calls.encoder(ids, size)
+        return calls.layer(size, m.embed.lut.weight.shape[1], decodes, m.embed.lut)
 
     children = {
         "embed": of_form("Embedder"),
@@ -169,10 +160,8 @@ def _annotated(decodes: bool) -> tuple[Form, Form]:
     steps = annotated.decoder_steps if decodes else annotated.encoder_steps
 
     def layer_calls(m: Any, size: Size) -> calls.Calls:
-        width = width_of(m.sublayer[0].norm) or 0
-        x = size.x(width)
-        found = calls.decoder(x, width, size) if decodes else calls.encoder(x, size)
-        return found if has_head_axis(m) else calls.with_head_axis(found)
+        mask = calls.same if has_head_axis(m) else calls.with_head_axis
+        return calls.layer(size, width_of(m.sublayer[0].norm), decodes, mask=mask)
 
     def has_head_axis(m: Any) -> bool:
         return not of_form("BertHeads")(getattr(m, attentions[0]))
@@ -206,8 +195,7 @@ def _annotated(decodes: bool) -> tuple[Form, Form]:
 
 def _bert_block() -> Form:
     def try_it(m: Any, size: Size) -> calls.Calls:
-        x = size.x(width_of(m.input_sublayer.norm) or 0)
-        return [(x, None), (x, size.own.keep().unsqueeze(1))]
+        return calls.layer(size, width_of(m.input_sublayer.norm), False, mask=calls.with_head_axis)
 
     connection = of_form("Sublayer")
     children = {
@@ -240,10 +228,14 @@ def _bert_embedding() -> Form:
 
 
 def _positional(name: str, table: str, axis: int = 1) -> Form:
+    def try_it(m: Any, size: Size) -> calls.Calls:
+        x = size.x(getattr(m, table).shape[-1])
+        return [(x if axis == 1 else x.transpose(0, 1).contiguous(),)]
+
     return Form(
         name,
         functools.partial(annotated.positional, name=table, axis=axis),
-        functools.partial(_positions, name=table, axis=axis),
+        try_it,
         {"dropout": is_dropout},
         buffers=(table,),
         attributes=(table,),
@@ -258,11 +250,10 @@ def _is_token_embedding(m: Any) -> bool:
     return not (m.max_norm is not None or m.sparse or m.scale_grad_by_freq)
 
 
-_LIST = ("q_linear", "k_linear", "v_linear", "out")
 _ALL = [
-    _heads("ClassicHeads", classic_linears, dict.fromkeys(_LIST, is_linear), True),
-    _heads("AnnotatedHeads", annotated_linears, {"linears": list_of(is_linear)}, True, ("attn",)),
-    _heads("BertHeads", bert_linears, {"linear_layers": list_of(is_linear), "output_linear": is_linear}, False),
+    _heads("ClassicHeads", dict.fromkeys(("q_linear", "k_linear", "v_linear", "out"), is_linear)),
+    _heads("AnnotatedHeads", {"linears": list_of(is_linear)}, stored=("attn",)),
+    _heads("BertHeads", {"linear_layers": list_of(is_linear), "output_linear": is_linear}, False),
     Form(
         "Embedder",
         annotated.embedder,
@@ -322,9 +313,3 @@ _ALL = [
 ]
 FORMS: dict[str, Form] = {form.name: form for form in _ALL}
 """All forms, those of children first."""
-LINEARS: dict[str, annotated.Linears] = {
-    "ClassicHeads": classic_linears,
-    "AnnotatedHeads": annotated_linears,
-    "BertHeads": bert_linears,
-}
-"""Linear layers of attention over keep masks, by form."""

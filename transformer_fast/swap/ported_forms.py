@@ -51,15 +51,11 @@ def _tensorflow(decodes: bool) -> tuple[Form, Form]:
     children = layer_children(attentions, "TensorflowHeads", "ffn", "layernorm", "dropout")
 
     def layer_calls(m: Any, size: Size) -> calls.Calls:
-        width = width_of(m.layernorm1) or 0
-        x = size.x(width)
-        return calls.tensorflow_decoder(x, width, size) if decodes else calls.tensorflow_encoder(x, size)
+        return calls.layer(size, width_of(m.layernorm1), decodes, mask=calls.blocked, swapped=True)
 
     def stack_calls(m: Any, size: Size) -> calls.Calls:
-        ids = size.ids(m.embedding)
-        if decodes:
-            return calls.tensorflow_decoder(ids, m.embedding.embedding_dim, size)
-        return calls.tensorflow_encoder(ids, size)
+        width = m.embedding.embedding_dim
+        return calls.layer(size, width, decodes, m.embedding, calls.blocked, swapped=True)
 
     options: dict[str, Any] = {
         "padding": "",
@@ -112,7 +108,7 @@ def _d2l_heads() -> tuple[Form, Form]:
     heads = Form(
         "D2lHeads",
         d2l.ported_heads,
-        lambda m, size: calls.d2l_attention(size, tuple(getattr(m, name).in_features for name in linears)),
+        lambda m, size: calls.d2l_attention(size, [getattr(m, name).in_features for name in linears]),
         {**dict.fromkeys((*linears, "W_o"), is_linear), "attention": of_form(attention.name)},
         fits=lambda m: type(m.num_heads) is int,
         roles=(hooks.TAKES_MASKS,),
@@ -129,13 +125,10 @@ def _d2l(decodes: bool) -> list[Form]:
     children = {**dict.fromkeys(attentions, of_form("D2lHeads")), "ffn": any_module}
 
     def block_calls(m: Any, size: Size) -> calls.Calls:
-        width = getattr(m, attentions[0]).W_q.in_features
-        x = size.x(width)
-        return calls.d2l_decoder(x, width, size, m.i + 1) if decodes else calls.d2l_encoder(x, size)
+        return calls.d2l_layer(size, getattr(m, attentions[0]).W_q.in_features, m.i + 1 if decodes else 0)
 
     def stack_calls(m: Any, size: Size) -> calls.Calls:
-        ids = size.ids(m.embedding)
-        return calls.d2l_decoder(ids, m.num_hiddens, size, len(m.blks)) if decodes else calls.d2l_encoder(ids, size)
+        return calls.d2l_layer(size, m.num_hiddens, len(m.blks) if decodes else 0, m.embedding)
 
     padding = NOT_TOLD if decodes else ""
     block = Form(
