@@ -280,9 +280,9 @@ class Trial:
         """Return True for an argument that needs a gradient."""
         raise NotImplementedError
 
-    def select(self, call: Call, result: Any) -> Any:
-        """Return the part of a result that is compared."""
-        return result
+    def run(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module with copies of a call's arguments, and return what is compared."""
+        return module(*args, **kwargs)
 
     def results(self, module: nn.Module, call: Call, training: bool, gradients: bool = True) -> dict[str, Any]:
         """Results of a call by name; in training also buffers, and gradients of a weighted sum of all float results.
@@ -317,7 +317,7 @@ class Trial:
         args = tuple(fresh(value, f"argument {n}") for n, value in enumerate(call.args))
         kwargs = {name: fresh(value, name) for name, value in call.kwargs.items()}
         with contextlib.nullcontext() if gradients else torch.no_grad():
-            found = dict(_named("the result", self.select(call, module(*args, **kwargs))))
+            found = dict(_named("the result", self.run(module, call, args, kwargs)))
         if not gradients:
             return found
         outs = [t for t in found.values() if isinstance(t, Tensor) and t.requires_grad]

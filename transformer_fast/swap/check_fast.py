@@ -62,7 +62,7 @@ class UserTrial(Trial):
 
     of_features = False
 
-    def run(self, module: nn.Module, calls: Sequence[Call], buffers: bool = False) -> Pair:
+    def run_all(self, module: nn.Module, calls: Sequence[Call], buffers: bool = False) -> Pair:
         """Compare all calls in float64, and the first one in the module's own dtype and on its device.
 
         Args:
@@ -151,7 +151,7 @@ def check_fast(kind: type[nn.Module], fast: type[nn.Module], sample: Sample) -> 
     calls = [changed for call in sample.calls for changed in _with_changed_masks(call)]
     try:
         with undisturbed(sample.module):
-            own = trial.run(sample.module, calls)
+            own = trial.run_all(sample.module, calls)
             if own.dropouts.places and trial.worst.ratio <= 1.0:
                 trial.compare_draws(own, sample.calls[len(sample.calls) // 2])
     except ValueError as error:

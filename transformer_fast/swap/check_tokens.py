@@ -53,7 +53,7 @@ def check_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]
         try:
             with seen() as calls, undisturbed(sample.module):
                 trial = _TokenTrial(kind, layer, calls)
-                trial.run(sample.module, trial.padded(sample), buffers=True)
+                trial.run_all(sample.module, trial.padded(sample), buffers=True)
             if trial.worst.ratio > 1.0:
                 raise ValueError(trial.worst.text)
         except ValueError as error:
@@ -87,8 +87,9 @@ class _TokenTrial(UserTrial):
         """Return True for hidden states."""
         return id(t) in self.states
 
-    def select(self, call: Any, result: Any) -> Any:
+    def run(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the hidden states at tokens."""
+        result = module(*args, **kwargs)
         first = result[0] if isinstance(result, tuple) else result
         if not isinstance(first, Tensor) or first.dim() != 3:
             raise TypeError(f"it returns {type(first).__name__}, expected hidden states (B, L, d)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ def candidates(module: nn.Module) -> Iterator[Form]:
             yield form
 
 
-LINEARS: dict[str, annotated.Linears] = {
+LINEARS: dict[str, Callable[[Any], list[nn.Module]]] = {
     "ClassicHeads": lambda m: [m.q_linear, m.k_linear, m.v_linear, m.out],
     "AnnotatedHeads": lambda m: list(m.linears),
     "BertHeads": lambda m: [*m.linear_layers, m.output_linear],
