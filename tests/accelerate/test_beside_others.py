@@ -88,6 +88,7 @@ DOES_NOT_DRAW: dict[str, Callable[[], Any]] = {
     "dropout of all": lambda: nn.functional.dropout(torch.ones(3), 1.0),
     "dropout of none": lambda: nn.functional.dropout(torch.ones(3), 0.0),
     "evaluation": lambda: nn.functional.dropout(torch.ones(3), 0.5, False),
+    "attention without dropout": lambda: nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 4)] * 3),
 }
 
 
