@@ -65,39 +65,23 @@ NormKind norm_kind(std::string_view name) {
   return found->kind;
 }
 
-namespace {
-
-// Writes to out and, with a residual, to summed.
-void norm_rows(const Tensor& out, const Tensor& summed, const Tensor& x, const OptionalTensor& residual,
-               const OptionalTensor& weight, const OptionalTensor& bias, double eps, NormKind kind, double dropout_p,
-               const OptionalTensor& seed, void* mean, void* rstd) {
+NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, NormKind kind, double dropout_p,
+                        const OptionalTensor& seed, void* mean, void* rstd) {
+  NormResult result{at::cpu::empty(x.sizes(), x.options()), {}};
+  if (residual) result.summed = at::cpu::empty(x.sizes(), x.options());
   const Tensor x_rows = as_rows(x), residual_rows = as_rows(eager::or_undefined(residual));
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
     using T = scalar_t;
     using A = Accumulate<T>;
     const ParameterTensor<T> weights(weight), biases(bias);
-    kernels().of<T>().norm_forward({rows_of<T>(x_rows), rows_of<T>(residual_rows), result_rows<T>(summed, d),
-                                    result_rows<T>(out, d), weights.parameter(), biases.parameter(),
+    kernels().of<T>().norm_forward({rows_of<T>(x_rows), rows_of<T>(residual_rows), result_rows<T>(result.summed, d),
+                                    result_rows<T>(result.out, d), weights.parameter(), biases.parameter(),
                                     static_cast<A*>(mean), static_cast<A*>(rstd), rows, d, static_cast<A>(eps), kind,
                                     dropout_params(dropout_p, seed)});
   });
-}
-
-}  // namespace
-
-NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps, NormKind kind, double dropout_p,
-                        const OptionalTensor& seed, void* mean, void* rstd) {
-  NormResult result{at::cpu::empty(x.sizes(), x.options()), {}};
-  if (residual) result.summed = at::cpu::empty(x.sizes(), x.options());
-  norm_rows(result.out, result.summed, x, residual, weight, bias, eps, kind, dropout_p, seed, mean, rstd);
   return result;
-}
-
-void norm_to(const Tensor& out, const Tensor& summed, const Tensor& x, const Tensor& residual,
-             const OptionalTensor& weight, const OptionalTensor& bias, double eps, NormKind kind) {
-  norm_rows(out, summed, x, residual, weight, bias, eps, kind, 0, {}, nullptr, nullptr);
 }
 
 namespace norm_op {

@@ -21,8 +21,4 @@ NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const O
                         const OptionalTensor& bias, double eps, NormKind kind, double dropout_p,
                         const OptionalTensor& seed, void* mean, void* rstd);
 
-// Writes residual + x to summed and its norm to out; both are contiguous and like x.
-void norm_to(const Tensor& out, const Tensor& summed, const Tensor& x, const Tensor& residual,
-             const OptionalTensor& weight, const OptionalTensor& bias, double eps, NormKind kind);
-
 }  // namespace transformer_fast

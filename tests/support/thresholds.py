@@ -176,19 +176,6 @@ def int8_results(count: int) -> None:
     torch.testing.assert_close(found, int8_linear(x, linear.weight, linear.bias), rtol=0, atol=0)
 
 
-def int8_block(rows: int) -> None:
-    """Test the end of a block with int8 weights, on this many rows."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-    transformers = pytest.importorskip("transformers")
-    layer = transformers.models.bert.modeling_bert.BertLayer(transformers.BertConfig(**sizes)).eval()
-    layer.attention.self.config._attn_implementation = "eager"
-    x = torch.randn(rows, 1, 32)
-    with torch.no_grad():
-        exact = layer(x)
-        tfast.accelerate(layer, quantize="int8")
-        torch.testing.assert_close(layer(x), exact, rtol=0.1, atol=0.1)
-
-
 def kept_bf16(rows: int) -> None:
     """Test a linear layer with a kept weight in bf16, on this many rows."""
     layer, x = nn.Sequential(nn.Linear(40, 33)).eval().bfloat16(), torch.randn(rows, 40).bfloat16()
@@ -305,7 +292,6 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     # decoding
     "csrc/cpu/linear/quantized_linear.cpp:kBlock": step_linear,
     "csrc/cpu/linear/quantized_linear.cpp:kFar": int8_results,
-    "csrc/ops/block.cpp:kChunk": int8_block,
     "transformer_fast/layers/prepacked.py:NARROW_ROWS": kept_bf16,
     "csrc/cpu/linear/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
     "csrc/ops/decoder_session.cpp:kLogitRows": lambda n: generated(n, 4),
