@@ -13,9 +13,10 @@ from ..generation.forms import decoder_makers
 from .cached_decoder import as_decoder
 from .engine import accelerate
 from .int8 import Int8
+from .measurement import Measurement, Speed
 from .report import Report, Row
 
-__all__ = ["Int8", "Report", "Row", "accelerate"]
+__all__ = ["Int8", "Measurement", "Report", "Row", "Speed", "accelerate"]
 
 decoder_makers.append(as_decoder)
 

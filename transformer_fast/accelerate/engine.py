@@ -26,6 +26,7 @@ from .huggingface import Attention, give_attention
 from .int8 import Int8, Plan, options
 from .kept_weights import give_layout, takes_layout
 from .keywords import with_named_errors
+from .measured import measured
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, Watching, output_layers
 from .packed import pack
@@ -118,6 +119,7 @@ def accelerate(
             if fused_loss and not walk.output_layers:
                 walk.report.notes.append("fused_loss: no output layer on a CPU was found")
             walk.report._explain = functools.partial(_explain, model, packed)
+            walk.report._measure = functools.partial(measured, model, None if packed else _packed_also)
             walk.report.rows.sort(key=lambda row: walk.order[row.path])
             return walk.report
         except BaseException:
@@ -129,12 +131,18 @@ def _explain(model: nn.Module, packed: bool, batch: Any) -> str:
     if packed:
         return explained(model, batch)
     with LOCK:
-        report = accelerate(model, packed=True)
-        report.padded_calls.warns = False
+        report = _packed_also(model)
         try:
             return f"with packed=True:\n{explained(model, batch)}"
         finally:
             report.undo()
+
+
+def _packed_also(model: nn.Module) -> Report:
+    """Report of a second call, which lets the stacks of an accelerated model skip padding, without a warning."""
+    report = accelerate(model, packed=True)
+    report.padded_calls.warns = False
+    return report
 
 
 class _Walk:

@@ -53,8 +53,7 @@ def explained(model: nn.Module, batch: Any) -> str:
     for each in passes:
         path, layers = paths.get(id(each.module), type(each.module).__name__), layers_of(each.module)
         path = path.rpartition(".")[0] if layers[0] is each.module else path
-        computed = each.positions if each.tokens is None else each.tokens
-        places[path, each.positions, computed, each.reason] += len(layers)
+        places[path, each.positions, each.computed, each.reason] += len(layers)
     for (path, positions, computed, reason), n in places.items():
         lines.append(f"{path} ({n}): {computed} of {positions} positions{': ' if reason else ''}{reason}")
     total = sum(positions * n for (_, positions, _, _), n in places.items())

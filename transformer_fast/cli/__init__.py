@@ -52,6 +52,9 @@ COMMANDS = {
     ),
     "export": Command("export a run to Hugging Face transformers or CTranslate2", "..translation.commands.export"),
     "verify": Command("print the error of every op on this machine; exit code 1 if one is too large", ".verify", BOTH),
+    "measure": Command(
+        "time a model of Hugging Face on your texts, plain and accelerated, and compare the results", ".measure", BOTH
+    ),
     "info": Command(
         "print versions, the build of the extension, and the chosen backends with the reasons", ".info", ("backend",)
     ),

@@ -18,6 +18,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "numpy": "plots",
     "tensorboard": "tensorboard",
+    "transformers": "transformers",
     "ctranslate2": "ctranslate2",
 }
 OPS = ("attention", "norm", "dropout", "embedding")

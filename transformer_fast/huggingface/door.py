@@ -120,7 +120,7 @@ class Stack(Fast):
             call.add(str(reason))
             record(self, x.shape[0] * x.shape[1], None, str(reason))
             return None
-        record(self, own.batch * own.length, own.total)
+        record(self, own.batch * own.length, own)
         return result if call.head is own else _restored(result, own)
 
     def _boundaries(self, given: dict[str, Any], x: Tensor, is_plain: bool) -> Boundaries | None:

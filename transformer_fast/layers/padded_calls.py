@@ -14,6 +14,7 @@ from contextvars import ContextVar
 
 from torch import nn
 
+from ..masks.packing import Packing
 from ..ops.token_mask import StaysPaddedError as StaysPaddedError
 
 WITHOUT_PADDING = "_without_padding"
@@ -60,14 +61,19 @@ class Pass:
     Attributes:
         module: the layer or the stack.
         positions: number of positions in the batch, B * L.
-        tokens: number of tokens among the positions; None if the call kept its padding.
+        packing: places of the tokens; None if the call kept its padding.
         reason: reason for keeping the padding, or "".
     """
 
     module: nn.Module
     positions: int
-    tokens: int | None
+    packing: Packing | None
     reason: str = ""
+
+    @property
+    def computed(self) -> int:
+        """Number of positions that were computed."""
+        return self.positions if self.packing is None else self.packing.total
 
 
 _passes: ContextVar[list[Pass] | None] = ContextVar("passes", default=None)
@@ -84,10 +90,10 @@ def recorded() -> Iterator[list[Pass]]:
         _passes.reset(token)
 
 
-def record(module: nn.Module, positions: int, tokens: int | None, reason: str = "") -> None:
+def record(module: nn.Module, positions: int, packing: Packing | None, reason: str = "") -> None:
     """Add a call to the record, if recording is on."""
     if (passes := _passes.get()) is not None:
-        passes.append(Pass(module, positions, tokens, reason))
+        passes.append(Pass(module, positions, packing, reason))
 
 
 def padded_calls(module: nn.Module) -> PaddedCalls | None:

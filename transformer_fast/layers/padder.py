@@ -102,7 +102,7 @@ def without_padding(
         calls.add(str(reason))
         record(module, x.shape[0] * x.shape[1], None, str(reason))
         return None
-    record(module, padder.own.batch * padder.own.length, padder.own.total)
+    record(module, padder.own.batch * padder.own.length, padder.own)
     return padder.restore(result)
 
 
