@@ -261,7 +261,7 @@ def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> s
     elif device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton kernels run on a GPU; on CPU tensors only with TRITON_INTERPRET=1 set before the program starts"
     elif not _triton_imports():
-        return "triton is not installed; run `pip install triton`"
+        return "triton is not installed; run `pip install 'transformer_fast[gpu]'`"
     elif not extension.load():  # the ops are registered there
         return extension.obstacle()
     if dtype == torch.float64 and device.type == "cuda":

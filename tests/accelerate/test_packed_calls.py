@@ -227,7 +227,7 @@ def test_the_inputs_of_a_decoder_end_where_its_labels_do() -> None:
     call = packed.batch(BART, "right")
     with recorded() as passes:
         without(**call.given)
-    assert [each.tokens for each in passes[1:]] == [int(call.tokens.sum())]
+    assert [each.packing.total for each in passes[1:]] == [int(call.tokens.sum())]
     assert not report.padded_calls.reasons
 
 

@@ -99,7 +99,7 @@ def test_a_call_is_computed_on_tokens_or_says_why_not(
     with recorded() as passes:
         result = without_padding(module, calls, torch.zeros(3, 4, 2), prepare)
     assert calls.reasons == ({} if reason is None else {reason: 1})
-    assert [(each.positions, each.tokens) for each in passes] == [(12, n) for n in tokens]
+    assert [(each.positions, each.packing and each.packing.total) for each in passes] == [(12, n) for n in tokens]
     assert (result is None) == (tokens != [7])
     assert result is None or torch.equal(result, KEEP[..., None].expand(3, 4, 2).float())
 

@@ -137,7 +137,7 @@ def test_the_commands_in_the_sentences_exist(page: Path) -> None:
     "command",
     [
         "make tset", "make bench GPU=avx2", "transformer-fast train --sauce a", "transformer-fast plot --in x",
-        "python benchmarks/nothing.py", "python benchmarks/gpu.py --hours 9", "pip install 'transformer_fast[gpu]'",
+        "python benchmarks/nothing.py", "python benchmarks/gpu.py --hours 9", "pip install 'transformer_fast[cuda]'",
         "python -m benchmarks.nothing", "python tools/sanitize.py --hours 9", 
         ".venv/bin/nox -s nothing", "nox -s pythons -k nothing",
         "TRANSFORMER_FAST_NOTHING=1 transformer-fast info", "sudo make test", "pytest tests/nothing.py",
