@@ -19,6 +19,7 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -30,6 +31,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 try:
@@ -54,6 +57,7 @@ X86_SETS = {
     "avx512": (["-march=x86-64-v4"], {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
     "avx512_bf16": (["-march=x86-64-v4", "-mavx512bf16"], {"avx512f", "avx512bw", "avx512_bf16"}),
 }
+UNIT = re.compile(r"(\[\d+/\d+\]) .* -c \S*?/([^/\s]+/[^/\s]+) -o \S*/transformer_fast\.(\w+)/")
 OTHER_SETS: dict[str, tuple[list[str], set[str]]] = {"generic": ([], set())}
 # Slowest to compile first, so that no compiler runs alone at the end.
 SLOW = ["attention/forward", "norm/backward", "norm/forward", "attention/weights", "embedding/forward", "dropout"]
@@ -61,6 +65,32 @@ SLOW = ["attention/forward", "norm/backward", "norm/forward", "attention/weights
 
 def say(message: str) -> None:
     print(f"transformer_fast: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def one_line_per_unit() -> Iterator[None]:
+    """Shorten what ninja writes to file descriptor 1, the command of each file that is done, to the file's name and
+    number. What a compiler says stays whole."""
+    shown, (read, write) = os.dup(1), os.pipe()
+
+    def forward() -> None:
+        with open(read, errors="replace") as lines, open(shown, "w", errors="replace") as out:
+            for line in lines:
+                unit = UNIT.match(line)
+                out.write("transformer_fast: {2} {0} {1}\n".format(*unit.groups()) if unit else line)
+                out.flush()
+
+    reader = threading.Thread(target=forward)
+    reader.start()
+    sys.stdout.flush()
+    os.dup2(write, 1)
+    os.close(write)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(shown, 1)  # closes the pipe
+        reader.join()
 
 
 def want_cuda() -> bool:
@@ -197,7 +227,8 @@ class Build(cpp_extension.BuildExtension):
         for extension in self.extensions:
             extension.sources = in_units(folder / "units", extension.sources)
             extension.include_dirs.append(str(folder))
-        super().build_extensions()
+        with one_line_per_unit():
+            super().build_extensions()
         self.remove_older(self.unwanted)
 
     def remove_older(self, libraries: list[Path]) -> None:
@@ -363,4 +394,5 @@ setup(
     **description(os.environ.get("TRANSFORMER_FAST_URL", "").rstrip("/")),
     ext_modules=[*(kernels_extension(name, flags) for name, (flags, _) in known_sets().items()), module_extension()],
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
+    verbose=0,  # no line for each file that is copied; with -v they are printed
 )

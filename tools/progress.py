@@ -2,25 +2,21 @@
 
     python tools/progress.py "C++ extension" python setup.py build_ext --inplace
 
-Lines show the packages that pip collects and installs, the finished steps of ninja with their counter, and the messages
-of setup.py. After some seconds without output, a line shows the elapsed time. If the command fails, its whole output is
-printed. Only the standard library is needed, because this runs before anything is installed.
+Lines show the packages that pip collects and installs, and the messages of setup.py, one for each compiled file. After
+some seconds without output, a line shows the elapsed time. If the command fails, its whole output is printed. Only the
+standard library is needed, because this runs before anything is installed.
 """
 
 from __future__ import annotations
 
 import queue
-import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 QUIET = 8.0  # seconds without a line, after which one says how long it takes
-STEP = re.compile(r"\[\d+/\d+\]")
-SOURCE = re.compile(r"\s-c\s+([^-\s]\S*)")
 PLAIN = ("Collecting ", "Installing ", "Successfully ", "transformer_fast: ", "* ")
 
 
@@ -61,19 +57,9 @@ def read(stream: Iterable[str], lines: queue.SimpleQueue[str | None]) -> None:
 def shortened(line: str) -> str:
     """Short form of a line that is worth showing; empty for all others."""
     line = line.strip()
-    if step := STEP.match(line):
-        source = SOURCE.search(line)
-        what = named(source.group(1)) if source else line[step.end() :].strip()[:80]
-        return f"{step.group()} {what}"
     if not line.startswith(PLAIN):
         return ""
     return line.partition(" (from ")[0][:110]
-
-
-def named(path: str) -> str:
-    """Path of a source, such as csrc/cpu/norm/forward.cpp; for a file that setup.py makes, only its name."""
-    _, folder, rest = path.rpartition("csrc/")
-    return folder + rest if folder else Path(path).name
 
 
 def say(text: str) -> None:

@@ -191,3 +191,38 @@ def test_libraries_are_built_where_they_are_looked_for() -> None:
     build.ensure_finalized()
     written, copied = build.get_ext_fullpath(name), Path(build.build_lib, build.get_ext_filename(name))
     assert Path(written) == copied and copied.name == "libtransformer_fast_cpu_avx2.so"
+
+
+NINJA = """
+import os, subprocess, sys
+print("before", flush=True)
+lines = [
+    "[1/3] /x/ccache/c++ -MMD -MF /t/build/transformer_fast.cpu_avx2/csrc/cpu/norm/forward.o.d -I/x -c -c "
+    "/x/csrc/cpu/norm/forward.cpp -o /t/build/transformer_fast.cpu_avx2/csrc/cpu/norm/forward.o -O3",
+    "/x/csrc/cpu/a.cpp:1:2: warning: a whole [1/3] line",
+    "[2/3] c++ -MMD -c -c /t/build/units/module.cpp -o /t/build/transformer_fast._C/t/units/module.o -O3",
+    "FAILED: [code=1] /t/b.o ",
+    "c++ -MMD -MF /t/b.o.d -c -c /x/csrc/cpu/b.cpp -o /t/b.o",
+    "/x/csrc/cpu/b.cpp:7:1: error: expected ';'",
+]
+names = {"__file__": "setup.py", "__name__": "names"}
+exec(open("setup.py").read().rpartition("\\nsetup(")[0], names)
+with names["one_line_per_unit"]():
+    subprocess.run(["printf", "%s\\\\n", *lines], stdout=1, check=True)
+print("after")
+"""
+
+
+def test_a_file_is_one_line_and_what_a_compiler_says_is_whole() -> None:
+    result = python("-c", NINJA)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "before",
+        "transformer_fast: cpu_avx2 [1/3] norm/forward.cpp",
+        "/x/csrc/cpu/a.cpp:1:2: warning: a whole [1/3] line",
+        "transformer_fast: _C [2/3] units/module.cpp",
+        "FAILED: [code=1] /t/b.o ",
+        "c++ -MMD -MF /t/b.o.d -c -c /x/csrc/cpu/b.cpp -o /t/b.o",
+        "/x/csrc/cpu/b.cpp:7:1: error: expected ';'",
+        "after",
+    ]
