@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"C++ extension: {extension.status()}")
         return 0 if extension.load() else 1
     print(f"transformer_fast {__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print(f"torch {torch.__version__}, triton {_version_of('triton')}, {torch.get_num_threads()} threads")
+    triton = _version_of("triton") or "not installed"
+    print(f"torch {torch.__version__}, triton {triton}, {torch.get_num_threads()} threads")
     print(f"C++ extension: {extension.status()}")
     for name, value in extension.build_info().items():
         print(f"   {name}: {value}")
