@@ -28,7 +28,7 @@ def test_there_are_notebooks() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.slow("a notebook trains for half a minute")
+@pytest.mark.slow("a notebook trains for up to two minutes")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_prints_what_is_committed(path: Path, tmp_path: Path) -> None:
     """Numbers may differ. ``python tests/support/notebooks.py --write`` writes the outputs again."""

