@@ -208,8 +208,8 @@ def test_what_holds_swapped_modules_says_how_many() -> None:
     """The code of a container may do anything, so the report names it with the number of fused modules inside."""
     found = reasons(nn.ModuleDict({"annotated": annotated()}))
     assert set(found) == {"annotated", "annotated.generator"}
-    assert re.fullmatch(r"unknown structure; \d\d of the modules inside it run on the fused ops", found["annotated"])
-    assert found["annotated.generator"] == "unknown structure; 0 of the modules inside it run on the fused ops"
+    assert re.fullmatch(r"it keeps its own forward; \d\d of the modules inside it run on the fused ops", found["annotated"])
+    assert found["annotated.generator"] == "it keeps its own forward; 0 of the modules inside it run on the fused ops"
 
 
 def test_a_model_it_cannot_help_is_left_and_the_report_says_so() -> None:
@@ -225,7 +225,7 @@ def test_what_was_left_for_one_reason_is_one_line() -> None:
     m = nn.ModuleDict({f"part{i}": nn.Sequential(Broken(4), nn.LayerNorm(4)) for i in range(3)})
     m["model"], m["other"] = hw.make_model(11, 11, 1, D, 12, 2), OtherAttention(4, 2)
     report = tfast.accelerate(m)
-    unknown = [row for row in report.left if row.why.startswith("unknown structure")]
+    unknown = [row for row in report.left if row.why.startswith("it keeps its own forward")]
     assert len(unknown) == 2 and f" {len(report.left)} left" in str(report)
     assert sum("not today" in line and "(part0.0 and 2 more)" in line for line in str(report).splitlines()) == 1
     assert "a subclass of nn.MultiheadAttention" in str(report)

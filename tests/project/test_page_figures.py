@@ -11,22 +11,17 @@ from pages import README, ROOT
 
 SENTENCES = "attention: sentences-b64h8kmax-p0.1-float32-train"
 CAUSAL = "attention: full causal-b2h8k1024-p0.0-float32-infer"
-RESIDUAL, EMBED = "norm: 2048x512-residual+dropout+layer", "embed: 32x64x512x32000-0.1"
-LOSS, LINEAR = "linear_cross_entropy: 1024x512x8000-forward+backward", "linear: 2048x768x3072"
+RESIDUAL = "norm: 2048x512-residual+dropout+layer-forward+backward"
 MODELS, PACKED = ("cpu-avx2-model", "cpu-model"), "ours packed"
 FIGURES: dict[str, list[tuple[str, ...]]] = {
     "training step, BERT": [
         (r, "hugging_face: bert-training step", "before") for r in ("cpu-avx2-packed", "cpu-packed")
     ],
-    "training step, paper's": [(m, "training_step: base-b16-l64", "eager", p) for m in MODELS for p in ("", PACKED)],
-    "training step, 4 + 4": [(m, "training_step: multi30k-b64-l32", "eager", p) for m in MODELS for p in ("", PACKED)],
+    "training step, paper's": [(m, "training_step: base-b16-l64", "eager", PACKED) for m in MODELS],
     "evaluation, paper's base": [(m, "inference: base-b16-l64") for m in MODELS],
-    "attention with dropout": [(r, SENTENCES, "eager", p) for r in ("cpu-avx2", "cpu") for p in ("", PACKED)],
-    "causal attention": [(r, CAUSAL, peer) for r in ("cpu-avx2", "cpu") for peer in ("eager", "sdpa flash_attention")],
-    "residual + dropout": [(r, f"{RESIDUAL}-forward{b}") for r in ("cpu-avx2", "cpu") for b in ("", "+backward")],
-    "embedding + positions": [(r, f"{EMBED}-forward{b}-zipf") for r in ("cpu-avx2", "cpu") for b in ("", "+backward")],
-    "output layer": [("cpu-avx2", LOSS), ("cpu-linear", LOSS)],
-    "linear layer": [("cpu-linear", f"{LINEAR}-forward{b}", "F.linear") for b in ("", "+backward")],
+    "attention with dropout": [(r, SENTENCES, "eager", PACKED) for r in ("cpu-avx2", "cpu")],
+    "causal attention": [(r, CAUSAL, "sdpa flash_attention") for r in ("cpu-avx2", "cpu")],
+    "residual + dropout": [(r, RESIDUAL) for r in ("cpu-avx2", "cpu")],
 }
 """Beginning of each row of the table: its figures in order, as arguments of ``results_pictures.ratio``."""
 
@@ -56,7 +51,7 @@ WAYS = ("ours", "ours packed", "ours kept", "ours packed, kept", "eager", "compi
 """Rows of the table of docs/runtimes.md, as the record names them."""
 GPU = "h200/measured"
 """Record of the GPU."""
-GPU_ROWS = {"64 sentences": "sentences-b64h16k256-p0.1", "4 sequences": "long-b4h16k4096-p0.1"}
+GPU_ROWS = {"64 sentences": "sentences-b64h16k256-p0.1"}
 """Beginning of each row of the GPU's table: its case in the record."""
 
 
@@ -77,9 +72,8 @@ def test_the_training_steps_on_a_gpu_are_those_of_its_record() -> None:
         {(case.removeprefix("step: "), way): row.median for case, ways in found.items() for way, row in ways.items()}
         for found in (records.cases(GPU, unit) for unit in ("ms", "ms, least", "bytes"))
     )
-    sentence = README.read_text().partition("A whole training step of the base")[2].partition("\n\n")[0]
-    named = [("base256", way) for way in ("ours", "ours packed", "eager", "nn.Transformer")]
-    named += [("bert", way) for way in ("ours", "sdpa", "ours compiled", "sdpa compiled")]
+    sentence = README.read_text().partition("A training step of BERT-base")[2].partition("\n\n")[0]
+    named = [("bert", way) for way in ("ours", "sdpa")]
     assert re.findall(r"(\d+) ms", sentence) == [f"{ms[name]:.0f}" for name in named]
     page = (ROOT / "docs/results/gpu.md").read_text().partition("## Measured: whole training steps")[2]
     found = {}

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,8 +95,10 @@ def test_every_family_has_a_page() -> None:
 
 
 def test_no_page_is_a_wall() -> None:
-    """README has a screen and a half, a page 250 lines; records and generated pages are exempt."""
-    assert len(TEXT.splitlines()) <= 110
+    """README has its first code in the first lines. A page has 250 lines; records and generated pages are exempt."""
+    lines = TEXT.splitlines()
+    assert len(lines) <= 85 and len(TEXT.split()) <= 600 and lines.index("```python") < 14
+    assert "packed=True" in blocks(README)[0]
     assert not [page_name(page) for page in PAGES if page.parent != ROOT and len(page.read_text().splitlines()) > 250]
 
 
@@ -121,10 +124,10 @@ def test_the_blocks_of_a_page_run(page: Path) -> None:
 
 
 def alone() -> Iterator[object]:
-    """All blocks of README, and the first block of each page of docs/."""
+    """All of README as one program, and the first block of each page of docs/."""
     for page in PAGES:
-        for number, block in enumerate(blocks(page)[: None if page == README else 1], start=1):
-            yield pytest.param(block, id=f"{page_name(page)} {number}")
+        if found := blocks(page)[: None if page == README else 1]:
+            yield pytest.param("\n".join(found), id=page_name(page))
 
 
 @pytest.mark.slow("each starts a program")
@@ -137,11 +140,22 @@ def test_a_block_runs_alone(block: str) -> None:
     assert run.returncode == 0, f"{run.stdout}{run.stderr}\nin a fresh interpreter, of\n{block}"
 
 
-def test_the_ten_lines() -> None:
-    block = block_with(README, "tfast.explain")
-    assert len([line for line in block.splitlines() if line]) <= 10
-    shown = shown_by(block)
-    assert "layers.TransformerEncoder" in shown and "lengths (8,)" in shown
+def test_the_project_has_one_description() -> None:
+    """README, the site's first page and its description, pip, the command, help() and the citation say the same."""
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    for path in ("README.md", "docs/index.md", "tools/site/mkdocs.yml", "transformer_fast/cli/__init__.py"):
+        assert described in (ROOT / path).read_text(), path
+    assert tfast.__doc__ == f"{described}." and described[1:] in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_first_lines() -> None:
+    """They show what packs, and times; attention of one's own follows in five lines."""
+    first, *_, own = blocks(README)
+    assert len([line for line in first.splitlines() if line]) <= 12 and len(own.splitlines()) <= 5
+    check_packages(first)
+    shown = shown_by(f"{first}\n{own}")
+    for words in ("attention: fused in 2 of 2", "which are padding", "times as fast in training", "lengths (8,)"):
+        assert words in shown, shown
 
 
 def test_a_model_from_scratch() -> None:

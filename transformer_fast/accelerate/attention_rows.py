@@ -13,10 +13,10 @@ from ..swap.form import form_of
 from .functional import WAY, FunctionalCalls
 from .huggingface import Attention
 from .registered import is_swapped
-from .row import ALREADY, Row
+from .row import ALREADY, OWN_FORWARD, Row
 
 UNKNOWN = (
-    "its structure is unknown; where its code calls F.scaled_dot_product_attention: accelerate(model, functional=True)"
+    "it keeps its own forward; where its code calls F.scaled_dot_product_attention: accelerate(model, functional=True)"
 )
 _NAMED = re.compile("attention|attn", re.IGNORECASE)
 
@@ -91,4 +91,4 @@ class _Search:
         why = self.reasons.get(path, "").partition(";")[0]
         if why == ALREADY:
             return "an earlier call left it"
-        return self._part(path) or (UNKNOWN if why in ("", "unknown structure") else why)
+        return self._part(path) or (UNKNOWN if why in ("", OWN_FORWARD) else why)

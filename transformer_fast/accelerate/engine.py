@@ -33,6 +33,7 @@ from .packed import pack
 from .padding_notes import padding_notes
 from .registered import FAST, Registered, fast_class
 from .report import ALREADY, LOCK, Report, Row
+from .row import OWN_FORWARD
 from .torch_swaps import SWAPS
 
 OWN_SUM = "it adds 16-bit losses in their dtype, and float16 may overflow: fused_loss=True adds them in float32"
@@ -250,7 +251,7 @@ class _Walk:
             self._add_unchanged(path, module, "its sizes are not known before its first call")
             return
         family = next((base for base in type(module).__mro__ if _is_torchs(base)), None)
-        reason = f"a subclass of nn.{family.__name__} may compute something else" if family else "unknown structure"
+        reason = f"a subclass of nn.{family.__name__} may compute something else" if family else OWN_FORWARD
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"

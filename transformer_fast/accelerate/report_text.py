@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .row import ALREADY, Row
+from .row import ALREADY, OWN_FORWARD, Row
 
 LINES = 10
 WIDTH = 120
@@ -92,7 +92,7 @@ def _numbers(rows: list[Row]) -> str:
 
 def _order(row: Row) -> int:
     """Order of lines: what has a reason of its own to be left, what is swapped, and other modules."""
-    return 1 if row.now is not None else 2 if row.reason in (ALREADY, "unknown structure") else 0
+    return 1 if row.now is not None else 2 if row.reason in (ALREADY, OWN_FORWARD) else 0
 
 
 def _outcome(group: list[Row]) -> str:
@@ -121,7 +121,9 @@ def _classes(group: list[Row]) -> str:
     """Names of the classes, or the number of them."""
     names = list(dict.fromkeys(row.was for row in group))
     text = ", ".join(names)
-    return _shortened(text, _CLASSES) if len(names) == 1 or len(text) <= _CLASSES else f"of {len(names)} classes"
+    if len(names) > 1 and len(text) > _CLASSES:
+        return f"modules of {len(names)} classes"
+    return _shortened(text, _CLASSES)
 
 
 def _shortened(text: str, room: int) -> str:

@@ -6,6 +6,8 @@ import dataclasses
 
 ALREADY = "it runs on the fused ops already"
 """Reason for a module that was swapped earlier or that belongs to this package."""
+OWN_FORWARD = "it keeps its own forward"
+"""Reason of a module that no table has."""
 
 
 @dataclasses.dataclass(frozen=True)

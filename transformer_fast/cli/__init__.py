@@ -125,7 +125,8 @@ def _message(error: Exception, command: str) -> str:
 def _parser(chosen: str) -> argparse.ArgumentParser:
     """Parser of all commands, with the arguments of the chosen command; only that command's module is imported."""
     parser = argparse.ArgumentParser(
-        prog="transformer-fast", description="The classic Transformer, fast: train it, translate with it, check it."
+        prog="transformer-fast",
+        description="Padded Transformers, faster in PyTorch on a CPU and a GPU, without changing what they compute.",
     )
     parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

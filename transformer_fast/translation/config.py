@@ -91,7 +91,7 @@ class TrainConfig:
 
     max_time: float | None = _option(
         None,
-        "stop after this training time, such as 20m; time before a resume counts too",
+        "stop after this training time, in seconds or as 20m, 1h30m; time before a resume counts too",
         free=True,
         type=parse_duration,
     )
