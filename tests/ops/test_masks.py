@@ -270,3 +270,10 @@ def test_a_mask_is_named_by_the_shape_that_was_given():
     q = torch.randn(B, H, LQ, 4)
     with pytest.raises(ValueError, match=r"mask of shape \(3, 9\), which is \(1, 1, 3, 9\) by rank, does not"):
         attention(q, q, q, torch.ones(B, 9, dtype=torch.bool))
+
+
+def test_a_mask_of_numpy_is_told_how_to_become_a_tensor():
+    numpy = pytest.importorskip("numpy")
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(TypeError, match=r"got ndarray; torch\.from_numpy\(mask\) makes a tensor of it"):
+        attention(q, q, q, numpy.triu(numpy.ones((1, 3, 3)), 1) == 0)

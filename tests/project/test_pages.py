@@ -149,7 +149,7 @@ def test_the_project_has_one_description() -> None:
 
 
 def test_the_first_lines() -> None:
-    """They show what packs, and times; attention of one's own follows in five lines."""
+    """The first block shows what packs, and times. Attention of one's own follows in five lines."""
     first, *_, own = blocks(README)
     assert len([line for line in first.splitlines() if line]) <= 12 and len(own.splitlines()) <= 5
     check_packages(first)

@@ -77,7 +77,8 @@ def check_integers(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> N
 
 def boolean(mask: Tensor, dialect: str) -> Tensor:
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}")
+        hint = "; torch.from_numpy(mask) makes a tensor of it" if hasattr(mask, "__array__") else ""
+        raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}{hint}")
     if mask.layout != torch.strided or mask.is_nested:
         check_dense(f"{dialect} mask", mask)
     if mask.dtype == torch.bool:
