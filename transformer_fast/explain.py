@@ -19,6 +19,7 @@ from .ops.unknown_names import unknown_names
 from .triton.configs import attention_config
 from .triton.versions import limits
 
+_KEYWORDS = inspect.signature(attention).parameters.keys() - {"unknown"}
 NATIVE_TILE = (64, 128)
 """Queries and keys per tile in csrc/cpu/attention/attention_params.h."""
 
@@ -51,7 +52,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         mask: lengths (2,)
         ...
     """
-    if unknown := [name for name in options if name not in inspect.signature(attention).parameters]:
+    if unknown := [name for name in options if name not in _KEYWORDS]:
         raise unknown_names(attention, unknown, "explain")
     mask = as_attention_mask(mask)
     if options.get("bias") is not None:

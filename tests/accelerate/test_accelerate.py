@@ -208,7 +208,9 @@ def test_what_holds_swapped_modules_says_how_many() -> None:
     """The code of a container may do anything, so the report names it with the number of fused modules inside."""
     found = reasons(nn.ModuleDict({"annotated": annotated()}))
     assert set(found) == {"annotated", "annotated.generator"}
-    assert re.fullmatch(r"it keeps its own forward; \d\d of the modules inside it run on the fused ops", found["annotated"])
+    assert re.fullmatch(
+        r"it keeps its own forward; \d\d of the modules inside it run on the fused ops", found["annotated"]
+    )
     assert found["annotated.generator"] == "it keeps its own forward; 0 of the modules inside it run on the fused ops"
 
 

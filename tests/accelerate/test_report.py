@@ -55,7 +55,7 @@ attention: fused in 2 of 2 modules (BertSelfAttention); padding is computed: pac
   2 BertLayer                  -> huggingface.BertLayer (bert.encoder.layer.0 and 1 more)
   4 BertSelfOutput, BertOutput -> huggingface.DropoutAddNorm (bert.encoder.layer.0.attention.output and 3 more)
   2 BertIntermediate           -> huggingface.ActivatedLinear (bert.encoder.layer.0.intermediate and 1 more)
-  8 modules of 6 classes               left: it keeps its own forward (the model and 7 more)
+  8 modules of 6 classes       left: it keeps its own forward (the model and 7 more)
 """),
     "whisper": (whisper, """\
 attention: fused in 9 of 9 modules (WhisperAttention); padding is computed: packed=True was not given
@@ -65,13 +65,13 @@ attention: fused in 9 of 9 modules (WhisperAttention); padding is computed: pack
   3 WhisperEncoderLayer        -> huggingface.PreNormEncoderLayer (model.encoder.layers.0 and 2 more)
  17 nn.LayerNorm               -> layers.LayerNorm (model.encoder.layers.0.self_attn_layer_norm and 16 more)
   3 WhisperDecoderLayer        -> huggingface.PreNormDecoderLayer (model.decoder.layers.0 and 2 more)
-  8 modules of 3 classes               left: it keeps its own forward (the model and 7 more)
+  8 modules of 3 classes       left: it keeps its own forward (the model and 7 more)
 """),
     "llama": (llama, """\
 attention: fused in 2 of 2 modules (LlamaAttention); padding is computed: packed=True was not given
 6 modules swapped, 8 left
-  1 nn.Embedding -> layers.Embedding (model.embed_tokens)
-  5 LlamaRMSNorm -> huggingface.RMSNorm (model.layers.0.input_layernorm and 4 more)
+  1 nn.Embedding         -> layers.Embedding (model.embed_tokens)
+  5 LlamaRMSNorm         -> huggingface.RMSNorm (model.layers.0.input_layernorm and 4 more)
   8 modules of 5 classes left: it keeps its own forward (the model and 7 more)
 """),
     "torch": (torchs, """\
@@ -90,8 +90,8 @@ attention: fused in 2 of 2 modules (GptAttention, where its code calls F.scaled_
   computed: packed=True was not given
 19 modules swapped, 0 left
  12 modules of 5 classes -> its code in tfast.functional() (the model and 11 more)
-  2 nn.Embedding -> layers.Embedding (tokens and 1 more)
-  5 nn.Dropout   -> layers.Dropout (dropout and 4 more)
+  2 nn.Embedding         -> layers.Embedding (tokens and 1 more)
+  5 nn.Dropout           -> layers.Dropout (dropout and 4 more)
 """),
 }  # fmt: skip
 
@@ -134,9 +134,9 @@ def test_the_whole_text(name: str) -> None:
     named = {kind for _, classes, *_ in parsed for kind in classes.split(", ")}
     for count, classes, now, places in parsed:
         paths = changed if now else left
-        if classes.startswith("of "):  # those that no other line names
+        if classes.startswith("modules of "):  # those that no other line names
             paths = [path for path in paths if kinds[path] not in named]
-            assert classes == f"of {len({kinds[path] for path in paths})} classes"
+            assert classes == f"modules of {len({kinds[path] for path in paths})} classes"
         else:
             paths = [path for path in paths if kinds[path] in classes.split(", ")]
         assert int(count) == len(paths)

@@ -214,17 +214,27 @@ def test_a_graph_in_training_is_refused() -> None:
 @pytest.mark.parametrize("name", sorted(VALID))
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_function_is_not_recorded_by_torchscript(name: str) -> None:
-    call = VALID[name]
+    call = {key: value for key, value in VALID[name].items() if key != "dropout_p"}
     tensors = {key: value for key, value in call.items() if isinstance(value, Tensor)}
 
-    def record(*given: Tensor) -> Tensor:
-        return getattr(tfast.ops, name)(**call | dict(zip(tensors, given)))
+    def record(x: Tensor, *given: Tensor) -> Tensor:
+        out = getattr(tfast.ops, name)(**call | dict(zip(tensors, given)))
+        return x + (out[0] if isinstance(out, tuple) else out).sum()
 
-    if not tensors:  # it is a constant
-        return
     with pytest.raises(RuntimeError, match=rf"^{name}: torch\.jit\.trace, .* expected torch\.export"):
-        torch.jit.trace(record, tuple(tensors.values()))
-    record(*tensors.values())  # later calls run
+        torch.jit.trace(record, (torch.zeros(()), *tensors.values()))
+    record(torch.zeros(()), *tensors.values())  # later calls run
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: tfast.attention(x, x, x, causal=x.shape[2] - 1),
+    lambda x: tfast.compat.flash_attn_func(x, x, x, causal=True),
+    lambda x: tfast.embed(x[0, 0].long() * 0, x[0, 0, :1], x[0, 0], offset=x.shape[0]),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_number_from_sizes_is_not_recorded_by_torchscript(call: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace, .* expected torch\.export"):
+        torch.jit.trace(call, torch.randn(2, 2, 8, 8))
 
 
 @pytest.mark.cover(1)

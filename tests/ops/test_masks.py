@@ -210,6 +210,12 @@ OF_BATCH = {
 """A mask for a batch of b, with one part that is a tensor."""
 
 
+def test_no_memory_is_no_wrong_shape():
+    wide = AttentionMask.bias(torch.zeros(1, 1, 1, 1).expand(2**20, 1, 2**20, 8))
+    with pytest.raises(RuntimeError, match="memory"):
+        wide & wide
+
+
 def test_parts_of_a_batch_are_all_known():
     parts = {name.partition(" ")[0] for one in OF_BATCH.values() for name in one(2).tensors()}
     fields = {"keep_mask", "key_keep_mask", "key_lengths", "query_ids", "key_ids", "first_keys", "end_keys"}
@@ -268,7 +274,9 @@ def test_a_transposed_query_is_named():
 
 def test_a_mask_is_named_by_the_shape_that_was_given():
     q = torch.randn(B, H, LQ, 4)
-    with pytest.raises(ValueError, match=r"mask of shape \(3, 9\), which is \(1, 1, 3, 9\) by rank, does not"):
+    with pytest.raises(
+        ValueError, match=r"mask of shape \(1, 1, 3, 9\), or \(3, 9\) without the axes of size 1 in front, does not"
+    ):
         attention(q, q, q, torch.ones(B, 9, dtype=torch.bool))
 
 

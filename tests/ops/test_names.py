@@ -38,7 +38,8 @@ def test_a_misspelt_name_is_near_the_one_that_is_meant(op: str) -> None:
 
 
 def test_explain_takes_what_attention_takes() -> None:
-    for name, said in (("is_causal", "write causal=True"), ("dropout_", "did you mean dropout_p?")):
+    wrong = ("is_causal", "write causal=True"), ("dropout_", "did you mean dropout_p?"), ("unknown", "it takes q, k, v")
+    for name, said in wrong:
         with pytest.raises(TypeError, match=re.escape(f"explain() got an unexpected keyword argument: {name}; {said}")):
             tfast.explain(Q, Q, Q, **{name: True})
 

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from ..function_mode import FunctionalMode, is_in_block
-from ..layers.hooks import bases_for
 from .registered import Registered, registered_class
 
 NAME = "its code in tfast.functional()"
@@ -55,4 +54,4 @@ def functional_class(former: type[nn.Module]) -> type[nn.Module]:
         with FunctionalMode():
             return former.forward(self, *args, **kwargs)
 
-    return registered_class(former, bases_for(former, FunctionalCalls), (functional_class,), forward)
+    return registered_class(former, (FunctionalCalls, former), (functional_class,), forward)

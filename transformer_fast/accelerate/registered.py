@@ -16,6 +16,7 @@ from torch import nn
 
 from ..dialects.common import LAST_WEIGHTS
 from ..integrations import transformers as integration
+from ..layers.hooks import bases_for
 from ..layers.padded_calls import StaysPaddedError
 from ..ops.token_mask import call_on_tokens
 from ..tensors import takes_fused_ops
@@ -71,7 +72,8 @@ def registered_class(
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     own |= {"former": kind, "recipe": recipe, "forward": forward}
     first = () if any(issubclass(base, Registered) for base in bases) else (Registered,)
-    return type(kind.__name__, (*first, *bases), own | attributes)
+    others = tuple(base for base in bases if base is not kind)
+    return type(kind.__name__, bases_for(kind, *first, *others), own | attributes)
 
 
 def author_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -102,7 +104,7 @@ def fast_class(kind: type[nn.Module], fast: type[nn.Module]) -> type[nn.Module]:
             raise StaysPaddedError(f"a {kind.__name__} runs its own forward")
         return kind.forward(self, *args, **kwargs)
 
-    return registered_class(kind, (fast,) if issubclass(fast, kind) else (fast, kind), (fast_class, fast), forward)
+    return registered_class(kind, (fast, kind), (fast_class, fast), forward)
 
 
 def is_swapped(module: nn.Module) -> bool:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.padded_calls import padded_calls
-from ..tracing import is_traced
 from .blocks import Fast
 from .door import Call, current, entered
 from .held_logits import HeldLogits, holding
@@ -113,6 +112,9 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
             by name, or what ``preprocess`` takes, a list of texts or of pairs.
     """
     if _is_pipeline(model):
+        if isinstance(batch, tuple) and len(batch) == 1 and isinstance(batch[0], Mapping):
+            (batch,) = batch
+        batch = [batch] if isinstance(batch, str) else batch
         features: Any = batch if isinstance(batch, Mapping) else model.preprocess(batch)  # type: ignore[operator]
         device = next(model.parameters()).device
         return ({name: t.to(device) if isinstance(t, Tensor) else t for name, t in features.items()},), {}
@@ -143,7 +145,7 @@ class Transformer(Fast):
     """
 
     def compute(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any] | None:
-        if torch.compiler.is_compiling() or is_traced() or current() is not None:
+        if torch.compiler.is_compiling() or current() is not None:
             return None
         expanded = features.get("query_expansion_positions")
         if expanded is not None and not _attends(features.get("attention_mask"), expanded):
@@ -171,7 +173,7 @@ class SpladePooling(Fast):
 
     def compute(self, features: dict[str, Any]) -> dict[str, Any] | None:
         logits = features.get("token_embeddings")
-        if torch.compiler.is_compiling() or is_traced() or "cu_seq_lens_q" in features:
+        if torch.compiler.is_compiling() or "cu_seq_lens_q" in features:
             return None
         if not isinstance(logits, HeldLogits) or not logits.is_of(features.get("attention_mask")):
             return None

@@ -55,7 +55,7 @@ def model_class(kind: type[nn.Module]) -> type[HeadModel] | None:
 
 def is_packed(kind: type[nn.Module]) -> bool:
     """Return True for a class that has a fast one for ``packed=True``, or is one."""
-    made = issubclass(kind, Stack | HeadModel)
+    made = issubclass(kind, Stack | HeadModel | sentence_transformers.Transformer | sentence_transformers.SpladePooling)
     return made or packed_class(kind) is not None or model_class(kind) is not None
 
 

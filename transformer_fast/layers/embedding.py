@@ -142,7 +142,7 @@ class PositionalEncoder(SinusoidalTable):
         """
         last: Any = offset
         if isinstance(offset, Tensor):
-            last = offset.max().item() if offset.numel() else 0
+            last = int(offset.max()) if offset.numel() else 0
         table, p = self.table(last + x.shape[-2]), fused_p(self.dropout)
         if p is None:
             return self.dropout(add_positional(x, table, offset))

@@ -18,10 +18,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """Attributes that hold the hooks of a module."""
 
 
-def bases_for(kind: type[nn.Module], base: type) -> tuple[type, type]:
+def bases_for(kind: type[nn.Module], *others: type) -> tuple[type, ...]:
     """Bases of a class that modules of ``kind`` can get. An abstract class must be the first one: Python lets an object
     change to a class of the same layout alone."""
-    return (kind, base) if isinstance(kind, abc.ABCMeta) else (base, kind)
+    if any(issubclass(other, kind) for other in others):
+        return others
+    return (kind, *others) if isinstance(kind, abc.ABCMeta) else (*others, kind)
 
 
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:

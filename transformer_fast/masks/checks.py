@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..backends import in_transform
+from ..tracing import refuse_torchscript
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -21,6 +22,7 @@ def is_int(n: object) -> TypeGuard[int]:
 def checked_offset(name: str, offset: int) -> int:
     """Return the offset, an int as :func:`is_int` takes it; raise a TypeError for other types."""
     if type(offset) is not int and not is_int(offset):
+        refuse_torchscript(name)  # a size is a tensor there
         raise TypeError(f"{name}: expected an int, got {type(offset).__name__}")
     return offset
 
@@ -47,7 +49,8 @@ def kind_of(given: object) -> object:
 def is_plain_on_cpu(t: Tensor) -> bool:
     """Return True if values can be read at once: a plain CPU tensor outside transforms of torch.func.
 
-    The caller checks by itself if a graph is being made (see tracing.py).
+    The caller checks in place if a graph is being made (``torch.compiler.is_compiling()``): a helper for that would be
+    compiled alone after a graph break.
     """
     return t.device.type == "cpu" and type(t) in (Tensor, Parameter) and not in_transform()
 

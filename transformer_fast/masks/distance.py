@@ -99,7 +99,7 @@ def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirec
     """T5's bucket of each distance (key minus query), int64 like ``distances``."""
     later = torch.zeros_like(distances)
     if bidirectional:
-        buckets //= 2
+        buckets = buckets // 2
         later = (distances > 0) * buckets
         distances = distances.abs()
     else:

@@ -43,14 +43,26 @@ def combine(name: str, a: _Part | None, b: _Part | None, both: Callable[[_Part, 
     try:
         return both(a, b)
     except RuntimeError as error:
-        kinds, devices = zip(*(_kind_and_device(part) for part in (a, b)))
-        wrong = "do not broadcast" if devices[0] == devices[1] else f"are on {devices[0]} and {devices[1]}"
-        raise ValueError(f"{name} & {name}: {kinds[0]} and {kinds[1]} {wrong}") from error
+        if wrong := _what_is_wrong(_tensors(a), _tensors(b)):
+            kinds = (" x ".join(map(_kind, _tensors(part))) for part in (a, b))
+            raise ValueError(f"{name} & {name}: {' and '.join(kinds)} {wrong}") from error
+        raise
 
 
-def _kind_and_device(part: Any) -> tuple[str, torch.device]:
-    tensors = part if isinstance(part, tuple) else (part,)
-    return " x ".join(map(_kind, tensors)), tensors[0].device
+def _tensors(part: Any) -> tuple[Tensor, ...]:
+    return part if isinstance(part, tuple) else (part,)
+
+
+def _what_is_wrong(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> str:
+    """Reason why parts cannot be combined: their devices or their shapes; "" for another one, such as no memory."""
+    if a[0].device != b[0].device:
+        return f"are on {a[0].device} and {b[0].device}"
+    try:
+        for one, other in zip(a, b):
+            torch.broadcast_shapes(one.shape, other.shape)
+    except RuntimeError:
+        return "do not broadcast"
+    return ""
 
 
 def shorter(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The ops in PyTorch's own operators, for graphs that run without this package: torch.jit.trace, ONNX, ATen.
+"""The ops in PyTorch's own operators, for graphs that run without this package: ONNX, ATen.
 
 Each function has the arguments and results of the op with the same name (csrc/ops). Sizes may be symbolic. The formulas
 are those of :mod:`transformer_fast.reference`, with one exception: the reference needs a second matrix product to keep

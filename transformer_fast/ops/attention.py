@@ -204,7 +204,7 @@ def padded_params(call: Call) -> AttentionParams:
         key_keep = key_keep.expand(-1, -1, -1, k.shape[2])
     keep, lengths = kernel_mask(mask, q, k)
     parts: dict[str, Any] = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": mask.additive_bias}
-    if call.special:  # torch.jit.trace may record sizes as tensors
+    if call.special:
         parts |= call.special_arguments((q.shape[2], k.shape[2]), zero=q.shape[2] - 1)
     return call.params(**parts)
 

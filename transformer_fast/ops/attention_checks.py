@@ -237,7 +237,7 @@ def _as_given(t: Tensor) -> str:
     """Shape without the axes of size 1 in front, which a mask of fewer dimensions gets, and with them."""
     shape = tuple(t.shape)
     given = shape[next((n for n, size in enumerate(shape[:-1]) if size != 1), len(shape) - 1) :]
-    return f"{shape}" if given == shape else f"{given}, which is {shape} by rank,"
+    return f"{shape}" if given == shape else f"{shape}, or {given} without the axes of size 1 in front,"
 
 
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
@@ -265,7 +265,7 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
         _check_documents("attention", one, B, full[2:])
         refuse_keep_as_lengths(one, full[3])
         if one.key_lengths is not None and can_read_values(one.key_lengths) and is_plain_on_cpu(one.key_lengths):
-            _checked_lengths(one.key_lengths, full[1], full[3])
+            _checked_lengths(one.key_lengths, *full[1:])
     ids = mask.document_ids or ()
     for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, mask.first_keys, mask.end_keys, *ids):
         if t is not None and t.device != q.device:
@@ -326,7 +326,7 @@ def normal_lengths(lengths: Tensor, B: int, H: int, Lq: int, Lk: int) -> Tensor:
     if lengths.shape[0] != B:
         lengths = lengths.expand(B, *lengths.shape[1:])
     if not torch.compiler.is_compiling() and is_plain_on_cpu(lengths):
-        return _checked_lengths(lengths, H, Lk)
+        return _checked_lengths(lengths, H, Lq, Lk)
     cut = lambda: clamped(lengths, 0, Lk).to(torch.int32)  # noqa: E731
     if torch.compiler.is_compiling() and lengths.device.type == "cpu":
         return clamped(lengths, -1, Lk + 1).to(torch.int32)  # what is out of range stays so in int32
@@ -350,13 +350,13 @@ def fitting_lengths(mask: AttentionMask, q: Any, k: Any) -> Tensor | None:
     return normal_lengths(lengths, B, H, Lq, Lk) if fits else lengths
 
 
-def _checked_lengths(lengths: Tensor, H: int, Lk: int) -> Tensor:
+def _checked_lengths(lengths: Tensor, H: int, Lq: int, Lk: int) -> Tensor:
     if lengths.numel() > 0:
         # Reading a few numbers in Python is cheaper than two reductions.
         low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)
         low, high = int(low), int(high)  # a tensor of 8 bits would be compared with the last 8 bits of Lk
         if low < 0 or high > Lk:
-            fits_heads = low >= 0 and high <= H
+            fits_heads = low >= 0 and high <= H and Lq == Lk
             hint = f"; q with {H} heads looks like (B, L, H, D), expected (B, H, L, D)" if fits_heads else ""
             raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}{hint}")
     return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
+from ..tracing import refuse_torchscript
 from ..triton import configs
 from . import _plain, eager, seeds
 from .argument_types import check_int, check_number
@@ -170,6 +171,7 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
         raise ValueError(f"positional_table: expected length >= 0 and d_model >= 1, got {length} and {d_model}")
     if layout not in ("interleaved", "halves"):
         raise ValueError(f'positional_table: layout must be "interleaved" or "halves", got {layout!r}')
+    refuse_torchscript("positional_table")
     if layout == "halves":
         table = positional_table(length, d_model)
         return torch.cat((table[:, ::2], table[:, 1::2]), dim=1)
@@ -220,6 +222,7 @@ def _split_offset(
     op: str, offset: int | Tensor, name: str, x: Tensor, sequences: torch.Size
 ) -> tuple[int, Tensor | None]:
     """Split an offset into an int and a tensor with one additional offset per sequence, or None."""
+    refuse_torchscript(op)
     if not isinstance(offset, Tensor):
         check_int(op, "offset", offset, "an int or a tensor")
         return offset, None

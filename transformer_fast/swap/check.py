@@ -143,7 +143,9 @@ def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
             for _, t in tensors_in(part):
                 if (dtype is not None or not t.is_leaf) and id(t) not in memo:
                     memo[id(t)] = converted(t)
+        state = torch.get_rng_state()
         made = copy.deepcopy(module, memo)
+        torch.set_rng_state(state)  # a copy may be made by a constructor that draws weights
     except Exception as error:
         raise ValueError(f"a copy of the module could not be made: {first_line(error)}") from error
     for part in made.modules():

@@ -199,7 +199,9 @@ class _FormTrial(Trial):
             layers = stack._modules.get(name)
             if isinstance(layers, nn.ModuleList | nn.Sequential):
                 short = _twin(stack, type(stack))
-                short._modules = {**stack._modules, name: layers[:1]}
+                first = _twin(layers, type(layers))
+                first._modules = dict(list(layers._modules.items())[:1])
+                short._modules = {**stack._modules, name: first}
                 try:
                     self.expected(short, self._calls(short, SMALL)[-1], training=False)
                 except Exception:

@@ -133,9 +133,10 @@ class _Run:
 
     def _describe(self, corpus: Corpus) -> None:
         parameters, amp = sum(p.numel() for p in self.learner.model.parameters()), self.learner.amp
+        pairs = f"{len(corpus):,} sentence pair{'' if len(corpus) == 1 else 's'}"
         skipped = f", {corpus.empty + corpus.too_long:,} left out" if corpus.empty or corpus.too_long else ""
         self.progress.message(
-            f"{len(corpus):,} sentence pair{'' if len(corpus) == 1 else 's'}{skipped}, {len(self.tokenizer):,} pieces, {parameters:,} parameters,"
+            f"{pairs}{skipped}, {len(self.tokenizer):,} pieces, {parameters:,} parameters,"
             f" {self.device}{'' if amp is None else f' in {amp}'.replace('torch.', '')}"
         )
         if amp is not None and self.device.type == "cpu" and not multiplies_bf16():
