@@ -25,7 +25,7 @@ BATCH, LENGTH, WIDTH, HEADS, VOCAB = 32, 64, 256, 4, 2000
 def speed(device: torch.device | str, seconds: float = 2.0) -> Iterator[tuple[str, Timing, Timing]]:
     """Time each row of the table on `device`, about `seconds` for each: name, fast and eager.
 
-    Names begin as those of README's table. Dropout is 0.1, and a quarter of the positions is padding.
+    Dropout is 0.1, and a quarter of the positions is padding.
     """
     device = torch.device(device)
     for name, make in (
