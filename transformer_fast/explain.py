@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from importlib import metadata
 from typing import Any
 
@@ -15,11 +14,10 @@ from .masks.tile_share import work_share
 from .ops.attention import attention, padded_params
 from .ops.attention_call import Call, check_head_dim
 from .ops.attention_checks import is_special, refuse_keep_as_lengths
-from .ops.unknown_names import unknown_names
+from .ops.unknown_names import known_names, unknown_names
 from .triton.configs import attention_config
 from .triton.versions import limits
 
-_KEYWORDS = inspect.signature(attention).parameters.keys() - {"unknown"}
 NATIVE_TILE = (64, 128)
 """Queries and keys per tile in csrc/cpu/attention/attention_params.h."""
 
@@ -52,7 +50,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         mask: lengths (2,)
         ...
     """
-    if unknown := [name for name in options if name not in _KEYWORDS]:
+    known = known_names(attention)
+    if unknown := [name for name in options if name not in known]:
         raise unknown_names(attention, unknown, "explain")
     mask = as_attention_mask(mask)
     if options.get("bias") is not None:

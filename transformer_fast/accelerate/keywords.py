@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+from ..ops.unknown_names import near
 
 P, R = ParamSpec("P"), TypeVar("R")
 
@@ -25,8 +26,7 @@ def with_named_errors(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs.keys() - parameters.keys():
-            close = difflib.get_close_matches(name, keywords, 1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(keywords)}"
+            hint = near(name, keywords)
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
         for name in flags:
             if not isinstance(value := kwargs.get(name, False), bool):

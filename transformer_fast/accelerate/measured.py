@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .. import huggingface
 from ..layers.padded_calls import Pass, layers_of, recorded
 from ..masks.packing import Packing
+from ..swap.check import tensors_in
 from ..testing.timer import interleaved
 from .measurement import Measurement, Speed
 from .report import LOCK, Report
@@ -88,7 +89,7 @@ def _copies(model: nn.Module, report: Report) -> tuple[nn.Module, nn.Module, Rep
     with LOCK:
         memo: dict[int, Any] = {}
         for part in model.modules():
-            memo |= {id(t): t.detach().clone() for t in vars(part).values() if isinstance(t, Tensor) and not t.is_leaf}
+            memo |= {id(t): t.detach().clone() for _, t in tensors_in(part) if not t.is_leaf}
         fast, fast_report = copy.deepcopy((model, report), memo)
         memo = {id(p): p for p in fast.parameters()}
         plain, plain_report = copy.deepcopy((fast, fast_report), memo)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends import in_transform
+from ..integrations.tokens import version_of
 from ..layers.padder import Held
 from ..lazy_tensor import Lazy, Node, make_nothing
 from ..masks.packing import Packing, unpack
@@ -57,7 +58,7 @@ class _Padded(Node):
 
     def __init__(self, tokens: Tensor, packing: Packing, mask: Tensor) -> None:
         super().__init__(tokens, None, make_nothing, True)
-        self.packing, self.mask = packing, (mask, _version(mask))
+        self.packing, self.mask = packing, (mask, version_of(mask))
 
     def computed(self, base: Tensor | None) -> Tensor:
         assert self.rows is not None
@@ -73,7 +74,7 @@ class HeldLogits(Lazy):
     def is_of(self, mask: Any) -> bool:
         """Return True if the tokens are those of this mask, and neither mask nor logits were written to."""
         own, version = self.node.mask
-        return mask is own and _version(own) == version and not self.node.is_read()
+        return mask is own and version_of(own) == version and not self.node.is_read()
 
     def tokens(self) -> Tensor:
         """Logits of the tokens (T, V), as a function of these logits."""
@@ -96,7 +97,3 @@ class _Hold(_Pad):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return *_Pad.backward(ctx, grad), None
-
-
-def _version(t: Tensor) -> int | None:
-    return None if t.is_inference() else t._version

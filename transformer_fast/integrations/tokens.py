@@ -117,17 +117,18 @@ PACKING = "_transformer_fast_packing"
 
 def with_packing(keep: Tensor, packing: Packing) -> Tensor:
     """Give a mask (B, L) its packing."""
-    setattr(keep, PACKING, (packing, _version(keep)))
+    setattr(keep, PACKING, (packing, version_of(keep)))
     return keep
 
 
-def _version(t: Tensor) -> int | None:
+def version_of(t: Tensor) -> int | None:
+    """Counter of writes to a tensor; None for a tensor of inference mode, which has none."""
     return None if t.is_inference() else t._version
 
 
 def _held(keep: Tensor) -> Packing | None:
     held: Any = getattr(keep, PACKING, None)
-    return held[0] if held is not None and held[1] == _version(keep) else None
+    return held[0] if held is not None and held[1] == version_of(keep) else None
 
 
 def packing_at(keep: Tensor) -> Packing:

@@ -203,9 +203,10 @@ def _smoothed_targets(
     vocabulary = like.shape[1]
     if vocabulary == 0:
         return torch.zeros_like(like)
-    weights = like.new_ones(vocabulary) if class_weight is None else class_weight.to(like.dtype)
     if target.is_floating_point():
-        return (target.to(like.dtype) * (1.0 - smoothing) + smoothing / vocabulary) * weights
+        wanted = target.to(like.dtype) * (1.0 - smoothing) + smoothing / vocabulary
+        return wanted if class_weight is None else wanted * class_weight.to(like.dtype)
+    weights = like.new_ones(vocabulary) if class_weight is None else class_weight.to(like.dtype)
     # A class that is no target may have weight inf or NaN: without smoothing that weight is in no product.
     wanted = (
         torch.zeros_like(like) if smoothing == 0.0 else (weights * (smoothing / vocabulary)).expand_as(like).clone()

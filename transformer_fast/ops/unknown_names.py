@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 _SHARED = {
@@ -109,6 +109,15 @@ def unknown_names(op: Callable[..., Any], names: Iterable[str], called: str = ""
 def _hint(op: Callable[..., Any], name: str) -> str:
     if name in (hints := HINTS[op.__name__]):
         return f"; write {hints[name]}"
-    known = [each for each in inspect.signature(op).parameters if each != "unknown"]
+    return f"; {near(name, known_names(op))}"
+
+
+def known_names(op: Callable[..., Any]) -> list[str]:
+    """Names of the arguments of an op."""
+    return [name for name in inspect.signature(op).parameters if name != "unknown"]
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """Hint for a name that is unknown: the known one that is close to it, or all of them."""
     close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
