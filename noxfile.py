@@ -179,7 +179,7 @@ def sentence_embeddings(session: nox.Session) -> None:
 
 
 NEWEST_TORCH = "2.15.0"
-ROW_TESTS = ("tests/ops", "tests/layers", "tests/accelerate/test_accelerate.py", "tests/accelerate/test_functional.py")
+ROW_TESTS = ("tests/ops", "tests/layers", "tests/swap/test_accelerate.py", "tests/swap/test_functional.py")
 ROW_INTERPRETED = ("tests/interpreter/test_norm.py", "tests/interpreter/test_dropout.py")
 ROW_PACKAGES = ("numpy", "matplotlib", "ninja", "onnx", "onnxscript", "setuptools", "expecttest", "hypothesis",
                 "pytest", "pytest-benchmark", "pytest-xdist", "sacrebleu", "safetensors", "sentencepiece", "tqdm",

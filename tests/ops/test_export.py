@@ -264,7 +264,7 @@ def test_bert_of_transformers(tmp_path: Path) -> None:
 def test_dynamic_quantisation(name: str) -> None:
     """Quantised linear layers give close results, and the fused ops still run.
 
-    ``tests/accelerate/test_quantised.py`` has models that are accelerated afterwards.
+    ``tests/swap/test_quantised.py`` has models that are accelerated afterwards.
     """
     model, (_, args), (_, expected) = made(MODELS[name])
     quantised = quantize_dynamic(model, {nn.Linear}, torch.qint8)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.torch_swaps import SWAPS
+from transformer_fast.swap.rules import SWAPS
 from transformer_fast.tensors import takes_fused_ops
 
 
@@ -291,9 +291,9 @@ def test_tensors_that_this_package_makes_keep_modules_fused() -> None:
 
     ``TokenLogits`` have values. No module of a model reads logits.
     """
-    from transformer_fast.accelerate import lazy_logits
+    from transformer_fast.huggingface import masks as lazy_mask
     from transformer_fast.huggingface.logits import TokenLogits
-    from transformer_fast.integrations import lazy_mask
+    from transformer_fast.swap import lazy_logits
 
     assert lazy_logits and lazy_mask
     kinds, waiting = [], [Tensor]

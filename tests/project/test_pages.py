@@ -39,8 +39,8 @@ from pages import (
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, cli
-from transformer_fast.accelerate.packed.token_layer import TOKENS
-from transformer_fast.accelerate.registered import FAST
+from transformer_fast.swap.swapped import FAST
+from transformer_fast.swap.token_layer import TOKENS
 
 TEXT = README.read_text()
 FIRST_LINES = DOCS / "first_lines.md"

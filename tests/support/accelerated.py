@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast import backends
-from transformer_fast.accelerate import lazy_logits, output_layer
+from transformer_fast.swap import lazy_logits, output_layer
 
 
 def pair(make: nn.Module | Callable[[], nn.Module]) -> tuple[Any, Any, tfast.accelerate.Report]:

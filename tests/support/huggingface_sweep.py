@@ -13,9 +13,9 @@ import huggingface_models as models
 import torch
 from torch import Tensor, nn
 
-import transformer_fast.integrations.transformers as integration
+import transformer_fast.huggingface.attention as integration
 from transformer_fast import ops
-from transformer_fast.integrations import interface
+from transformer_fast.huggingface import interface
 from transformer_fast.testing import errors
 
 ULPS = 8.0

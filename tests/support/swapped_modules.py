@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.torch_swaps import SWAPS
 from transformer_fast.layers.linear import Linear
+from transformer_fast.swap.rules import SWAPS
 
 N, L, E, HEADS, VOCABULARY = 3, 5, 8, 2, 11
 

@@ -20,8 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.int8 import FEW_OUTPUTS
-from transformer_fast.accelerate.lazy_logits import LazyLogits
 from transformer_fast.generation.sampling import Sampler
 from transformer_fast.generation.weights import prepack
 from transformer_fast.layers import Linear
@@ -31,6 +29,8 @@ from transformer_fast.ops.attention_call import check_head_dim
 from transformer_fast.ops.cross_entropy import CHUNK_ELEMENTS
 from transformer_fast.ops.dropout import dropout
 from transformer_fast.reference.quantized_linear import int8_linear
+from transformer_fast.swap.int8 import FEW_OUTPUTS
+from transformer_fast.swap.lazy_logits import LazyLogits
 from transformer_fast.tensor_cache import WHOLE, stamp_of
 from transformer_fast.testing import ULPS, assert_as_exact_as_eager, fixed_dropout_seed
 
@@ -54,7 +54,7 @@ def found() -> Iterator[tuple[str, int]]:
     for path in sorted(p for folder in ("cpu", "ops") for p in (ROOT / "csrc" / folder).rglob("*.*")):
         for name, value in constants(path):
             yield f"{path.relative_to(ROOT)}:{name}", value
-    for folder in ("accelerate", "generation", "huggingface", "integrations", "layers", "ops", "swap", "."):
+    for folder in ("generation", "huggingface", "layers", "ops", "swap", "."):
         for path in sorted((ROOT / "transformer_fast" / folder).glob("*.py")):
             assigned = [node.targets[0] for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
             names = [target.id for target in assigned if isinstance(target, ast.Name) and target.id.isupper()]
@@ -307,8 +307,8 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "transformer_fast/layers/prepacked.py:COPIED_ROWS": step_linear,
     "transformer_fast/layers/prepacked.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
     # models
-    "transformer_fast/accelerate/int8.py:FEW_OUTPUTS": int8_outputs,
-    "transformer_fast/accelerate/output_layer.py:WORTH_IT": logits_left_out,
+    "transformer_fast/swap/int8.py:FEW_OUTPUTS": int8_outputs,
+    "transformer_fast/swap/output_layer.py:WORTH_IT": logits_left_out,
     "transformer_fast/huggingface/blocks.py:WORTH_IT": t5,
 }
 """Function to run for each number, with one less and with one more."""
@@ -330,13 +330,13 @@ OTHERS: dict[str, str] = {
     "csrc/ops/generation.cpp:kMost": "the largest number that an argument may be",
     "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
     "csrc/ops/weight_stamp.cpp:kBlock": "values that are read side by side",
-    "transformer_fast/accelerate/report_text.py:LINES": "lines of a printed report",
+    "transformer_fast/swap/rows.py:LINES": "lines of a printed report",
     "transformer_fast/huggingface/heads.py:IGNORED": "a label",
     "transformer_fast/swap/check_fast.py:_DRAWS": "random inputs of a trial",
     "transformer_fast/swap/check_form.py:_COMPARED": "numbers of a gradient that a trial compares",
     "transformer_fast/swap/check_form.py:_DROPOUTS": "dropouts that a trial tries one by one",
-    "transformer_fast/accelerate/report_text.py:WIDTH": "columns of a printed report",
-    "transformer_fast/accelerate/report_text.py:_CLASSES": "columns of a printed report",
+    "transformer_fast/swap/rows.py:WIDTH": "columns of a printed report",
+    "transformer_fast/swap/rows.py:_CLASSES": "columns of a printed report",
     "transformer_fast/tensor_cache.py:BLOCK": "values that are read side by side",
     "transformer_fast/tensor_cache.py:FACTOR": "a constant of a hash",
     "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",

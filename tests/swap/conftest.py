@@ -1,4 +1,4 @@
-"""Fixtures that tests of ``register`` share with each other and with those of ``accelerate``."""
+"""Fixtures that tests of ``accelerate`` and ``register`` share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from accelerated import fused, small_calls  # noqa: F401
 from registered_texts import Layer, Stack
 from torch import nn
 

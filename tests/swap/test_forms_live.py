@@ -20,9 +20,9 @@ from handwritten_forms import FORMS
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.registered import author_class
 from transformer_fast.layers.hooks import has_its_forward
 from transformer_fast.swap.form import form_of
+from transformer_fast.swap.swapped import author_class
 
 INTERNAL = nn.Module().__dict__.keys() | {"norm_type"}  # read by torch.nn.Embedding alone
 VALUES: dict[str, Callable[[Any], Any]] = {

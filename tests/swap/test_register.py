@@ -20,8 +20,8 @@ from registered_texts import ATTENTIONS, D, SpeechAttention, split
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.registered import FAST
 from transformer_fast.reference import layers as reference
+from transformer_fast.swap.swapped import FAST
 
 X = torch.randn(3, 7, D, generator=torch.Generator().manual_seed(1))
 KEEP = (torch.arange(7) < torch.tensor([7, 4, 2])[:, None])[:, None]

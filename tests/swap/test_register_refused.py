@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.packed.token_layer import TOKENS
+from transformer_fast.swap.token_layer import TOKENS
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
-from transformer_fast.accelerate.packed import token_layer
-from transformer_fast.accelerate.packed.token_layer import TOKENS
-from transformer_fast.accelerate.registered import FAST
 from transformer_fast.layers.padded_calls import NO_SOURCE
+from transformer_fast.swap import token_layer
+from transformer_fast.swap.swapped import FAST
+from transformer_fast.swap.token_layer import TOKENS
 
 GAPS = KEEP.clone()
 GAPS[2, 3] = False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerate.engine import accelerate
+from ..swap.accelerate import accelerate
 
 TEXTS = (
     "Yes, of course.",

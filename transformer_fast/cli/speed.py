@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import layers, models, reference
-from ..accelerate.engine import accelerate
 from ..masks import AttentionMask
+from ..swap.accelerate import accelerate
 from ..testing import Timing, interleaved
 
 BATCH, LENGTH, WIDTH, HEADS, VOCAB = 32, 64, 256, 4, 2000

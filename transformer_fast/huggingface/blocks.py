@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..integrations.names import is_ours
-from ..integrations.tokens import BOUNDARIES
 from ..layers.activated import activated_linear
 from ..layers.dropout import apply_dropout
 from ..layers.feed_forward import linear_relu_dropout
@@ -28,6 +26,8 @@ from ..layers.prepacked import product_of
 from ..masks import AttentionMask
 from ..ops.linear import is_faster
 from ..ops.norm import eager_layer_norm
+from .interface import is_ours
+from .tokens import BOUNDARIES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..integrations.lazy_mask import LazyMask
-from ..integrations.names import is_ours
-from ..integrations.tokens import BOUNDARIES, Boundaries, Flat, entered_flat, packing_at
-from ..integrations.transformers import weights_are_captured
 from ..layers.padded_calls import GAPS, NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record
 from ..layers.padder import Padder
 from ..masks.packing import Packing, packing_of, take, unpack
+from .attention import weights_are_captured
 from .blocks import Fast
 from .inside import is_plain_inside, obstacle_inside
+from .interface import is_ours
+from .masks import LazyMask
+from .tokens import BOUNDARIES, Boundaries, Flat, entered_flat, packing_at
 
 CACHES = ("cache", "past_key_values")
 CACHED = "keys and values are cached (use_cache, past_key_values)"
@@ -58,9 +58,9 @@ class Call:
         known."""
         self.is_plain = is_plain_inside(module)
         if not self.is_plain and (reason := obstacle_inside(module)):
-            self.hold(reason)
+            self.keep_padding(reason)
 
-    def hold(self, reason: str) -> None:
+    def keep_padding(self, reason: str) -> None:
         """Keep the padding of the whole call."""
         self.reason, self.head = reason, None
         self.add(reason)

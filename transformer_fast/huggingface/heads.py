@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..integrations.tokens import with_packing
 from ..layers.padded_calls import GAPS, NO_SOURCE, StaysPaddedError, padded_calls
 from ..masks.packing import Packing, packings_of, take
 from . import supported
 from .blocks import Fast
 from .door import CACHED, Call, Stack, current, entered, has_cache
-from .held_logits import held_logits
-from .logits import TokenLogits, TokensHead, padded_logits
+from .logits import TokenLogits, TokensHead, held_logits, padded_logits
+from .tokens import with_packing
 
 READS_PADDING = "the loss reads padding: labels at padding, or after it, are not all -100"
 UNKNOWN_LOSS = "the loss is not transformers' own; it may read padding"
@@ -92,14 +91,14 @@ class HeadModel(Fast):
             if self._needs_no_cache(given):
                 changes["use_cache"] = False
             if reason := self._obstacle(given):
-                call.hold(reason)
+                call.keep_padding(reason)
             else:
                 changes |= self._changes(given, call)
         with entered(call):
             try:
                 result = self._former.forward(self, **given | changes)
             except StaysPaddedError as reason:  # of a stack whose tokens the output layer waits for
-                call.hold(str(reason))
+                call.keep_padding(str(reason))
                 changes = {"use_cache": False} if "use_cache" in changes else {}
                 result = self._former.forward(self, **given | changes)
         return result if call.head is None else _with_padding(result, call.head, given.get("attention_mask"))
@@ -176,13 +175,13 @@ class HeadModel(Fast):
         )
         found = dict(zip(keeps, packings))
         if reads is not None and not values[-1]:
-            call.hold(READS)
+            call.keep_padding(READS)
             return {}
         if any(packing.has_gaps for packing in packings) and any(map(_counts_distances, self.modules())):
-            call.hold(GAPS)
+            call.keep_padding(GAPS)
             return {}
         if self.config.is_encoder_decoder and "attention_mask" in found and found["attention_mask"].shortest == 0:
-            call.hold(NO_SOURCE)
+            call.keep_padding(NO_SOURCE)
             return {}
         changes = {
             name: with_packing((t if self._former.makes_masks else keeps[name]).detach(), found[name])
@@ -199,11 +198,11 @@ class HeadModel(Fast):
         others = [value for name, value in given.items() if name not in names]
         unclear = any(isinstance(value, Tensor) and value.dim() > 1 for value in others)
         if counts and (values[0] or unclear):
-            call.hold(READS_PADDING)
+            call.keep_padding(READS_PADDING)
             return {}
         if labels is not None and not counts:
             if head.labels_per_token:
-                call.hold(READS_PADDING)
+                call.keep_padding(READS_PADDING)
             return changes
         kept = given.get("logits_to_keep")
         if not self.runs_on_tokens() or not (kept is None or (type(kept) is int and kept == 0)) or unclear:
@@ -237,8 +236,8 @@ class HeadModel(Fast):
 def logits_of_tokens(logits: Tensor) -> Tensor:
     """Logits (1, T, V) of an output layer, from which padded logits are made when the call ends."""
     call = None if torch.compiler.is_compiling() else current()
-    wanted = call is not None and call.head is not None and logits.requires_grad
-    return TokenLogits.of(logits, call.head) if wanted else logits  # type: ignore[union-attr]
+    requested = call is not None and call.head is not None and logits.requires_grad
+    return TokenLogits.of(logits, call.head) if requested else logits  # type: ignore[union-attr]
 
 
 def _counts_distances(module: nn.Module) -> bool:

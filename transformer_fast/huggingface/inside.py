@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..integrations.names import is_ours
 from ..layers.hooks import HOOKS
 from .blocks import Fast
+from .interface import is_ours
 from .logits import TokensHead
 
 _PER_POSITION = {

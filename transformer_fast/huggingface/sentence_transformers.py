@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ..layers.padded_calls import padded_calls
 from .blocks import Fast
 from .door import Call, current, entered
-from .held_logits import HeldLogits, holding
 from .inside import is_held
+from .logits import HeldLogits, holding
 
 VERSIONS = ((6, 0), (6, 1), (6, 2))
 """Versions of sentence-transformers whose classes are known."""
@@ -150,7 +150,7 @@ class Transformer(Fast):
         expanded = features.get("query_expansion_positions")
         if expanded is not None and not _attends(features.get("attention_mask"), expanded):
             call = Call(padded_calls(self))
-            call.hold(EXPANSION)
+            call.keep_padding(EXPANSION)
             with entered(call):
                 return self._former.forward(self, features, **kwargs)
         inner: Any = getattr(self.model, "_former", None)

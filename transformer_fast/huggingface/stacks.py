@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..integrations.tokens import Boundaries, flat
 from ..layers.padded_calls import StaysPaddedError
 from ..masks.packing import take
 from .blocks import Fast
 from .door import Stack, at_tokens
+from .tokens import Boundaries, flat
 
 
 class _WithEmbedding(Stack):

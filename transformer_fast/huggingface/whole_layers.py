@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..integrations.tokens import BOUNDARIES, Boundaries
-from ..integrations.transformers import weights_are_captured
 from ..layers.dropout import KINDS
 from ..layers.linear import Linear
 from ..layers.norm import norm_and_sum
 from ..layers.prepacked import product_of
 from ..layers.torch_modules import LayerNorm
+from .attention import weights_are_captured
 from .blocks import ActivatedLinear, DropoutAddNorm, Fast, activated, unsummed
 from .inside import is_plain_inside
+from .tokens import BOUNDARIES, Boundaries
 
 
 class BertLayer(Fast):
@@ -87,7 +87,8 @@ def dropout_add_norm(module: Any, x: Tensor, residual: Tensor) -> Tensor:
     own = norm._parameters
     if type(norm) is LayerNorm and type(drop) in KINDS and own.get("weight") is not None:
         p = drop.p if drop.training else 0.0
-        if y.dtype != residual.dtype:
-            residual = residual.to(torch.promote_types(y.dtype, residual.dtype))
+        if y.dtype != residual.dtype:  # as under autocast: here, so that the norm needs no dispatcher
+            wide = torch.promote_types(y.dtype, residual.dtype)
+            y, residual = y.to(wide), residual.to(wide)
         return ops.layer_norm(y, own["weight"], own["bias"], norm.eps, residual=residual, dropout_p=p)[0]
     return norm_and_sum(norm, unsummed(residual, y, drop))[0]

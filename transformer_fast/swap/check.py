@@ -117,6 +117,13 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{name}[{n}]", t) for n, t in enumerate(values) if isinstance(t, Tensor))
 
 
+def _copies_by_itself(module: nn.Module) -> bool:
+    """Return True for a class whose author says how it is copied."""
+    names = {"__deepcopy__", "__reduce__", "__reduce_ex__"}
+    bases = (base for base in type(module).__mro__ if base is not object)
+    return any(names & vars(base).keys() for base in bases if not base.__module__.startswith("transformer_fast."))
+
+
 def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Copy of a module without hooks, records of calls and kept weights.
 
@@ -143,9 +150,11 @@ def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
             for _, t in tensors_in(part):
                 if (dtype is not None or not t.is_leaf) and id(t) not in memo:
                     memo[id(t)] = converted(t)
-        state = torch.get_rng_state()
+        # A constructor may draw weights. Else the state stays untouched, for other threads draw meanwhile.
+        state = torch.get_rng_state() if any(map(_copies_by_itself, module.modules())) else None
         made = copy.deepcopy(module, memo)
-        torch.set_rng_state(state)  # a copy may be made by a constructor that draws weights
+        if state is not None:
+            torch.set_rng_state(state)
     except Exception as error:
         raise ValueError(f"a copy of the module could not be made: {first_line(error)}") from error
     for part in made.modules():
@@ -166,12 +175,7 @@ def change_constants(module: nn.Module, *, buffers: bool = False, generator: tor
 def is_constant(t: Tensor) -> bool:
     """Return True for floats of equal values."""
     values = t.detach().flatten()
-    return (
-        t.is_floating_point()
-        and len(values) > 0
-        and bool(values[0] == values[-1])
-        and bool((values == values[0]).all())
-    )
+    return t.is_floating_point() and bool(len(values) and values[0] == values[-1] and (values == values[0]).all())
 
 
 class Dropouts:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..accelerate.packed.token_layer import LOWEST
-from ..accelerate.registered import fast_class, keywords_of
 from .check import Call, Dropouts, FailsError, Pair, Trial, alone, change_constants, copy_of, dtype_of
+from .swapped import fast_class, keywords_of
+from .token_layer import LOWEST
 
 _DRAWS = 64
 

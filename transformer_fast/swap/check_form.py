@@ -154,8 +154,8 @@ class _FormTrial(Trial):
 
         A stack is tried with its first layer, and in evaluation with all of them.
         """
-        whole = self._copy(module)
-        plain = self._shortened(whole)
+        full = self._copy(module)
+        plain = self._shortened(full)
         pair = self.pair(plain, "its parameters")
         for size in FULL:
             self.looks_for_draws = size is FULL[0]
@@ -163,8 +163,8 @@ class _FormTrial(Trial):
             every = size is FULL[0] or (size is FULL[-1] and self.form.attends)
             for call in calls if every else calls[-1:]:
                 self.compare(pair, call, modes=(False,))
-        if plain is not whole:
-            self.compare(self.pair(whole, "its parameters"), self._calls(whole, SMALL)[-1], modes=(False,))
+        if plain is not full:
+            self.compare(self.pair(full, "its parameters"), self._calls(full, SMALL)[-1], modes=(False,))
         if change_constants(plain, generator=self.generator):
             pair.words = "other values of equal parameters"
         for size in FULL:

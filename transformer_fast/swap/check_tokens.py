@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerate import accelerate
-from ..accelerate.packed.classes import positional_names
-from ..accelerate.packed.token_layer import LOWEST, TokenLayer, seen
 from ..layers.padded_calls import NO_SOURCE, StaysPaddedError, padded_calls
 from ..ops.token_mask import OnTokens
+from .accelerate import accelerate
 from .check import Call, Pair, copy_of, tensors_in
 from .check_fast import Sample, UserTrial, undisturbed
+from .token_layer import LOWEST, TokenLayer, positional_names, seen
 
 _MIXES_POSITIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 

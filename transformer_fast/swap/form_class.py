@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerate.registered import Registered, author_class, registered_class
 from ..dialects.common import LastWeights
 from ..layers.dropout import KINDS as DROPOUTS
 from ..layers.hooks import FUSED, PLAIN, TAKES_RESIDUAL, has_its_forward, in_role, is_plain
@@ -27,6 +26,7 @@ from ..ops.token_mask import call_on_tokens
 from ..tensors import takes_fused_ops
 from .form import Form, any_module, arguments_of, form_of
 from .forms import FORMS
+from .swapped import Registered, author_class, registered_class
 
 Same = tuple[type[nn.Module] | None, ...]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..accelerate.packed.token_layer import MEANINGS, TOKENS, TokenLayer
-from ..accelerate.registered import FAST
-from ..accelerate.report import LOCK
-from ..accelerate.torch_swaps import SWAPS
 from .check import Call, first_line
 from .check_fast import Sample, check_fast
 from .check_tokens import check_tokens
+from .report import LOCK
+from .rules import SWAPS
+from .swapped import FAST
+from .token_layer import MEANINGS, TOKENS, TokenLayer
 
 SIZES = ((2, 1), (3, 2), (5, 5), (3, 17), (2, 97), (2, 300))
 """Batch sizes and lengths for which a function of the user makes inputs."""

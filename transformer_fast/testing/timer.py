@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -23,7 +23,7 @@ class Timing:
         return cls(statistics.median(samples), cuts[1], cuts[7])
 
 
-def interleaved(calls: dict[str, Callable[[], object]], seconds: float, at_least: int = 7) -> dict[str, Timing]:
+def interleaved(calls: Mapping[str, Callable[[], object]], seconds: float, at_least: int = 7) -> dict[str, Timing]:
     """Time several calls in turn, one sample per call and round.
 
     Args:

@@ -1,0 +1,276 @@
+"""accelerate: ways to call it, modules that it leaves unchanged, its report, and undo."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import handwritten as hw
+import pytest
+import torch
+from accelerated import pair
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import transformer_fast as tfast
+import transformer_fast.swap.lazy_logits
+import transformer_fast.swap.packed as walk
+from transformer_fast.accelerate import accelerate
+from transformer_fast.reference import layers as reference
+from transformer_fast.swap import lazy_logits
+
+D = 8
+ALREADY = "it runs on the fused ops already"
+STATEMENTS = [
+    "import transformer_fast.swap.lazy_logits; transformer_fast.swap.lazy_logits.LazyLogits",
+    "import transformer_fast.swap.lazy_logits as m; m.LazyLogits",
+    "import transformer_fast.accelerate as m; m(torch.nn.LayerNorm(4)); m.Report",
+    "from transformer_fast.accelerate import Int8; Int8()",
+    "from transformer_fast.swap.lazy_logits import LazyLogits",
+    "from transformer_fast import accelerate; accelerate(torch.nn.LayerNorm(4))",
+    "from transformer_fast.accelerate import accelerate; accelerate(torch.nn.LayerNorm(4))",
+    "from transformer_fast import *; accelerate(torch.nn.LayerNorm(4))",
+]
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("order", [1, -1])
+def test_every_way_to_import(order: int) -> None:
+    """The name is a function and a module. One fresh process tries all ways to import it, in either order.
+
+    None of them imports transformers for a model without a part of transformers, nor sentence-transformers.
+    """
+    code = ["import sys, torch", *STATEMENTS[::order]]
+    code.append("assert not {'transformers', 'sentence_transformers'} & sys.modules.keys()")
+    subprocess.run([sys.executable, "-c", "\n".join(code)], check=True)
+
+
+@pytest.mark.parametrize("function", [tfast.accelerate, accelerate], ids=["module", "function"])
+def test_it_is_a_function(function: Callable[..., Any]) -> None:
+    assert transformer_fast.swap.lazy_logits is lazy_logits
+    assert walk.__name__ == "transformer_fast.swap.packed"
+    names = ["model", "fused_loss", "packed", "keep_weights", "functional", "quantize"]
+    assert callable(function) and list(inspect.signature(function).parameters) == names
+    assert "in place" in (inspect.getdoc(function) or "")
+    assert pickle.loads(pickle.dumps(function)) is function and copy.deepcopy(function) is function
+    for wrong in (3, [nn.Linear(2, 2)]):
+        with pytest.raises(TypeError, match=rf"expected a torch\.nn\.Module, got {type(wrong).__name__}"):
+            function(wrong)
+    assert function(nn.Sequential(nn.LayerNorm(4))).swapped
+
+
+class OtherAttention(nn.MultiheadAttention):
+    def forward(self, query: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return query
+
+
+class Named(nn.Module):
+    """Module with the attribute names of the classic norm and another formula."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(d))
+        self.bias = nn.Parameter(torch.zeros(d))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alpha * x / (x.norm(dim=-1, keepdim=True) + self.eps) + self.bias
+
+
+class Broken(Named):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("not today")
+
+
+def stock(dropout: float = 0.0) -> nn.Module:
+    return nn.TransformerEncoderLayer(D, 2, 16, dropout=dropout, batch_first=True)
+
+
+def annotated() -> nn.Module:
+    return hw.make_model(11, 11, 2, D, 12, 2)
+
+
+def kinds(model: nn.Module) -> list[type]:
+    """Return the classes of all modules."""
+    return [type(module) for module in model.modules()]
+
+
+def reasons(model: nn.Module) -> dict[str, str]:
+    """Return the reasons to leave modules, by path."""
+    return {row.path: row.why for row in tfast.accelerate(model).left}
+
+
+def test_parameters_optimizer_and_mode_stay() -> None:
+    m = stock(0.1).eval()
+    m.self_attn.in_proj_weight.requires_grad_(False)
+    before = dict(m.named_parameters())
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    tfast.accelerate(m)
+    after = dict(m.named_parameters())
+    assert list(before) == list(after) and all(after[name] is before[name] for name in before)
+    assert not m.training and not m.self_attn.in_proj_weight.requires_grad
+    assert isinstance(m, nn.TransformerEncoderLayer)
+    m.train()(torch.randn(2, 3, D)).sum().backward()
+    moved = m.linear1.bias.clone()
+    optimizer.step()
+    assert not torch.equal(moved, m.linear1.bias)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "classic": lambda: reference.Transformer(11, 11, D, 1, 2, 0.1),
+    "annotated": annotated,
+    "torch": lambda: nn.Sequential(nn.Embedding(5, D), stock(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_time_and_undo(name: str) -> None:
+    plain, m, first = pair(MODELS[name])
+    assert not first.already
+    fast, again = kinds(m), tfast.accelerate(m)
+    assert kinds(m) == fast and not again.swapped, "swapped once more"
+    assert {row.path for row in again.already} == {row.path for row in first.swapped}
+    assert {row.why for row in again.already} == {ALREADY}
+    text = str(again)
+    already = f"0 modules swapped, {len(first.swapped)} on the fused ops already, {len(first.left)} left"
+    assert already in text.splitlines()
+    again.undo()  # undoes nothing, because it changed nothing
+    assert kinds(m) == fast
+    for _ in range(2):  # the second time there is nothing left to take back
+        first.undo()
+        assert kinds(m) == kinds(plain)
+    assert len(tfast.accelerate(m).swapped) == len(first.swapped)
+
+
+def test_a_model_is_scripted_after_undo() -> None:
+    """``torch.jit.script`` cannot read the source code of a swapped module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of TorchScript
+        plain, m, report = pair(lambda: nn.Sequential(nn.LayerNorm(D), nn.MultiheadAttention(D, 2)))
+        with pytest.raises(torch.jit.frontend.NotSupportedError, match="keyword-only"):
+            torch.jit.script(m[0])
+        report.undo()
+        x = torch.randn(3, 5, D)
+        for ours, theirs, args in zip(m, plain, ((x,), (x, x, x)), strict=True):
+            found, expected = torch.jit.script(ours)(*args), torch.jit.script(theirs)(*args)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_signatures_stay() -> None:
+    """The norms have arguments of their own, and the others those of the class before."""
+    model = nn.Sequential(nn.LayerNorm(D), nn.MultiheadAttention(D, 2), nn.Linear(D, D), hw.AnnotatedNorm(D), Own())
+    before = [list(inspect.signature(m.forward).parameters) for m in model]
+    assert len(accelerate(model, functional=True, keep_weights=True).swapped) == 5
+    after = [list(inspect.signature(m.forward).parameters) for m in model]
+    assert after == [[*before[0], "residual", "dropout_p"], *before[1:]]
+
+
+class Own(nn.Module):
+    """A module of unknown structure."""
+
+    def forward(self, states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return states if attention_mask is None else states * attention_mask
+
+
+def test_undo_leaves_a_class_that_was_changed_since() -> None:
+    class Mine(nn.LayerNorm):
+        pass
+
+    m = nn.Sequential(nn.LayerNorm(D), nn.LayerNorm(D))
+    report = tfast.accelerate(m)
+    m[0].__class__ = Mine
+    report.undo()
+    assert kinds(m) == kinds(nn.Sequential(Mine(D), nn.LayerNorm(D)))
+
+
+def test_a_second_time_swaps_what_came_since() -> None:
+    m = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D))
+    tfast.accelerate(m)
+    m.append(nn.LayerNorm(D))
+    again = tfast.accelerate(m)
+    assert [row.path for row in again.swapped] == ["2"]
+    assert "1 modules swapped, 1 on the fused ops already, 0 left" in str(again)
+
+
+def test_a_model_of_ours_runs_on_the_fused_ops_already() -> None:
+    report = tfast.accelerate(tfast.Transformer(11, 11, D, 1, 2, 0.1))
+    assert {row.was for row in report.swapped} == {"nn.Embedding", "nn.Dropout"} and report.already == report.left
+    assert f"{len(report.swapped)} modules swapped, {len(report.left)} on the fused ops already, 0 left" in str(report)
+
+
+def test_what_holds_swapped_modules_says_how_many() -> None:
+    """The code of a container may do anything, so the report names it with the number of fused modules inside."""
+    found = reasons(nn.ModuleDict({"annotated": annotated()}))
+    assert set(found) == {"annotated", "annotated.generator"}
+    assert re.fullmatch(
+        r"it keeps its own forward; \d\d of the modules inside it run on the fused ops", found["annotated"]
+    )
+    assert found["annotated.generator"] == "it keeps its own forward; 0 of the modules inside it run on the fused ops"
+
+
+def test_a_model_it_cannot_help_is_left_and_the_report_says_so() -> None:
+    plain, m, report = pair(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), OtherAttention(4, 2)))
+    assert not report.swapped and kinds(m) == kinds(plain)
+    for part in ("0 modules swapped, 1 left", "OtherAttention", "a subclass of nn.MultiheadAttention"):
+        assert part in str(report)
+    assert report.plain.keys() >= {"Linear", "ReLU", "Sequential"}
+
+
+def test_what_was_left_for_one_reason_is_one_line() -> None:
+    """The report's data keeps one row per module."""
+    m = nn.ModuleDict({f"part{i}": nn.Sequential(Broken(4), nn.LayerNorm(4)) for i in range(3)})
+    m["model"], m["other"] = hw.make_model(11, 11, 1, D, 12, 2), OtherAttention(4, 2)
+    report = tfast.accelerate(m)
+    unknown = [row for row in report.left if row.why.startswith("it keeps its own forward")]
+    assert len(unknown) == 2 and f" {len(report.left)} left" in str(report)
+    assert sum("not today" in line and "(part0.0 and 2 more)" in line for line in str(report).splitlines()) == 1
+    assert "a subclass of nn.MultiheadAttention" in str(report)
+
+
+def replaced_norm() -> nn.Module:
+    m = nn.LayerNorm(4)
+    m.forward = lambda x: x + 1
+    return m
+
+
+@pytest.mark.parametrize(("make", "reason"), [
+    (lambda: nn.LayerNorm((4, 4)), "2 dimensions"),
+    (lambda: nn.Embedding(5, 4, max_norm=1.0), "max_norm"),
+    (lambda: nn.Embedding(5, 4, sparse=True), "sparse"),
+    (lambda: nn.MultiheadAttention(4, 2, add_zero_attn=True), "add_zero_attn"),
+    (lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True), "add_bias_kv"),
+    (lambda: Named(4), "computes something else"),
+    (lambda: Broken(4), "not today"),
+    (lambda: nn.LayerNorm(4, device="meta"), "meta device"),
+    (lambda: parametrizations.weight_norm(nn.LayerNorm(4)), "parametrizations"),
+    (lambda: parametrizations.orthogonal(nn.MultiheadAttention(4, 2), "in_proj_weight"), "parametrizations"),
+    (replaced_norm, "replaced"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_has_no_kernel_is_named_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
+    assert reason in reasons(make())[""] and reason in reasons(nn.ModuleDict({"part": make()}))["part"]
+
+
+def test_layers_around_another_attention_call_it() -> None:
+    layer = nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0)
+    layer.self_attn = OtherAttention(D, 2)
+    plain, m, report = pair(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    assert {"", "layers.0", "layers.1"} < {row.path for row in report.swapped}
+    assert "subclass of nn.MultiheadAttention" in reasons(m)["layers.0.self_attn"]
+    x = torch.randn(3, 5, D)
+    torch.testing.assert_close(m(x), plain(x))
+
+
+def test_shared_modules_and_tied_weights() -> None:
+    norm = nn.LayerNorm(D)
+    m = nn.Sequential(norm, nn.Linear(D, D), norm)
+    m.table = nn.Embedding(D, D)
+    m[1].weight = m.table.weight
+    assert [row.path for row in tfast.accelerate(m).swapped] == ["0", "table"]
+    assert m[0] is m[2] and m[1].weight is m.table.weight

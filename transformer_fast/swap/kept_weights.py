@@ -1,0 +1,71 @@
+"""``accelerate(model, keep_weights=True)``: linear layers with kept copies of their weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from .. import extension
+from ..huggingface.blocks import TransposedLinear
+from ..layers.linear import Linear
+from ..layers.prepacked import LAYOUT, WeightLayout, forget_kept
+from ..layers.torch_modules import MultiheadAttention
+from .report import Attribute, Report
+from .rows import ALREADY, Row
+
+NAME = "kept weights"
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+class Kept(Attribute):
+    """The layout of a module, as a change of ``accelerate``."""
+
+    def undo(self) -> None:
+        """Remove the layout, and free the copies."""
+        super().undo()
+        forget_kept(self.module)
+
+
+def give_layout(model: nn.Module, report: Report, layout: WeightLayout) -> None:
+    """Give each linear layer of a model on a CPU a layout, and note that in the report."""
+    kept = {path: module for path, module in model.named_modules() if takes_layout(module)}
+    for path, module in kept.items():
+        give_one_layout(report, path, module, layout, NAME)
+    report.plain += type(report.plain)()  # without the layers that were counted and are no longer plain
+    if reason := extension.obstacle():
+        report.notes.append(f"keep_weights: {reason}")
+    elif not kept:
+        report.notes.append("keep_weights: no linear layer in float32 or bfloat16 on a CPU was found")
+
+
+def give_one_layout(report: Report, path: str, module: nn.Module, layout: WeightLayout, name: str) -> None:
+    """Give a layer a layout, and note that in the report, with the layout's name."""
+    if module.__dict__.get(LAYOUT) == layout:
+        return
+    report._changes.append(change := Kept(module, LAYOUT, layout))
+    change.apply()
+    place = next((place for place, row in enumerate(report.rows) if row.path == path), None)
+    row = report.rows[place] if place is not None else Row(path, f"nn.{type(module).__name__}", None)
+    now = name if row.now is None else f"{row.now}, {name}"
+    row = dataclasses.replace(row, now=now, why="" if row.why == ALREADY else row.why)
+    if place is not None:
+        report.rows[place] = row
+    else:
+        report.rows.append(row)
+        report.plain["Linear"] -= 1
+
+
+def takes_layout(module: nn.Module) -> bool:
+    """Return True if a module, or the fused module around it, multiplies by a layout."""
+    if not isinstance(module, Linear | MultiheadAttention | TransposedLinear) and type(module) is not nn.Linear:
+        return False
+    weights = [p for p in module._parameters.values() if p is not None]
+    return bool(weights) and all(_is_kept(p) for p in weights)
+
+
+def _is_kept(parameter: nn.Parameter) -> bool:
+    usual = not isinstance(parameter, UninitializedParameter) and parameter.device.type == "cpu"
+    return usual and parameter.dtype in _TYPES

@@ -1,0 +1,331 @@
+"""Layers that compute each token alone outside of attention, as their user says by ``tfast.register``, without padding.
+
+A layer is given tokens (1, T, d) as one sequence, and a mask of its own kind that keeps all of them. Attention inside
+the layer reads the boundaries of the sentences from ``ops.token_mask``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..backends import in_transform
+from ..layers.hooks import is_plain
+from ..layers.padded_calls import StaysPaddedError, padded_calls
+from ..layers.padder import Padder, hand_over, held_packing, without_padding
+from ..masks import AttentionMask
+from ..masks.packing import Packing, packing_of
+from ..models.packed import padding_of
+from ..ops.scaled_dot_product_attention import TORCH, scaled_dot_product_attention
+from ..ops.token_mask import OnTokens, call_on_tokens, on_tokens
+from ..tensor_cache import get_or_compute
+from ..tracing import is_traced
+from .swapped import registered_class
+
+LOWEST = -1e4
+"""Number that hides a key when it is added to a score, or a lower one."""
+
+MEANINGS = ("keep", "blocked", "added")
+"""Meanings of a mask: 0 hides a key, 0 keeps a key, or the mask is added to the scores."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLayer:
+    """Statement about a class of layers: each token is computed alone outside of attention.
+
+    Attributes:
+        mask: name of the argument that says where the padding is.
+        means: one of ``MEANINGS``.
+        batch_first: True if hidden states are (B, L, d), False for (L, B, d).
+        reads: numbers of attentions that a call runs on the kernels, as seen in the check; empty if unknown.
+        redirects: True if the layer's code calls ``F.scaled_dot_product_attention``.
+    """
+
+    mask: str
+    means: str
+    batch_first: bool = True
+    reads: frozenset[int] = frozenset()
+    redirects: bool = True
+
+    @property
+    def axis(self) -> int:
+        """Axis of the batch."""
+        return int(not self.batch_first)
+
+    def as_batch_first(self, x: Tensor) -> Tensor:
+        """Exchange the axes of length and batch of a layer with the other order; keep the tokens that x holds."""
+        return x if self.batch_first else hand_over(x, x.transpose(0, 1))
+
+    def keep_of(self, mask: Any, batch: int, length: int) -> Tensor:
+        """Padding of a mask, bool (B, L), True at tokens.
+
+        Raises:
+            StaysPaddedError: if the mask is not padding alone.
+        """
+        if not isinstance(mask, Tensor) or mask.requires_grad or not 2 <= mask.dim() <= 4:
+            raise StaysPaddedError(f"its {self.mask} is no mask of two to four dimensions")
+        if (mask.shape[0], mask.shape[-1]) != (batch, length):
+            raise StaysPaddedError(f"its {self.mask} has not the sizes (B, ..., L) of the batch")
+        other = mask <= LOWEST if self.means == "added" else mask == 1
+        if mask.dtype == torch.bool and self.means == "added":
+            raise StaysPaddedError(f"its {self.mask} is bool, and is added to scores")
+        if mask.dtype != torch.bool and not bool(((mask == 0) | other).all()):
+            raise StaysPaddedError(f"its {self.mask} holds scores, not padding alone")
+        keep = _four_dimensions(mask != 0 if self.means == "keep" else mask == 0)
+        try:
+            parts = padding_of(AttentionMask.keep(keep), length)
+        except ValueError as reason:
+            raise StaysPaddedError(str(reason)) from reason
+        assert parts is not None and parts.key_keep_mask is not None
+        return parts.key_keep_mask[:, 0, 0]
+
+    def packing(self, mask: Any, batch: int, length: int) -> Packing:
+        """Packing of a batch with this mask; the same object for all layers that are given the mask.
+
+        Raises:
+            StaysPaddedError: if the mask is not padding alone.
+        """
+        rows = self.keep_of(mask, batch, length)
+        # On a CPU the values are compared, because writes may go unnoticed.
+        stamp = rows.numpy().tobytes() if mask.is_cpu else None
+        make = lambda: packing_of(rows, batch, length, mask.device)  # noqa: E731
+        return get_or_compute(mask, ("tokens", self.means), (), make, stamp)
+
+    def kept(self, mask: Tensor, tokens: int) -> Tensor:
+        """Mask of the same kind that keeps all tokens."""
+        return mask.new_full((*[1] * (mask.dim() - 1), tokens), self.means == "keep")
+
+
+def _four_dimensions(keep: Tensor) -> Tensor:
+    """Convert a mask (B, L), (B, L|1, L) or (B, 1, L|1, L) to one of four dimensions.
+
+    Raises:
+        StaysPaddedError: for a mask with more than one head.
+    """
+    if keep.dim() == 4 and keep.shape[1] != 1:
+        raise StaysPaddedError("its mask has heads of its own")
+    return keep if keep.dim() == 4 else keep[:, None] if keep.dim() == 3 else keep[:, None, None]
+
+
+def token_forward(base: type[nn.Module], layer: TokenLayer, parts: tuple[str, ...]) -> Forward:
+    """Make the ``forward`` of a registered layer: hidden states first, then its mask; all else has its default.
+
+    Args:
+        base: class whose ``forward`` is the author's.
+        layer: statement about the class.
+        parts: names of the classes of the layer and the modules inside, when ``accelerate`` was called.
+    """
+    names = positional_names(base.forward)
+    defaults = {name: p.default for name, p in inspect.signature(base.forward).parameters.items()}
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls, arguments = padded_calls(self), Arguments(names, args, kwargs)
+        in_graph = torch.compiler.is_compiling() or is_traced() or in_transform()
+        if calls is None or in_graph or not arguments.fits or call_on_tokens() is not None:
+            return base.forward(self, *args, **kwargs)
+        given = arguments.given
+        x, mask = given.get(names[0]), given.get(layer.mask)
+        if type(x) is not Tensor or x.dim() != 3:
+            return base.forward(self, *args, **kwargs)
+        if mask is None:
+            _check_order(self, x, None)
+            return base.forward(self, *args, **kwargs)
+
+        def prepare() -> tuple[Padder, Callable[[], Any]]:
+            padded = layer.as_batch_first(x)
+            padder = Padder(layer.packing(mask, *padded.shape[:2]))
+            _check_order(self, x, padder.own)
+            _check_parts(self, parts)
+            _check_arguments(given, {names[0], layer.mask}, defaults)
+            padder.check_sources()
+            (tokens,) = padder.remove(padded)
+            kept = layer.kept(mask, padder.own.total)
+            own, named = arguments.replaced({names[0]: tokens.unsqueeze(layer.axis), layer.mask: kept})
+
+            def run() -> Any:
+                with on_tokens(padder.masks[0]) as call, _redirect(call, layer.redirects):
+                    try:
+                        result = base.forward(self, *own, **named)
+                    except StaysPaddedError:
+                        raise
+                    except Exception as error:  # an error of the author comes again, with the padding
+                        raise StaysPaddedError(f"its code fails on tokens ({type(error).__name__})") from error
+                first, *others = result if isinstance(result, tuple) else (result,)
+                others = [mask if other is kept else other for other in others]
+                size = 1, padder.own.total
+                if (
+                    type(first) is not Tensor
+                    or first.dim() != 3
+                    or tuple(layer.as_batch_first(first).shape[:2]) != size
+                ):
+                    raise StaysPaddedError("it returns something else than hidden states")
+                if not all(other is mask or other is None for other in others):
+                    raise StaysPaddedError("it returns more than hidden states, such as attention weights")
+                _check_reads(call, layer)
+                tokens = first.squeeze(layer.axis)
+                return (tokens, *others) if isinstance(result, tuple) else tokens
+
+            return padder, run
+
+        result = without_padding(self, calls, x, prepare)
+        if result is None:
+            return base.forward(self, *args, **kwargs)
+        first, *others = result if isinstance(result, tuple) else (result,)
+        first = layer.as_batch_first(first)
+        return (first, *others) if isinstance(result, tuple) else first
+
+    return forward
+
+
+def parts_of(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the classes of a layer and of the modules inside."""
+    return tuple(type(module).__name__ for module in layer.modules())
+
+
+def _check_parts(layer: nn.Module, parts: tuple[str, ...]) -> None:
+    if parts_of(layer) != parts:
+        raise StaysPaddedError(f"a module inside a {type(layer).__name__} was replaced since accelerate")
+    for child in layer.modules():
+        if child is not layer and not is_plain(child):
+            kind = type(child).__name__
+            raise StaysPaddedError(f"a {kind} inside a layer has a hook, which would see tokens without padding")
+
+
+def _check_arguments(given: dict[str, Any], known: set[str], defaults: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in known and value is not None and value is not defaults.get(name, value is None):
+            raise StaysPaddedError(f"its layers are given {name}, which is more than hidden states and a mask")
+
+
+def _check_reads(call: OnTokens, layer: TokenLayer) -> None:
+    call.check_weights()
+    if call.reads == 0 or (layer.reads and call.reads not in layer.reads):
+        seen = f", and {' or '.join(map(str, sorted(layer.reads)))} in its check" if layer.reads else ""
+        raise StaysPaddedError(f"{call.reads} attentions inside it run on the kernels{seen}")
+    if (seen_calls := _seen.get()) is not None:
+        seen_calls.append(call)
+
+
+def _check_order(layer: nn.Module, x: Tensor, packing: Packing | None) -> None:
+    """Raise an error if a layer reads positions that the layer before has left out.
+
+    Args:
+        layer: the layer.
+        x: its hidden states, 0 at the positions that were left out.
+        packing: tokens of this layer; None for all positions.
+    """
+    before = held_packing(x)
+    if before is None or before is packing or before.is_full:
+        return
+    if packing is not None and packing.batch * packing.length == before.batch * before.length:
+        kept = torch.zeros(before.batch * before.length, dtype=torch.bool, device=x.device)
+        kept[before.indices] = True
+        if bool(kept[packing.indices].all()):
+            return
+    raise RuntimeError(
+        f"a {type(layer).__name__} reads positions that the layer before has left out as padding, and that are 0: "
+        "the masks of these layers differ, so their model cannot run with packed=True"
+    )
+
+
+class _Redirect(TorchFunctionMode):
+    """Calls of torch's attention attend on tokens."""
+
+    def __init__(self, call: OnTokens) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not TORCH:
+            return func(*args, **(kwargs or {}))
+        self.call.redirected = True
+        return scaled_dot_product_attention(*args, **(kwargs or {}))
+
+
+def _redirect(call: OnTokens, redirects: bool) -> contextlib.AbstractContextManager[Any]:
+    return _Redirect(call) if redirects else contextlib.nullcontext()
+
+
+_seen: ContextVar[list[OnTokens] | None] = ContextVar("seen", default=None)
+
+
+@contextlib.contextmanager
+def seen() -> Iterator[list[OnTokens]]:
+    """Collect the calls on tokens of this thread."""
+    calls: list[OnTokens] = []
+    token = _seen.set(calls)
+    try:
+        yield calls
+    finally:
+        _seen.reset(token)
+
+
+TOKENS: dict[type[nn.Module], TokenLayer] = {}
+"""Registered classes."""
+
+
+@functools.cache
+def token_class(kind: type[nn.Module], layer: TokenLayer, parts: tuple[str, ...]) -> type[nn.Module]:
+    """Class for layers that skip padding; for the arguments see :func:`token_forward`."""
+    return registered_class(kind, (kind,), (token_class, layer, parts), token_forward(kind, layer, parts))
+
+
+def token_layer_of(module: nn.Module) -> TokenLayer | None:
+    """Statement about the class of a module, as its author wrote the class; None for a class that nobody registered."""
+    kind: Any = type(module)
+    while kind not in TOKENS and "recipe" in vars(kind):
+        kind = kind.former
+    return TOKENS.get(kind)
+
+
+def layer_of_torch(module: nn.Module) -> TokenLayer:
+    """Statement about ``nn.TransformerEncoderLayer``."""
+    return TokenLayer("src_key_padding_mask", "blocked", module.self_attn.batch_first, frozenset({1}), False)  # type: ignore
+
+
+def skips_padding(module: nn.Module) -> bool:
+    """Return True for a layer of a class that :func:`token_class` has made."""
+    return vars(type(module)).get("recipe", (None,))[0] is token_class
+
+
+def how_to(kind: str) -> str:
+    """Advice about layers that keep their padding."""
+    return f"tfast.register({kind}, mask=..., tokens=True, check=...) lets them skip padding"
+
+
+Forward = Callable[..., Any]
+
+
+class Arguments:
+    """Arguments of a call, by name.
+
+    Attributes:
+        given: values by name, in the order of the call.
+    """
+
+    def __init__(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._positional = names[: len(args)]
+        self.given = dict(zip(names, args)) | kwargs
+        self.fits = len(args) <= len(names)
+
+    def replaced(self, changes: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the call, with some values changed or added."""
+        values = self.given | changes
+        args = tuple(values.pop(name) for name in self._positional)
+        return args, values
+
+
+@functools.cache
+def positional_names(forward: Forward) -> tuple[str, ...]:
+    """Names of a method's positional arguments, without ``self``."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
