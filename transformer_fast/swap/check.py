@@ -88,8 +88,7 @@ class Worst:
             equal = (ours == plain) | plain.isnan()
             largest = float(torch.where(plain.isfinite(), plain, 0.0).abs().max())
             worst = float(torch.where(equal, 0.0, (ours - plain).abs()).nan_to_num(nan=float("inf")).max())
-        ratio = worst / (allowed * max(largest, _SMALLEST))
-        if ratio > self.ratio:
+        if (ratio := worst / (allowed * max(largest, _SMALLEST))) > self.ratio:
             self.ratio = ratio
             self.text = f"the largest error is {worst:.2g}, of values up to {largest:.2g}, in {name} ({where})"
 
@@ -119,9 +118,8 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _copies_by_itself(module: nn.Module) -> bool:
     """Return True for a class whose author says how it is copied."""
-    names = {"__deepcopy__", "__reduce__", "__reduce_ex__"}
-    bases = (base for base in type(module).__mro__ if base is not object)
-    return any(names & vars(base).keys() for base in bases if not base.__module__.startswith("transformer_fast."))
+    bases = (b for b in type(module).__mro__ if b is not object and not b.__module__.startswith("transformer_fast."))
+    return any({"__deepcopy__", "__reduce__", "__reduce_ex__"} & vars(base).keys() for base in bases)
 
 
 def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
