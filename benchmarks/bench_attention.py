@@ -94,8 +94,8 @@ class Setting:
             v,
             self.queries.cu_seqlens,
             self.keys.cu_seqlens,
-            max_q=self.queries.max_length,
-            max_k=self.keys.max_length,
+            max_seqlen_q=self.queries.max_length,
+            max_seqlen_k=self.keys.max_length,
             causal=self.case.causal,
             dropout_p=self.case.dropout_p,
         )

@@ -140,7 +140,7 @@ def cases(device: str) -> dict[str, Case]:
         "lengths": lambda p, *qkv: tfast.attention(*qkv, mask, dropout_p=p),
         "lengths, causal": lambda p, *qkv: tfast.attention(*qkv, mask, causal=True, dropout_p=p),
         "keep mask": lambda p, *qkv: tfast.attention(*qkv, padded, dropout_p=p),
-        "packed": lambda p, *qkv: tfast.attention_packed(*qkv, ends, ends, max_q=L, max_k=L, dropout_p=p),
+        "packed": lambda p, *qkv: tfast.attention_packed(*qkv, ends, ends, max_seqlen_q=L, max_seqlen_k=L, dropout_p=p),
     }
     found: dict[str, Case] = {}
     for name, call in calls.items():

@@ -56,7 +56,10 @@ def calls(device):
     tokens = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
     return {
         "attention": ((q, k, v), lambda *t: tfast.attention(*t, mask, causal=True)),
-        "packed": (tokens, lambda *t: tfast.attention_packed(*t, ends, ends, max_q=4, max_k=4, causal=True)),
+        "packed": (
+            tokens,
+            lambda *t: tfast.attention_packed(*t, ends, ends, max_seqlen_q=4, max_seqlen_k=4, causal=True),
+        ),
         "decode": ((q, k, v), lambda *t: tfast.attention_decode(*t, lengths)),
     }
 

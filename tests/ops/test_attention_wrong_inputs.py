@@ -73,7 +73,9 @@ PACKED = {
     "cu_seqlens starts late": ((TQ, TK, TK, CU_Q, cu(1, 3, 7)), {}, ValueError, r"from 0 to 7.*\[1, 3, 7\]"),
     "cu_seqlens ends early": ((TQ, TK, TK, CU_Q, cu(0, 3, 6)), {}, ValueError, r"from 0 to 7.*\[0, 3, 6\]"),
     "numbers of sequences differ": ((TQ, TK, TK, CU_Q, cu(0, 7)), {}, ValueError, r"\(3,\) and \(2,\)"),
-    "max_k too small": ((TQ, TK, TK, CU_Q, CU_K), {"max_k": 3}, ValueError, "max_k is 3, but a sequence of k has 4"),
+    "max_seqlen_k too small": (
+        (TQ, TK, TK, CU_Q, CU_K), {"max_seqlen_k": 3}, ValueError, "max_seqlen_k is 3, but a sequence of k has 4",
+    ),
     "dropout above 1": ((TQ, TK, TK, CU_Q, CU_K), {"dropout_p": 1.5}, ValueError, r"dropout_p.*\[0, 1\], got 1.5"),
     "unknown empty_rows": ((TQ, TK, TK, CU_Q, CU_K), {"empty_rows": "nan"}, ValueError, '"zero", got \'nan\''),
     "causal with an offset": ((TQ, TK, TK, CU_Q, CU_K), {"causal": 2}, TypeError, "True or False, got 2"),

@@ -188,7 +188,7 @@ def result(form: Form, given: dict[str, Tensor], held: list[Tensor]) -> Tensor:
     function = getattr(tfast, form.op, None) or getattr(tfast.ops, form.op)
     longest: dict[str, Any] = {}
     if form.op == "attention_packed":
-        longest = {"max_q": given["q"].shape[0], "max_k": given["k"].shape[0]}
+        longest = {"max_seqlen_q": given["q"].shape[0], "max_seqlen_k": given["k"].shape[0]}
     return function(**given, **longest, **form.given(*held))
 
 

@@ -85,9 +85,11 @@ def test_causal_as_an_argument_and_weights() -> None:
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_packed(name: str) -> None:
-    def call(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_k: int) -> Tensor:
-        mask = MASKS[name](max_k, 3)
-        return tfast.attention_packed(q, k, k, cu_seqlens_q, cu_seqlens_k, max_q=3, max_k=max_k, mask=mask)
+    def call(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int) -> Tensor:
+        mask = MASKS[name](max_seqlen_k, 3)
+        return tfast.attention_packed(
+            q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=3, max_seqlen_k=max_seqlen_k, mask=mask
+        )
 
     def inputs(n: int) -> tuple:
         starts = torch.tensor([0, n, 2 * n - 2], dtype=torch.int32)

@@ -116,7 +116,7 @@ PAGED, PAGES = torch.randn(2, 4, 3, 2, 8), torch.tensor([[0, 1], [2, 3]], dtype=
 
 
 def packed(starts: Tensor) -> Tensor:
-    return tfast.attention_packed(*TOKENS, starts, starts, max_q=7, max_k=7)
+    return tfast.attention_packed(*TOKENS, starts, starts, max_seqlen_q=7, max_seqlen_k=7)
 
 
 def decoded(lengths: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ PUBLIC = {
         "cu_seqlens_q must rise from 0 to",
     ),
     "too few tokens": (packed, STARTS, torch.tensor([0, 5, 9], dtype=torch.int32), "cu_seqlens_q must rise from 0 to"),
-    "longer than max_q": (packed, STARTS, torch.tensor([0, 3, 12], dtype=torch.int32), "at most 7 tokens"),
+    "longer than max_seqlen_q": (packed, STARTS, torch.tensor([0, 3, 12], dtype=torch.int32), "at most 7 tokens"),
     "falling": (packed, STARTS, torch.tensor([0, -1, 12], dtype=torch.int32), "cu_seqlens_q must rise from 0 to"),
     "a full cache": (decoded, torch.tensor([4, 6]), torch.tensor([4, 7]), r"lengths must lie in \[0, 6\], got 7"),
     "a page that is not there": (paged, PAGES, PAGES + 1, r"page_table must name pages in \[0, 4\)"),

@@ -96,6 +96,6 @@ def test_lengths_of_a_cache_may_be_of_two_types() -> None:
 
 def test_weights_of_packed_sequences_on_the_meta_device() -> None:
     given = {name: t.to("meta") for name, t in VALID["attention_packed"].items()}
-    assert ops.attention_packed(**given, max_q=4, max_k=4).is_meta
+    assert ops.attention_packed(**given, max_seqlen_q=4, max_seqlen_k=4).is_meta
     with pytest.raises(ValueError, match="attention_packed: return_weights needs the lengths"):
-        ops.attention_packed(**given, max_q=4, max_k=4, return_weights=True)
+        ops.attention_packed(**given, max_seqlen_q=4, max_seqlen_k=4, return_weights=True)

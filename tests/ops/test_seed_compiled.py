@@ -27,7 +27,9 @@ def attention(x: Tensor) -> Tensor:
 
 def attention_packed(x: Tensor) -> Tensor:
     q, starts = x.view(B * L, H, D // H), torch.tensor([0, 5, 12], dtype=torch.int32)
-    return tfast.attention_packed(q, q.cos(), q.sin(), starts, starts, max_q=7, max_k=7, dropout_p=0.5).view(B, L, D)
+    return tfast.attention_packed(
+        q, q.cos(), q.sin(), starts, starts, max_seqlen_q=7, max_seqlen_k=7, dropout_p=0.5
+    ).view(B, L, D)
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {

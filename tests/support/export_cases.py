@@ -110,7 +110,10 @@ def parted_tokens(*args: Tensor) -> tuple[Tensor, ...]:
     options: dict[str, Any] = {"softcap": 2.0, "sinks": sinks}
     by_distance = AttentionMask.alibi(slopes) & AttentionMask.relative(relative, 6, bidirectional=False)
     mask = by_distance & AttentionMask.documents(numbers)
-    sizes = {"max_q": q.shape[0], "max_k": q.shape[0] - 1}  # otherwise the program reads them from the device
+    sizes = {
+        "max_seqlen_q": q.shape[0],
+        "max_seqlen_k": q.shape[0] - 1,
+    }  # otherwise the program reads them from the device
     packed = tfast.attention_packed(q, k, v, starts, starts, mask=mask, **sizes, **options)
     newest, keys, values = (t.transpose(0, 1)[None] for t in (q[-2:], k, v))
     mask = by_distance & AttentionMask.documents(numbers[:, -2:], numbers)
@@ -162,7 +165,9 @@ OPS: dict[str, Case] = {
         lambda b, n: (*(torch.randn(b * n, h, 8) for h in (4, 2, 2)), starts(b, n)),
     ),
     "packed attention, lengths given": (
-        lambda: Call(lambda q, k, v, n: packed_attention(q, k, v, n, max_q=q.shape[0], max_k=q.shape[0] - 1)),
+        lambda: Call(
+            lambda q, k, v, n: packed_attention(q, k, v, n, max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0] - 1)
+        ),
         lambda b, n: (*(torch.randn(b * n, h, 8) for h in (4, 2, 2)), starts(b, n)),
     ),
     "attention to a cache": (

@@ -76,6 +76,16 @@ def packed(function: Callable[..., Any], *names: str, **options: Any) -> Callabl
     return call
 
 
+def rows_and_padding(batch: int, length: int) -> Inputs:
+    return rows(batch, length, H), torch.arange(length) < lengths(batch, length)[:, None]
+
+
+def unpadded(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention without padding, and the places of its tokens in the batch."""
+    packed_x, places, of_tokens, longest, _ = compat.unpad_input(x, keep)
+    return compat.flash_attn_varlen_func(packed_x, packed_x, packed_x, of_tokens, of_tokens, longest, longest), places
+
+
 def two_results(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function without its last result, S_dmask, which is empty without dropout."""
     return lambda *args: function(*args)[:2]
@@ -203,6 +213,11 @@ COMPAT: dict[str, Case] = {
         lambda: Call(lambda q, k, v, t: tfast.attention(q, k, v, compat.startend_mask(t, q.shape[2], causal=True))),
         lambda b, n: (heads(b, 3, H), heads(b, n, H), heads(b, n, H), hidden_rows(b, H, n, 2)),
     ),
+    "unpad_input": (lambda: Call(lambda x, keep: unpadded(x, keep)[0]), rows_and_padding),
+    "pad_input": (
+        lambda: Call(lambda x, keep: compat.pad_input(*unpadded(x, keep), x.shape[0], x.shape[1])),
+        rows_and_padding,
+    ),
 }  # fmt: skip
 """A call of every function of ``compat`` that takes tensors, by its name."""
 
@@ -218,7 +233,7 @@ def offset_by_sizes(name: str) -> Case:
 
 def packed_offset(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
     mask = AttentionMask.window(q.shape[0] // 4, 1, q.shape[0] // 8) & AttentionMask.alibi(SLOPES, q.shape[0] // 8)
-    return tfast.attention_packed(q, k, v, cu, cu, max_q=q.shape[0], max_k=q.shape[0], mask=mask)
+    return tfast.attention_packed(q, k, v, cu, cu, max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0], mask=mask)
 
 
 def decode_offset(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> Tensor:

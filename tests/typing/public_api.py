@@ -26,7 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor, as
     out, weights, _ = tfast.attention(q, k, v, return_weights="dropped", return_logsumexp=True)
     assert_type(weights, Tensor)
     assert_type(tfast.attention(q, k, v, return_weights=asked), Tensor | tuple[Tensor, ...])
-    assert_type(tfast.attention_packed(out, k, v, lengths, lengths, max_q=7, causal=True), Tensor)
+    assert_type(tfast.attention_packed(out, k, v, lengths, lengths, max_seqlen_q=7, causal=True), Tensor)
     assert_type(tfast.attention_packed(q, k, v, lengths, lengths, return_logsumexp=True), tuple[Tensor, Tensor])
     assert_type(tfast.attention_decode(q, k, v, lengths, page_table=None), Tensor)
     assert_type(tfast.attention_decode(q, k, v, lengths, return_logsumexp=True), tuple[Tensor, Tensor])

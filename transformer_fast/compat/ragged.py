@@ -130,7 +130,7 @@ def ragged_attention(
     if dropped or (slopes is not None and slopes.dim() != 1):
         return _padded_attention(q, k, v, queries, keys, call, more)
     options: dict[str, Any] = call.options() | {"dropout_p": call.dropout_p, "empty_rows": "zero"}
-    options |= {"max_q": queries.longest, "max_k": keys.longest, "seqused_k": keys.used}
+    options |= {"max_seqlen_q": queries.longest, "max_seqlen_k": keys.longest, "seqused_k": keys.used}
     if call.by_position(queries.longest):
         # With one tensor of starts, queries and keys are equally many, so both alignments agree.
         same = queries.starts is keys.starts and keys.used is None

@@ -80,7 +80,7 @@ class Boundaries:
         mask = mask_within(self.is_causal and keys is self.own, sliding_window)
         if bias is not None:
             mask = bias if mask is None else bias & mask
-        lengths = {"max_q": self.own.max_length, "max_k": keys.max_length}
+        lengths = {"max_seqlen_q": self.own.max_length, "max_seqlen_k": keys.max_length}
         starts = self.own.cu_seqlens, keys.cu_seqlens
         return ops.attention_packed(query, key, value, *starts, mask=mask, **lengths, **options)
 
@@ -214,7 +214,7 @@ class Bounds:
             options: scale, softcap, sinks and others of :func:`transformer_fast.attention_packed`.
         """
         tokens = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
-        lengths = {"max_q": self.most, "max_k": keys.most}
+        lengths = {"max_seqlen_q": self.most, "max_seqlen_k": keys.most}
         return ops.attention_packed(*tokens, self.starts, keys.starts, mask=mask, **lengths, **options).unsqueeze(0)
 
     def documents(self, tokens: int) -> AttentionMask:

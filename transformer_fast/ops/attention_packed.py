@@ -26,8 +26,8 @@ from .unknown_names import unknown_names
 class _Options(TypedDict, total=False):
     """Keyword arguments of :func:`attention_packed` that do not change the number of results."""
 
-    max_q: int | None
-    max_k: int | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
     mask: AttentionMask | None
     bias: Tensor | Sequence[Tensor] | None
     causal: bool
@@ -83,8 +83,8 @@ def attention_packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    max_q: int | None = None,
-    max_k: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     mask: AttentionMask | None = None,
     bias: Tensor | Sequence[Tensor] | None = None,
     causal: bool = False,
@@ -107,8 +107,8 @@ def attention_packed(
         cu_seqlens_q: int32 (B + 1,) on q's device, rising from 0 to Tq: sequence b is rows ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``. :func:`transformer_fast.pack` returns it as ``Packing.cu_seqlens``.
         cu_seqlens_k: as ``cu_seqlens_q``, for k and v; the same tensor for self-attention.
-        max_q, max_k: lengths of the longest sequences, as ints. None reads them from ``cu_seqlens``, which on a GPU
-            waits for the device.
+        max_seqlen_q, max_seqlen_k: lengths of the longest sequences, as ints. None reads them from ``cu_seqlens``,
+            which on a GPU waits for the device.
         mask: an ``AttentionMask`` with the parts ``window``, ``causal``, ``alibi`` (H,) and ``relative``, whose
             positions count within each sequence; ``documents``, with ids (1, Tq) and (1, Tk); and ``keep`` over keys
             only, (Tk,).
@@ -156,21 +156,24 @@ def attention_packed(
     extension, by_triton, seed = eager.fast_path("attention_packed", q, dropout_p, plain)
     offset = mask.causal_offset
     if extension is not None:
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, offset, mask.window_offset, scale)
-        out = extension.attention_packed(by_triton, *given, dropout_p, seed, empty_rows)
+        inputs = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        bounds = offset, mask.window_offset, scale
+        out = extension.attention_packed(by_triton, *inputs, *bounds, dropout_p, seed, empty_rows)
         if out is not None:
             return out
     options = scale, softcap, sinks, dropout_p, seed, empty_rows, return_weights, return_logsumexp
     call = Call("attention_packed", q, k, v, mask, offset, special, *options)
-    return call.results(_params(call, cu_seqlens_q, cu_seqlens_k, max_q, max_k, bias, bottom_right, seqused_k))
+    return call.results(
+        _params(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias, bottom_right, seqused_k)
+    )
 
 
 def _params(
     call: Call,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_q: int | None,
-    max_k: int | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     bias: Any,
     bottom_right: bool,
     seqused_k: Tensor | None,
@@ -182,8 +185,8 @@ def _params(
     check_flag(call.op, "bottom_right", bottom_right)
     if call.return_weights and q.is_meta:
         raise ValueError(f"{call.op}: return_weights needs the lengths of the sequences, which a meta tensor has not")
-    longest_q = _check_sequences("q", cu_seqlens_q, q, max_q)
-    longest_k = _check_sequences("k", cu_seqlens_k, k, max_k)
+    longest_q = _check_sequences("q", cu_seqlens_q, q, max_seqlen_q)
+    longest_k = _check_sequences("k", cu_seqlens_k, k, max_seqlen_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             "attention_packed: cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got shapes "
@@ -276,7 +279,7 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     only)."""
     full = f"cu_seqlens_{name}"
     if longest is not None:
-        check_int("attention_packed", f"max_{name}", longest)
+        check_int("attention_packed", f"max_seqlen_{name}", longest)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"attention_packed: {full} must be an int32 tensor (sequences + 1,), got {what}")
@@ -297,10 +300,12 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
             f"attention_packed: {full} must rise from 0 to {tokens.shape[0]}, the tokens of {name} "
             f"{tuple(tokens.shape)}, got {starts if len(starts) <= 16 else [*starts[:8], '...', *starts[-8:]]}"
         )
-    found = max(lengths, default=0)
-    if longest is not None and longest < found:
-        raise ValueError(f"attention_packed: max_{name} is {longest}, but a sequence of {name} has {found} tokens")
-    return found
+    needed = max(lengths, default=0)
+    if longest is not None and longest < needed:
+        raise ValueError(
+            f"attention_packed: max_seqlen_{name} is {longest}, but a sequence of {name} has {needed} tokens"
+        )
+    return needed
 
 
 def _cases(draw: Draw) -> Iterator[Case]:

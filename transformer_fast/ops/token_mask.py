@@ -89,7 +89,7 @@ class OnTokens:
             raise StaysPaddedError(_NOT_PADDING)
         bounds = mask.queries.cu_seqlens, mask.keys.cu_seqlens
         q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
-        options |= {"max_q": mask.queries.max_length, "max_k": mask.keys.max_length}
+        options |= {"max_seqlen_q": mask.queries.max_length, "max_seqlen_k": mask.keys.max_length}
         out: Tensor = attention_packed(q, k, v, *bounds, **options)
         out = out.transpose(0, 1).unsqueeze(0)
         return (out, self.weights()) if return_weights else out

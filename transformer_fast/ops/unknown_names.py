@@ -42,8 +42,8 @@ _ATTENTION = {
 }
 _PACKED = {
     **_SHARED,
-    "max_seqlen_q": "max_q=",
-    "max_seqlen_k": "max_k=",
+    "max_q": "max_seqlen_q=, its name now",
+    "max_k": "max_seqlen_k=, its name now",
     "attn_mask": "causal=True, mask=AttentionMask.keep(t) of keys (Tk,), or bias=, one tensor per sequence",
     "window_size": "mask=AttentionMask.window(left, right)",
     "alibi_slopes": "mask=AttentionMask.alibi(slopes)",
