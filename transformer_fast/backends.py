@@ -11,7 +11,7 @@
 On the meta device every op returns shapes and dtypes and computes nothing.
 
 Choose with the context manager ``transformer_fast.backend(name)`` or the environment variable
-``TRANSFORMER_FAST_BACKEND``. Only "auto" falls back to another backend; it warns once.
+``TRANSFORMER_FAST_BACKEND``. The choice is the process's. Only "auto" falls back to another backend; it warns once.
 """
 
 from __future__ import annotations
@@ -36,24 +36,19 @@ ON_CUDA: dict[str, str] = {}
 KERNELS: dict[str, str] = {}
 """Kernels by the name of the public function that calls them, from the same records."""
 
-_default = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
+_DEFAULT = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
 
 
-class _Chosen(threading.local):
-    """Choices of one thread.
+class _Block:
+    """A ``with backend(name)`` that was entered and not yet left."""
 
-    Attributes:
-        name: that of the innermost context manager; None outside. torch.compile guards on the attribute.
-        entered: those of all context managers, the innermost last; None for one that was left before an inner one.
-    """
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.entered: list[str | None] = []
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
-_chosen = _Chosen()
-_active: list[str] = []  # of all threads
+_blocks: list[_Block] = []  # of all threads; the one that was entered last decides
+_current = _DEFAULT
+_lock = threading.Lock()
 
 
 def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,22 +77,18 @@ def _checked(name: str, origin: str) -> str:
 
 
 def current() -> str:
-    """Current backend: that of the innermost context manager, else ``TRANSFORMER_FAST_BACKEND`` at import, else
-    "auto"."""
-    name = _chosen.name
-    if name is None:
-        name = _default if torch.compiler.is_compiling() or not _active else _backend_of_forward() or _default
-    return name if name in NAMES else _checked(name, "TRANSFORMER_FAST_BACKEND")
+    """Current backend of the process: that of the context manager that was entered last, else
+    ``TRANSFORMER_FAST_BACKEND`` at import, else "auto"."""
+    return _current if _current in NAMES else _checked(_current, "TRANSFORMER_FAST_BACKEND")
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Run the calls inside on one backend: "auto", "native", "triton" or "reference".
 
-    The choice holds for the thread that enters the block, and for backward passes that begin inside the block. Every
-    other thread has its own choice, at first that of the environment. Tasks of asyncio and generators share the choice
-    of their thread: the block that was entered last decides until it is left, in whatever order blocks are left. So
-    await nothing inside of a block where another task may call an op.
+    The choice is the process's, as the flags of ``torch.backends`` are: every thread has it until the block is left,
+    those that compute gradients too. Blocks may be left in any order, as generators, tasks of asyncio and threads do:
+    of those not left, the one that was entered last decides. So enter a block around threads and tasks, not in them.
 
     Raises:
         ValueError: for another name.
@@ -109,40 +100,29 @@ def backend(name: str) -> Iterator[None]:
         >>> torch.allclose(tfast.attention(q, q, q), expected, atol=1e-5)
         True
     """
-    _checked(name, "backend")
-    entered, place = _chosen.entered, len(_chosen.entered)
-    entered.append(name)
-    _active.append(name)
+    block = _Block(_checked(name, "backend"))
+    _change(_blocks.append, block)
     try:
-        _chosen.name = name
-        _keep_for_backward(name)
         yield
     finally:
-        entered[place] = None
-        while entered and entered[-1] is None:
-            entered.pop()
-        innermost = entered[-1] if entered else None
-        _chosen.name = innermost
-        _keep_for_backward(innermost)
-        _active.remove(name)
+        _change(_blocks.remove, block)
 
 
-def _keep_for_backward(name: str | None) -> None:
-    """Hand the choice to the threads that compute this thread's gradients.
-
-    On CUDA, activation checkpointing recomputes layers in those threads. A ContextVar is lost there: torch 2.11 passes
-    no context on, and with 2.12 to 2.14 a backward begun in such a thread passes on the thread's own.
-    """
-    if torch.compiler.is_compiling():  # compiled code has chosen its backend already, for the backward pass too
+def _change(change: Callable[[_Block], None], block: _Block) -> None:
+    """Add or remove a block, and make the last one decide."""
+    if torch.compiler.is_compiling():  # the compiler knows no lock, and a graph has chosen its kernels when it runs
+        _change_unlocked(change, block)
         return
-    if module := extension.module():  # without the extension, every op runs on the reference
-        module.keep_for_backward(name)
+    with _lock:
+        _change_unlocked(change, block)
+        if module := extension.module():  # without the extension, every op runs on the reference
+            module.choose_triton(_current == "triton")
 
 
-def _backend_of_forward() -> str | None:
-    """Backend of the thread that began a backward pass, read in PyTorch's backward threads."""
-    module = extension.module()
-    return module.kept_for_backward() if module else None
+def _change_unlocked(change: Callable[[_Block], None], block: _Block) -> None:
+    global _current
+    change(block)
+    _current = _blocks[-1].name if _blocks else _DEFAULT
 
 
 def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -158,21 +138,21 @@ def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]
 
 
 @_constant_when_compiled
-def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+def _choose(requested: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     if device.type == "meta":
         return "native", "the meta device computes shapes and dtypes, no values"
-    if asked == "reference":
-        return "reference", "asked for"
-    if asked == "auto":
+    if requested == "reference":
+        return "reference", "requested"
+    if requested == "auto":
         return _automatic(op, device, dtype)
-    if asked == "triton" and ON_CUDA.get(op) == "native":
-        asked, granted = "native", f"{op} has no Triton kernel; the extension computes it"
+    if requested == "triton" and ON_CUDA.get(op) == "native":
+        requested, granted = "native", f"{op} has no Triton kernel; the extension computes it"
     else:
-        granted = "asked for"
-    reason = _obstacle(asked, op, device, dtype)
+        granted = "requested"
+    reason = _obstacle(requested, op, device, dtype)
     if reason:
-        raise BackendError(f'backend "{asked}" cannot run {op} on {device.type} in {dtype}: {reason}')
-    return asked, granted
+        raise BackendError(f'backend "{requested}" cannot run {op} on {device.type} in {dtype}: {reason}')
+    return requested, granted
 
 
 @_constant_when_compiled
@@ -224,9 +204,9 @@ def refuse_forward_mode(function: str) -> None:
 
 
 @functools.cache
-def _resolved(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> str:
-    name, reason = _choose(asked, op, device, dtype)
-    if name == "reference" and asked == "auto":
+def _resolved(requested: str, op: str, device: torch.device, dtype: torch.dtype) -> str:
+    name, reason = _choose(requested, op, device, dtype)
+    if name == "reference" and requested == "auto":
         message = f"transformer_fast: {op} on {device.type} in {dtype} runs on the eager reference: {reason}"
         warnings.warn(message, stacklevel=4)
     return name

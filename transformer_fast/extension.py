@@ -137,6 +137,7 @@ def _load_and_describe() -> _Outcome:
     try:
         module.load_kernels(str(_library(chosen)))
         module.launch_on_cpu(os.environ.get("TRITON_INTERPRET") == "1")
+        module.choose_triton(os.environ.get("TRANSFORMER_FAST_BACKEND") == "triton")
         module.set_functional_mode(FunctionalMode)
     except RuntimeError as error:
         return _Outcome(False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}")

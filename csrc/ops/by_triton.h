@@ -9,18 +9,17 @@
 
 namespace transformer_fast {
 
-// True while a call on the CPU asks for the chosen backend: in Triton's interpreter, or with a driver of an emulator.
+// True while a call on the CPU takes the chosen backend: in Triton's interpreter, or with a driver of an emulator.
 inline std::atomic<bool> launches_on_cpu{false};
+// True while the process has chosen the backend "triton"; transformer_fast/backends.py sets it.
+inline std::atomic<bool> triton_is_chosen{false};
 // Kernels of the forward, true for those in Triton, while its backward runs in this thread.
 inline thread_local std::optional<bool> kernels_of_forward;
-
-// True if the backend "triton" is chosen (transformer_fast/backends.py). Takes the GIL.
-bool triton_is_chosen();
 
 // True if the Triton kernels compute a call whose first tensor is x.
 inline bool runs_on_triton(const at::Tensor& x) {
   if (!x.is_cpu()) return !x.is_meta();
-  return launches_on_cpu && (kernels_of_forward ? *kernels_of_forward : triton_is_chosen());
+  return launches_on_cpu && kernels_of_forward.value_or(triton_is_chosen);
 }
 
 // The scope of a backward, which takes the kernels of its forward.

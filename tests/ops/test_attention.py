@@ -18,7 +18,7 @@ def test_explain_names_the_path_and_the_reason():
     text = tfast.explain(q, q, q, AttentionMask.lengths(torch.tensor([2])), causal=True, dropout_p=0.1)
     assert "lengths (1,) and causal with offset 0" in text and "dropout: 0.1" in text
     with tfast.backend("reference"):
-        assert "backend: reference" in tfast.explain(q, q, q) and "asked for" in tfast.explain(q, q, q)
+        assert "backend: reference" in tfast.explain(q, q, q) and "requested" in tfast.explain(q, q, q)
     assert "additive bias (1, 1, 3, 3)" in tfast.explain(q, q, q, bias=torch.zeros(3, 3))
 
 

@@ -128,7 +128,7 @@ def test_four_threads_accelerate_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert surroundings() == before and not backends._active
+    assert surroundings() == before and not backends._blocks
     assert [reports[place] for place in range(len(models))] == [alone[name] for name in names]
     assert sorted(len(report.swapped) for report in of_shared) == [0, 0, 0, len(everything.swapped)]
 

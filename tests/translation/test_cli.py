@@ -180,7 +180,7 @@ def test_info(command):
     for op in info.OPS:
         assert f"   {op}" in text
     code, out, _ = command("info", "--backend", "reference")
-    assert code == 0 and any("reference: asked for" in line for line in out)
+    assert code == 0 and any("reference: requested" in line for line in out)
 
 
 @pytest.mark.parametrize("loaded", [True, False])

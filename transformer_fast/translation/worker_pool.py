@@ -15,7 +15,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from .. import backends
 from ..generation.decoding import evaluation_mode
 
 T = TypeVar("T")
@@ -43,7 +42,7 @@ def translate_chunks(
         running: deque[Future[tuple[list[T], list[tuple[int, str]]]]] = deque()
         first = 1
         for chunk in chunks:
-            running.append(pool.submit(_answer, translate, chunk, first, on_error is not None, backends.current()))
+            running.append(pool.submit(_answer, translate, chunk, first, on_error is not None))
             first += len(chunk)
             if len(running) == 2 * workers:
                 yield from _with_errors_reported(*running.popleft().result(), on_error)
@@ -60,10 +59,9 @@ def _with_errors_reported(answers: list[T], errors: list[tuple[int, str]], on_er
 
 
 def _answer(
-    translate: Translate[T], lines: Lines, first: int, keep_errors: bool, backend: str
+    translate: Translate[T], lines: Lines, first: int, keep_errors: bool
 ) -> tuple[list[T], list[tuple[int, str]]]:
     """Return the answers, and number and reason of each line that has none."""
     errors: list[tuple[int, str]] = []
     keep = (lambda *error: errors.append(error)) if keep_errors else None
-    with backends.backend(backend):  # each thread has its own
-        return list(translate(lines, first, keep)), errors
+    return list(translate(lines, first, keep)), errors
