@@ -36,6 +36,7 @@ def attention(
     seed: Tensor | None = None,
     empty_rows: str = "uniform",
     sinks: Tensor | None = None,
+    contained: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention over the keys that every part of the mask allows.
 
@@ -53,26 +54,29 @@ def attention(
             gives) or weight 0 on every key ("zero"). In both modes such a query gives q and k no gradient.
         sinks: (H,): per head, the score of one additional key, whose value is 0 and whose weight is not returned. With
             sinks, a query with no allowed key puts all its weight on the sink; a sink of -inf takes none.
+        contained: a NaN or Inf in a key or value reaches only the queries that may see the key, which takes second
+            matrix products. False computes one product each, as graphs for other runtimes do: the numbers are equal
+            where k and v are finite.
 
     Returns:
         out (B, H, Lq, D) in q's dtype; weights before dropout (B, H, Lq, Lk) in q's dtype; logsumexp (B, H, Lq) of
         the scores, fp32 (fp64 for fp64 input), ``-inf`` for an empty row.
-
-    A NaN or Inf in a key or value reaches only the queries that may see the key.
     """
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
     parts = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "query_ids": query_ids, "key_ids": key_ids}
-    allowed = visible(Lq, Lk, q.device, **parts, causal=causal, window=window)
     if distance_bias is not None:
         added = along_diagonals(distance_bias, Lq, Lk, Lq - 1)
         bias = added if bias is None else bias + added
-    if bias is not None:
-        allowed = allowed & (bias != float("-inf"))
+    allowed = None
+    if contained or any(part is not None for part in (*parts.values(), causal, window, bias, sinks)):
+        allowed = visible(Lq, Lk, q.device, **parts, causal=causal, window=window)
+        if bias is not None:
+            allowed = allowed & (bias != float("-inf"))
+        allowed = allowed.expand(B, H, Lq, Lk)
     kept = attention_keep(seed, dropout_p, B, H, Lq, Lk) if dropout_p > 0.0 else None
-    allowed = allowed.expand(B, H, Lq, Lk)
-    zero_empty_rows = empty_rows == "zero"
-    return _attend(q, k, v, allowed, bias, softcap, scale, kept, rescale(dropout_p), zero_empty_rows, sinks)
+    options = bias, softcap, scale, kept, rescale(dropout_p), empty_rows == "zero", sinks
+    return _attend(q, k, v, allowed, *options, contained)
 
 
 def attention_packed(
@@ -176,6 +180,7 @@ def attention_decode(
     softcap: float | None = None,
     scale: float,
     sinks: Tensor | None = None,
+    contained: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries per sequence to a cache of keys, which includes the new keys.
 
@@ -188,23 +193,23 @@ def attention_decode(
         distance_bias: (B|1, H|1, Lq + S - 1), of which entry ``S - 1 + j - (i + lengths[b] - Lq)`` is added.
         query_ids, key_ids: (B, Lq) and (B, S): query i sees the keys of its own id.
         causal, window: query i sees keys ``i + lengths[b] - Lq + window <= j <= i + lengths[b] - Lq + causal``.
-        softcap, sinks: as for :func:`attention`.
+        softcap, sinks, contained: as for :func:`attention`.
         scale: multiplies ``q k^T``.
 
     Returns:
         out (B, H, Lq, D) in q's dtype, 0 for a query without keys; logsumexp (B, H, Lq), fp32 (fp64 for fp64 input),
         ``-inf`` there.
     """
-    k, v, bias = cached_keys(q, k_cache, v_cache, lengths, page_table, distance_bias)
+    k, v, bias = _cached_keys(q, k_cache, v_cache, lengths, page_table, distance_bias)
     ids = {"query_ids": query_ids, "key_ids": key_ids}
     bounds = {"causal": causal, "window": window, "shift": lengths - q.shape[2]}
     keep = visible(q.shape[2], k.shape[2], q.device, lengths=lengths, **ids, **bounds)
     options = {"scale": scale, "softcap": softcap, "empty_rows": "zero", "sinks": sinks}
-    out, _, logsumexp = attention(q, k, v, keep=keep, bias=bias, **options)
+    out, _, logsumexp = attention(q, k, v, keep=keep, bias=bias, **options, contained=contained)
     return out, logsumexp
 
 
-def cached_keys(
+def _cached_keys(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -232,7 +237,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    allowed: Tensor,
+    allowed: Tensor | None,
     bias: Tensor | None,
     softcap: float | None,
     scale: float,
@@ -240,50 +245,62 @@ def _attend(
     factor: float,
     zero_empty_rows: bool,
     sinks: Tensor | None,
+    contained: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`attention` with its mask (``allowed``) and its dropout (``kept``, times ``factor``) as (B, H, Lq, Lk)."""
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    empty = ~allowed.any(-1, keepdim=True)
+    """:func:`attention` with its mask (``allowed``, None for all keys) and its dropout (``kept``, times ``factor``) as
+    (B, H, Lq, Lk)."""
+    k, v = (_for_query_heads(t, q.shape[1] // t.shape[1]) for t in (k, v))
+    empty = None if allowed is None else ~allowed.any(-1, keepdim=True)
 
-    scores = _scores(q, k) * scale
+    scores = _scores(q, k, contained) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    if sinks is not None:
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if sinks is not None and empty is not None:
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         joined = torch.cat([scores, sink], -1)
         nothing = empty & (sink == float("-inf"))
         joined = joined.masked_fill(nothing, 0.0)  # softmax of nothing but -inf is NaN, and so is its gradient
         logsumexp = torch.logsumexp(joined, -1).masked_fill(nothing.squeeze(-1), float("-inf"))
         weights = torch.softmax(joined, -1).masked_fill(nothing, 0.0)[..., :-1].to(q.dtype)
-        return _weighted_sum(_dropped(weights, kept, factor), v, allowed), weights, logsumexp
+        return _weighted_sum(_dropped(weights, kept, factor), v, allowed, contained), weights, logsumexp
     logsumexp = torch.logsumexp(scores, -1)
 
     # A row of equal scores has uniform weights; the constant fill passes no gradient to q and k.
-    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1)
-    if zero_empty_rows:
+    weights = torch.softmax(scores if empty is None else scores.masked_fill(empty, 0.0), -1)
+    if zero_empty_rows and empty is not None:
         weights = weights.masked_fill(empty, 0.0)
     weights = weights.to(q.dtype)
-    return _weighted_sum(_dropped(weights, kept, factor), v, allowed), weights, logsumexp
+    return _weighted_sum(_dropped(weights, kept, factor), v, allowed, contained), weights, logsumexp
+
+
+def _for_query_heads(t: Tensor, groups: int) -> Tensor:
+    """Repeat each head of keys or values (B, Hkv, Lk, D) for ``groups`` heads of the queries."""
+    return t if groups == 1 else t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
 def _dropped(weights: Tensor, kept: Tensor | None, factor: float) -> Tensor:
     return weights if kept is None else (weights * factor).masked_fill(~kept, 0.0)
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, contained: bool) -> Tensor:
     """q k^T, fp32 or wider. A non-finite key is kept out of the product, and its column is set to NaN. Otherwise its
     zero gradient times NaN would reach all queries, also blocked ones."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if not contained:
+        return (q @ k.transpose(-2, -1)).to(wide)
     bad = ~k.isfinite()
     scores = (q @ k.masked_fill(bad, 0.0).transpose(-2, -1)).to(wide)
     return scores.masked_fill(bad.any(-1).unsqueeze(-2), float("nan"))
 
 
-def _weighted_sum(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+def _weighted_sum(weights: Tensor, v: Tensor, allowed: Tensor | None, contained: bool) -> Tensor:
     """Compute weights @ v, where a NaN or Inf value of a blocked key counts as 0."""
+    if not contained or allowed is None:
+        return weights @ v
     bad = ~v.isfinite()
     out = weights @ v.masked_fill(bad, 0.0)
     reached = allowed.to(torch.float32) @ bad.to(torch.float32) > 0
