@@ -15,8 +15,7 @@ from torch import Tensor
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
-from transformer_fast.explain import NATIVE_TILE
-from transformer_fast.masks.tile_share import EMPTY, FULL, PARTIAL, tile_classes
+from transformer_fast.explain import EMPTY, FULL, NATIVE_TILE, PARTIAL, tile_classes
 from transformer_fast.reference import dropout
 
 FOLDER = ROOT / "docs" / "images"
@@ -48,16 +47,16 @@ def cell(kind: str, x: float, y: float, width: float, height: float) -> str:
 
 def tiles() -> Iterator[str]:
     """Tiles of three masks by their class, and one tile as it lies in memory on a CPU."""
-    ids = torch.arange(LENGTH)[None] // 192
+    ids, causal = torch.arange(LENGTH)[None] // 192, AttentionMask.causal()
     masks = {
-        "causal()": {"causal": 0},
-        "lengths([320]) &amp; causal()": {"causal": 0, "lengths": torch.tensor([320])},
-        "documents(ids) &amp; causal()": {"causal": 0, "query_ids": ids, "key_ids": ids},
+        "causal()": causal,
+        "lengths([320]) &amp; causal()": causal & AttentionMask.lengths(torch.tensor([320])),
+        "documents(ids) &amp; causal()": causal & AttentionMask.documents(ids),
     }
     queries, keys = NATIVE_TILE
     width, height = 50, 25
-    for number, (name, parts) in enumerate(masks.items()):
-        classes = tile_classes(1, LENGTH, LENGTH, NATIVE_TILE, **parts)[0, 0]
+    for number, (name, mask) in enumerate(masks.items()):
+        classes = tile_classes(mask, 1, LENGTH, LENGTH, NATIVE_TILE)[0, 0]
         left = number * 250
         yield text(left, 14, name, "mono")
         for (row, column), kind in grid(classes):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import backends
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
-from .masks.tile_share import work_share
+from .masks.parts import of_queries
 from .ops.attention import attention, padded_params
 from .ops.attention_call import Call, check_head_dim
 from .ops.attention_checks import is_special, refuse_keep_as_lengths
@@ -20,6 +23,9 @@ from .triton.versions import limits
 
 NATIVE_TILE = (64, 128)
 """Queries and keys per tile in csrc/cpu/attention/attention_params.h."""
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""Classes of a tile: no pair (query, key) is allowed, some pairs, all pairs."""
 
 _PATHS = {
     "native": "the C++ kernel of the extension (scores of one tile at a time; nothing of size Lq x Lk is stored)",
@@ -78,7 +84,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         params = padded_params(call)
         if mask.has_ranges:
             lines.append(f"intervals and unions: {_describe_read(mask, params)}")
-        lines.append(_describe_tiles(q, k, params, backend))
+        lines.append(_describe_tiles(q, k, replace(mask, causal_offset=causal), params, backend))
         stored = _bytes_for_backward(q, k, params) if backend == "triton" else 0
     if backend == "triton" and (lacking := limits(version := metadata.version("triton"))):
         lines.append(f"triton: {version}; {lacking}")
@@ -88,7 +94,31 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     return "\n".join(lines)
 
 
-def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str) -> str:
+def tile_classes(
+    mask: AttentionMask, B: int, Lq: int, Lk: int, tile: tuple[int, int], device: torch.device | None = None
+) -> Tensor:
+    """Class of each tile by the definition of the mask, biases left out: int8 (B, H|1, query tiles, key tiles).
+
+    One row of tiles is evaluated at a time, each pair of query and key once per batch entry and head with its own mask.
+
+    Args:
+        mask: the mask; its tensors are on one device.
+        B, Lq, Lk: batch size, queries, keys; at least one of each.
+        tile: queries and keys per tile.
+        device: device of the result, for a mask without tensors.
+    """
+    queries, keys = tile
+    device = next((t.device for t in mask.tensors().values()), device)
+    rows = []
+    for first in range(0, Lq, queries):
+        end = min(first + queries, Lq)
+        allowed = of_queries(mask, first, end).visible(end - first, Lk, device)
+        tiles = F.pad(allowed, (0, -Lk % keys)).unflatten(3, (-1, keys))
+        rows.append(tiles.any(4).any(2).to(torch.int8) + tiles.all(4).all(2))
+    return torch.stack(rows, 2).expand(B, -1, -1, -1)
+
+
+def _describe_tiles(q: Tensor, k: Tensor, mask: AttentionMask, params: AttentionParams, backend: str) -> str:
     """Text on the forward tiles that hold work. Reads the mask; on a GPU this waits for the device."""
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     tile = NATIVE_TILE
@@ -102,11 +132,11 @@ def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str)
             "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
         )
         tile = config.block_queries, config.block_keys
-    names = "keep", "key_keep", "lengths", "query_ids", "key_ids", "causal", "window"
-    found = work_share(B, Lq, Lk, tile, **{name: getattr(params, name) for name in names})
+    classes = tile_classes(mask, B, Lq, Lk, tile, q.device)
+    full, partial, tiles = int((classes == FULL).sum()), int((classes == PARTIAL).sum()), classes.numel()
     return (
-        f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys are computed "
-        f"({found.full} full, {found.partial} partly masked)"
+        f"work: {(full + partial) / max(tiles, 1):.1%} of {tiles} tiles of {tile[0]} queries x {tile[1]} keys are "
+        f"computed ({full} full, {partial} partly masked)"
     )
 
 

@@ -11,8 +11,9 @@ from attention_kernels import GPU, TRITON, oracle
 from helpers import mask_parts
 from test_attention_kernels import documents
 
+from transformer_fast import AttentionMask
 from transformer_fast.attention_params import AttentionParams
-from transformer_fast.masks.tile_share import EMPTY, FULL, PARTIAL, WorkShare, tile_classes, work_share
+from transformer_fast.explain import EMPTY, FULL, PARTIAL, tile_classes
 from transformer_fast.tensor_cache import ENTRIES, get_or_compute
 from transformer_fast.testing import assert_as_exact_as_eager
 from transformer_fast.triton import configs
@@ -58,6 +59,13 @@ def mask_of(dialect):
     return {name: value.to(GPU) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
 
 
+def classes_of(mask, tile):
+    """Class of each tile of a mask in the kernels' parts."""
+    names = {"keep": "keep_mask", "key_keep": "key_keep_mask", "lengths": "key_lengths"}
+    names |= {"causal": "causal_offset", "window": "window_offset"}
+    return tile_classes(AttentionMask(**{names[name]: part for name, part in mask.items()}), B, LQ, LK, tile)
+
+
 def bits_as_bools(bits, keys):
     return ((bits.unsqueeze(-1) >> torch.arange(32, device=bits.device)) & 1).flatten(-2)[..., :keys].bool()
 
@@ -96,7 +104,7 @@ def assert_lists_are(lists, classes):
 @pytest.mark.parametrize("dialect", MAPPED)
 def test_lists_hold_the_tiles_with_work(dialect, tile):
     mask = mask_of(dialect)
-    expected, call = tile_classes(B, LQ, LK, tile, **mask), TRITON.call(D, mask)
+    expected, call = classes_of(mask, tile), TRITON.call(D, mask)
     for columns, classes in ((False, expected), (True, expected.mT)):
         lists = tile_lists(call, B, LQ, LK, tile, columns=columns, ordered=True)
         assert_lists_are(lists, classes)
@@ -129,13 +137,15 @@ def test_lists_hold_the_tiles_that_share_an_id(name):
         assert_lists_are(found, expected)
 
 
-def test_share_of_square_batches():
+def test_classes_of_square_batches():
     # The second tile holds one of 33 keys; on the diagonal of 64, two tiles are partial and one above is empty.
-    assert work_share(1, 33, 33, (32, 32)) == WorkShare(4, 2, 2)
-    assert work_share(1, 64, 64, (32, 32)) == WorkShare(4, 4, 0)
-    assert work_share(1, 33, 33, (32, 32), causal=0) == WorkShare(4, 1, 2)
-    assert work_share(1, 64, 64, (32, 32), causal=0) == WorkShare(4, 1, 2)
-    assert work_share(0, 3, 4, (32, 32)).share == 0.0
+    for length, mask, kinds in (
+        (33, AttentionMask(), [FULL, PARTIAL] * 2),
+        (64, AttentionMask(), [FULL] * 4),
+        (33, AttentionMask.causal(), [PARTIAL, EMPTY, FULL, PARTIAL]),
+        (64, AttentionMask.causal(), [PARTIAL, EMPTY, FULL, PARTIAL]),
+    ):
+        assert tile_classes(mask, 1, length, length, (32, 32)).flatten().tolist() == kinds
 
 
 LISTED = [pytest.param(name, marks=pytest.mark.slow("its lists are tested above")) for name in MAPPED[1:]]
@@ -145,7 +155,7 @@ LISTED = [pytest.param(name, marks=pytest.mark.slow("its lists are tested above"
 def test_only_tiles_with_work_are_visited(dialect, loads):
     """Count loads of the forward and of grad_q (tiles of 64 keys) and of grad_kv (tiles of 32 queries)."""
     mask = mask_of(dialect)
-    classes = tile_classes(B, LQ, LK, (32, 64), **mask)
+    classes = classes_of(mask, (32, 64))
     heads = classes.shape[1]
     TRITON.recorded(TRITON.inputs(B, heads, 1, LQ, LK, D), TRITON.call(D, mask, zero_empty_rows=True))
     expected = int((classes != EMPTY).sum())

@@ -1,4 +1,4 @@
-"""A mask part is three files of code: a made-up part is added to a copy of the package, and runs on every kernel.
+"""A mask part is two files of code: a made-up part is added to a copy of the package, and runs on every kernel.
 
 ``AttentionMask.every(step)`` lets a query see the keys at multiples of a step from it. docs/extend.md says what a part
 needs.
@@ -18,28 +18,21 @@ import transformer_fast
 
 PACKAGE = Path(transformer_fast.__file__).parent
 EDITS = {
-    "masks/combined.py": {
-        "    unions: tuple[tuple[Self, ...], ...] = ()\n": "    step: int | None = None\n",
-        "            self.unions + other.unions,\n": '            combine("step", self.step, other.step, math.lcm),\n',
+    "masks/mask.py": {
+        "    unions: tuple[tuple[AttentionMask, ...], ...] = ()\n": "    step: int | None = None\n",
         "        return self.first_keys is not None or ": "self.step is not None or ",
         "            others.append(inside(self.first_keys, self.end_keys, Lk))\n": (
             "        if self.step is not None:\n"
             "            i = torch.arange(Lq, device=device)[:, None] + shift\n"
             "            others.append((i - torch.arange(Lk, device=device)) % self.step == 0)\n"
         ),
-        "import dataclasses\n": "import math\n",
-    },
-    "masks/mask.py": {
-        "        return cls(additive_bias=four_dimensions(bias))\n": (
+        "        return cls(additive_bias=checks.four_dimensions(bias))\n": (
             "\n    @classmethod\n    def every(cls, step: int) -> AttentionMask:\n        return cls(step=step)\n"
         ),
     },
-    "masks/lower.py": {
-        "    found += [(keep, None) for keep in (mask.keep_mask, mask.key_keep_mask) if keep is not None]\n": (
-            "    if mask.step is not None:\n"
-            "        apart = position.unsqueeze(-1) - torch.arange(Lk, device=position.device)\n"
-            "        found.append((apart % mask.step == 0, None))\n"
-        ),
+    "masks/parts.py": {
+        '        "unions": a.unions + b.unions,\n': '        "step": combine("step", a.step, b.step, math.lcm),\n',
+        "import dataclasses\n": "import math\n",
     },
 }
 """By file: text, and what follows it."""
@@ -91,7 +84,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("backends", [("native", "reference"), ("triton",)], ids=["native", "triton"])
-def test_a_part_in_three_files_runs_on_every_kernel(package: Path, backends: tuple[str, ...]) -> None:
+def test_a_part_in_two_files_runs_on_every_kernel(package: Path, backends: tuple[str, ...]) -> None:
     """Output and gradients with dropout, in a union, beside lengths and a look-ahead."""
     if "triton" in backends:
         pytest.importorskip("triton")

@@ -6,7 +6,6 @@ The result is compared with the forms of ``AttentionMask``. A form is chosen onl
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 from ..masks.checks import may_be_keep
+from ..masks.parts import of_queries
 
 MAX_DENSE = 2**28
 """Maximum size of a dense mask, in entries (bytes): B * H * Lq * Lk. Up to this size the function is evaluated once."""
@@ -62,9 +62,9 @@ def attention_mask_of(block_mask: Any) -> AttentionMask:
     for first, allowed in rows:
         facts.add(first, allowed)
     if facts.heads_agree:
-        found = _first_equal(facts.simple_forms(), rows) or _first_equal(facts.document_forms(rows), rows)
-        if found is not None:
-            return found
+        matched = _first_equal(facts.simple_forms(), rows) or _first_equal(facts.document_forms(rows), rows)
+        if matched is not None:
+            return matched
     if entries > MAX_DENSE:
         raise ValueError(
             f"attention_mask_of: the BlockMask {block_mask.shape} is none of look-ahead, window, lengths, padding, "
@@ -126,8 +126,8 @@ def _blocks(number: Tensor, indices: Tensor, mask: Any) -> Tensor:
     columns = -(-mask.shape[3] // mask.BLOCK_SIZE[1])
     listed = torch.arange(indices.shape[3], device=indices.device) < number[..., None]
     target = torch.where(listed, indices, columns).clamp(max=columns).long()
-    found = torch.zeros(*number.shape, columns + 1, dtype=torch.bool, device=indices.device)
-    return found.scatter_(3, target, torch.ones_like(target, dtype=torch.bool))[..., :columns]
+    blocks = torch.zeros(*number.shape, columns + 1, dtype=torch.bool, device=indices.device)
+    return blocks.scatter_(3, target, torch.ones_like(target, dtype=torch.bool))[..., :columns]
 
 
 class _Facts:
@@ -208,23 +208,13 @@ def _first_equal(forms: list[AttentionMask], rows: _Rows) -> AttentionMask | Non
     """First form that allows exactly the keys of the first head; None if none does."""
     for first, allowed in rows:
         expected = allowed[:, :1]
-        forms = [form for form in forms if bool((_dense_rows(form, first, expected) == expected).all())]
+        forms = [form for form in forms if _is_dense(form, first, expected)]
         if not forms:
             return None
     return forms[0] if forms else None
 
 
-def _dense_rows(form: AttentionMask, first: int, like: Tensor) -> Tensor:
-    """Keep mask of a form for the queries from ``first`` on, broadcastable to ``like`` (B, 1, n, Lk)."""
-    n, Lk = like.shape[2:]
-    end = first + n
-    parts: dict[str, Any] = {}
-    if form.causal_offset is not None:
-        parts["causal_offset"] = form.causal_offset + first
-    if form.window_offset is not None:
-        parts["window_offset"] = form.window_offset + first
-    if form.key_lengths is not None and form.key_lengths.dim() == 2:
-        parts["key_lengths"] = form.key_lengths[:, first:end]
-    if form.document_ids is not None:
-        parts["document_ids"] = form.document_ids[0][:, first:end], form.document_ids[1]
-    return dataclasses.replace(form, **parts).dense(n, Lk, like.device)
+def _is_dense(form: AttentionMask, first: int, expected: Tensor) -> bool:
+    """Return True if a form allows the expected keys, bool (B, 1, n, Lk), to the queries from ``first`` on."""
+    n, Lk = expected.shape[2:]
+    return bool((of_queries(form, first, first + n).dense(n, Lk, expected.device) == expected).all())

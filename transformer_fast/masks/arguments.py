@@ -5,12 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from .checks import checked_offset
-from .combined import parts_of
-from .mask import AttentionMask
+from .mask import PARTS, AttentionMask
 from .parts import combine
 
 _NO_MASK = AttentionMask()
-_PARTS = parts_of(AttentionMask)
 
 
 def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
@@ -25,7 +23,7 @@ def parts_beside(mask: AttentionMask, *names: str) -> list[str]:
 
     Code that refuses all other parts also refuses a part that is added later.
     """
-    parts = {name: getattr(mask, name) for name in _PARTS if name not in names}
+    parts = {name: getattr(mask, name) for name in PARTS if name not in names}
     return [name for name, part in parts.items() if part is not None and not (isinstance(part, tuple) and not part)]
 
 

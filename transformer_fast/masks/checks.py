@@ -78,6 +78,24 @@ def check_integers(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> N
         raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
 
 
+def interval_bound(name: str, bound: Tensor | None) -> Tensor | None:
+    """A bound of intervals, (Lq,), (B, Lq) or (B, H, Lq), with three dimensions."""
+    if bound is None:
+        return None
+    check_integers(f"intervals: {name}", bound, "(Lq,), (B, Lq) or (B, H, Lq)", (1, 2, 3))
+    return bound[None, None] if bound.dim() == 1 else bound.unsqueeze(1) if bound.dim() == 2 else bound
+
+
+def check_buckets(weight: Tensor, max_distance: int, bidirectional: bool) -> None:
+    """Raise unless the distances near a query have a bucket each, and others are left for those farther away."""
+    exact = weight.shape[0] // (4 if bidirectional else 2)
+    if exact < 1 or max_distance <= exact:
+        raise ValueError(
+            f"relative: {exact} of the {weight.shape[0]} buckets of weight {tuple(weight.shape)} hold one distance "
+            f"each; expected at least 1 such bucket, and max_distance above {exact}, got {max_distance}"
+        )
+
+
 def boolean(mask: Tensor, dialect: str) -> Tensor:
     if not isinstance(mask, Tensor):
         hint = "; torch.from_numpy(mask) makes a tensor of it" if hasattr(mask, "__array__") else ""

@@ -1,7 +1,7 @@
 """Definition of a mask: which key each query sees, stated once, part by part.
 
-The reference of attention and ``AttentionMask.dense`` evaluate it. Kernels read the intervals and bits of
-:mod:`transformer_fast.masks.lower` instead, which shares no code with this module and is tested against it.
+The reference of attention, ``AttentionMask.dense`` and ``explain`` evaluate it. Kernels read most parts as they are;
+:mod:`transformer_fast.masks.kernel_parts` converts the others, and is tested against this module.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def visible(
 
 def inside(begin: Tensor | None, end: Tensor | None, Lk: int) -> Tensor:
     """Intervals: ``begin[b, h, i] <= j < end[b, h, i]``, of bounds (B|1, H|1, Lq|1); None is no bound."""
-    found = [t for t in (begin, end) if t is not None]
-    j = torch.arange(Lk, device=found[0].device if found else None)
+    bounds = [t for t in (begin, end) if t is not None]
+    j = torch.arange(Lk, device=bounds[0].device if bounds else None)
     after = torch.ones_like(j, dtype=torch.bool) if begin is None else j >= begin.unsqueeze(-1)
     return after if end is None else after & (j < end.unsqueeze(-1))
 

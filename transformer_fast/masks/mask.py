@@ -26,24 +26,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
-from .checks import (
-    boolean,
-    check_dense,
-    check_float,
-    check_integers,
-    check_leading,
-    checked_offset,
-    four_dimensions,
-    kind_of,
-)
-from .combined import Combined
-from .distance import Alibi, Relative
+from . import checks
+from .checks import check_dense, check_float, check_integers, checked_offset
+from .definition import either, inside, visible
+from .distance import Alibi, DistanceBias, Relative, along_diagonals, distance_table
+from .parts import alternatives, combined, moved, tensors_of, written
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AttentionMask(Combined):
+class AttentionMask:
     """Mask of the keys that each query may attend to. Make one with a constructor below; combine masks with ``&``.
 
     Example:
@@ -54,6 +48,21 @@ class AttentionMask(Combined):
         tensor([[ True, False],
                 [ True,  True]])
     """
+
+    # The parts; None or () for a part that the mask does not have.
+    keep_mask: Tensor | None = None
+    key_keep_mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+    causal_offset: int | None = None
+    additive_bias: Tensor | None = None
+    window_offset: int | None = None
+    document_ids: tuple[Tensor, Tensor] | None = None
+    distance_biases: tuple[DistanceBias, ...] = ()
+    first_keys: Tensor | None = None
+    end_keys: Tensor | None = None
+    unions: tuple[tuple[AttentionMask, ...], ...] = ()
+    has_clear_lengths: bool | None = None
+    """True for lengths that were combined, of which none may be a keep mask; no part."""
 
     @classmethod
     def keep(cls, mask: Tensor) -> AttentionMask:
@@ -71,10 +80,10 @@ class AttentionMask(Combined):
             >>> tfast.AttentionMask.keep((ids != 0)[:, None, None])  # (B, 1, 1, Lk)
             keep(bool (2, 1, 1, 3))
         """
-        mask = boolean(mask, "keep")
+        mask = checks.boolean(mask, "keep")
         if mask.dim() == 3:
-            check_leading(mask)
-        mask = four_dimensions(mask)
+            checks.check_leading(mask)
+        mask = checks.four_dimensions(mask)
         if mask.shape[2] == 1:
             return cls(key_keep_mask=mask)
         return cls(keep_mask=mask)
@@ -198,13 +207,7 @@ class AttentionMask(Combined):
                     [1, 1, 1],
                     [0, 1, 0]], dtype=torch.int32)
         """
-        bounds = []
-        for name, t in (("begin", begin), ("end", end)):
-            if t is not None:
-                check_integers(f"intervals: {name}", t, "(Lq,), (B, Lq) or (B, H, Lq)", (1, 2, 3))
-                t = t[None, None] if t.dim() == 1 else t.unsqueeze(1) if t.dim() == 2 else t
-            bounds.append(t)
-        return cls(first_keys=bounds[0], end_keys=bounds[1])
+        return cls(first_keys=checks.interval_bound("begin", begin), end_keys=checks.interval_bound("end", end))
 
     @classmethod
     def documents(cls, query_ids: Tensor, key_ids: Tensor | None = None) -> AttentionMask:
@@ -279,12 +282,7 @@ class AttentionMask(Combined):
         """
         check_float("relative: weight", weight, "(buckets, H)", (2,))
         max_distance = checked_offset("relative max_distance", max_distance)
-        exact = weight.shape[0] // (4 if bidirectional else 2)
-        if exact < 1 or max_distance <= exact:
-            raise ValueError(
-                f"relative: {exact} of the {weight.shape[0]} buckets of weight {tuple(weight.shape)} hold one distance "
-                f"each; expected at least 1 such bucket, and max_distance above {exact}, got {max_distance}"
-            )
+        checks.check_buckets(weight, max_distance, bidirectional)
         return cls(distance_biases=(Relative(weight, max_distance, bidirectional, checked_offset("offset", offset)),))
 
     @classmethod
@@ -304,7 +302,98 @@ class AttentionMask(Combined):
             torch.Size([4, 5, 5])
         """
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            given = kind_of(bias)
+            given = checks.kind_of(bias)
             raise TypeError(f"bias must be a float tensor added to the scores, got {given}; a mask goes in mask=")
         check_dense("bias", bias)
-        return cls(additive_bias=four_dimensions(bias))
+        return cls(additive_bias=checks.four_dimensions(bias))
+
+    def __and__(self, other: AttentionMask) -> AttentionMask:
+        """Keys that both masks allow; biases add up.
+
+        Raises:
+            TypeError: for a tensor, whose meaning is ambiguous; the message lists the constructors to choose from.
+        """
+        if not isinstance(other, AttentionMask):
+            raise checks.not_a_mask(other)
+        return AttentionMask(**combined(self, other))
+
+    def __or__(self, other: AttentionMask) -> AttentionMask:
+        """Keys that one of the masks allows, or both. A union whose masks all begin at key 0 reaches the kernels as
+        lengths per query, another one as a keep mask of a byte per query and key.
+
+        Raises:
+            TypeError: for a tensor, as ``&`` does.
+            ValueError: for a mask with a bias; add the bias to the union with ``&``.
+
+        Example:
+            >>> first = tfast.AttentionMask.lengths(torch.tensor([1]))  # all see key 0
+            >>> (first | tfast.AttentionMask.window(0)).dense(3, 3)[0, 0].int()
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [1, 0, 1]], dtype=torch.int32)
+        """
+        if not isinstance(other, AttentionMask):
+            raise checks.not_a_mask(other, "|")
+        for mask in (self, other):
+            if mask.additive_bias is not None or mask.distance_biases:
+                raise ValueError(f"a union has no bias, got {mask}; add the bias to the union: (a | b) & bias")
+        return AttentionMask(unions=(tuple(one for mask in (self, other) for one in alternatives(mask, PARTS)),))
+
+    def __ror__(self, other: object) -> AttentionMask:
+        """Raise for ``tensor | mask`` the error of ``mask | tensor``."""
+        raise checks.not_a_mask(other, "|")
+
+    def __repr__(self) -> str:
+        """Constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor is shown by dtype and
+        shape."""
+        return written(**{name: getattr(self, name) for name in PARTS})
+
+    def __rand__(self, other: object) -> AttentionMask:
+        """Raise for ``tensor & mask`` the error of ``mask & tensor``."""
+        raise checks.not_a_mask(other)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the mask, by name: parts that are tensors, and tensors inside other parts."""
+        return tensors_of(self, PARTS)
+
+    def to(self, device: torch.device | str) -> AttentionMask:
+        """The same mask with its tensors on ``device``."""
+        return moved(self, device)
+
+    def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
+        """The whole mask as one bool keep tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
+        allowed = self.visible(Lq, Lk, next((t.device for t in self.tensors().values()), device))
+        return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
+
+    @property
+    def has_ranges(self) -> bool:
+        """True for a mask with parts that reach the kernels as lengths or as a keep mask."""
+        return self.first_keys is not None or self.end_keys is not None or len(self.unions) > 0
+
+    def visible(self, Lq: int, Lk: int, device: torch.device | str | None, shift: int | Tensor = 0) -> Tensor:
+        """The parts without biases by their :func:`~.definition.visible`, with its ``device`` and ``shift``."""
+        ids = dict(zip(("query_ids", "key_ids"), self.document_ids or (), strict=False))
+        others = [either([mask.visible(Lq, Lk, device, shift) for mask in union]) for union in self.unions]
+        if self.first_keys is not None or self.end_keys is not None:
+            others.append(inside(self.first_keys, self.end_keys, Lk))
+        return visible(
+            Lq, Lk, device, keep=self.keep_mask, key_keep=self.key_keep_mask, lengths=self.key_lengths,
+            causal=self.causal_offset, window=self.window_offset, others=others, shift=shift, **ids,
+        )  # fmt: skip
+
+    def added(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """Sum of all biases as one tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
+        table = self.table(Lq, Lk, dtype)
+        if table is None:
+            return self.additive_bias
+        by_distance = along_diagonals(table, Lq, Lk, Lq - 1)
+        return by_distance if self.additive_bias is None else self.additive_bias + by_distance
+
+    def table(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """Sum of ALiBi and relative positions, by distance: (B|1, H, Lq + Lk - 1), entry ``Lq - 1 + j - i`` for query
+        i and key j."""
+        return distance_table(self.distance_biases, Lq, Lk, Lq - 1, dtype)
+
+
+PARTS = tuple(field.name for field in dataclasses.fields(AttentionMask) if field.name != "has_clear_lengths")
+"""Names of the parts that a mask may have, in the order of its fields."""

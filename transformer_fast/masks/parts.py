@@ -1,13 +1,18 @@
-"""Combine the parts of attention masks, and write them as text."""
+"""The parts of attention masks: combined, moved, cut to some queries, and written as text.
+
+A mask is an :class:`~transformer_fast.AttentionMask`, whose module imports this one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .checks import MANY, may_be_keep
 from .distance import DistanceBias
 
 _Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
@@ -70,6 +75,88 @@ def shorter(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() != b.dim():
         a, b = (t.unsqueeze(1) if t.dim() == 1 else t for t in (a, b))
     return torch.minimum(a, b)
+
+
+def combined(a: Any, b: Any) -> dict[str, Any]:
+    """Fields of the mask of the keys that both masks allow."""
+    return {
+        "keep_mask": combine("keep", a.keep_mask, b.keep_mask, torch.logical_and),
+        "key_keep_mask": combine("keep", a.key_keep_mask, b.key_keep_mask, torch.logical_and),
+        "key_lengths": combine("lengths", a.key_lengths, b.key_lengths, shorter),
+        "causal_offset": combine("causal", a.causal_offset, b.causal_offset, min),
+        "additive_bias": combine("bias", a.additive_bias, b.additive_bias, torch.add),
+        "window_offset": combine("window", a.window_offset, b.window_offset, max),
+        "document_ids": combine("documents", a.document_ids, b.document_ids, both_documents),
+        "distance_biases": a.distance_biases + b.distance_biases,
+        "first_keys": combine("intervals", a.first_keys, b.first_keys, torch.maximum),
+        "end_keys": combine("intervals", a.end_keys, b.end_keys, torch.minimum),
+        "unions": a.unions + b.unions,
+        "has_clear_lengths": _has_clear_lengths(a, b),
+    }
+
+
+def _has_clear_lengths(a: Any, b: Any) -> bool | None:
+    if a.key_lengths is None or b.key_lengths is None:
+        return a.has_clear_lengths if b.key_lengths is None else b.has_clear_lengths
+    clear = (mask.has_clear_lengths or not may_be_keep(mask.key_lengths, MANY) for mask in (a, b))
+    return True if all(clear) else None
+
+
+def alternatives(mask: Any, parts: Iterable[str]) -> tuple[Any, ...]:
+    """The masks of a union; a mask that is not one union alone is itself one of several."""
+    others = (getattr(mask, name) for name in parts if name != "unions")
+    alone = len(mask.unions) == 1 and all(part is None or part == () for part in others)
+    return mask.unions[0] if alone else (mask,)
+
+
+def tensors_of(mask: Any, parts: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors of a mask, by name: parts that are tensors, and tensors inside other parts."""
+    tensors = {name: part for name in parts if isinstance(part := getattr(mask, name), Tensor)}
+    if mask.document_ids is not None:
+        tensors |= dict(zip(("query_ids", "key_ids"), mask.document_ids, strict=True))
+    for n, union in enumerate(mask.unions):
+        for m, one in enumerate(union):
+            tensors |= {f"union {n}.{m} {name}": t for name, t in one.tensors().items()}
+    return tensors | {f"{type(bias).__name__.lower()} {n}": bias.tensor for n, bias in enumerate(mask.distance_biases)}
+
+
+def moved(mask: Any, device: torch.device | str) -> Any:
+    """The mask with its tensors on a device."""
+
+    def to_device(part: Any) -> Any:
+        if isinstance(part, DistanceBias):
+            return part.with_tensor(part.tensor.to(device))
+        if isinstance(part, tuple):
+            return tuple(map(to_device, part))
+        return part.to(device) if isinstance(part, (Tensor, type(mask))) else part
+
+    return dataclasses.replace(
+        mask, **{field.name: to_device(getattr(mask, field.name)) for field in dataclasses.fields(mask)}
+    )
+
+
+def of_queries(mask: Any, first: int, end: int) -> Any:
+    """The mask of the queries from ``first`` to before ``end``."""
+
+    def cut(t: Tensor | None, dim: int) -> Tensor | None:
+        return t if t is None or t.shape[dim] == 1 else t[(slice(None),) * dim + (slice(first, end),)]
+
+    parts: dict[str, Any] = {
+        name: cut(getattr(mask, name), 2) for name in ("keep_mask", "additive_bias", "first_keys", "end_keys")
+    }
+    if mask.key_lengths is not None and mask.key_lengths.dim() == 2:
+        parts["key_lengths"] = cut(mask.key_lengths, 1)
+    for name in ("causal_offset", "window_offset"):
+        if getattr(mask, name) is not None:
+            parts[name] = getattr(mask, name) + first
+    if mask.document_ids is not None:
+        query_ids, key_ids = mask.document_ids
+        parts["document_ids"] = cut(query_ids, 1), key_ids
+    parts["distance_biases"] = tuple(
+        dataclasses.replace(bias, offset=bias.offset + first) for bias in mask.distance_biases
+    )
+    parts["unions"] = tuple(tuple(of_queries(one, first, end) for one in union) for union in mask.unions)
+    return dataclasses.replace(mask, **parts)
 
 
 def written(

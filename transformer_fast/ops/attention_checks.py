@@ -14,7 +14,7 @@ from ..masks import AttentionMask, and_causal
 from ..masks.arguments import parts_beside
 from ..masks.checks import broadcasts, check_dense, clamped, is_plain_on_cpu, kind_of, may_be_keep
 from ..masks.distance import distance_table
-from ..masks.lower import kernel_parts, on_its_tensors
+from ..masks.kernel_parts import kernel_parts, on_its_tensors
 from ..masks.parts import ranked
 from ..tensor_cache import get, get_or_compute
 from ..tracing import needs_plain_ops
@@ -294,24 +294,25 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
     if not mask.has_ranges:
         return mask.keep_mask, own
 
-    def found(_: object = None) -> tuple[Tensor | None, Tensor | None]:
+    def compute() -> tuple[Tensor | None, Tensor | None]:
         end, keep = kernel_parts(mask, q.shape[2], k.shape[2], q.device)
         if mask.keep_mask is not None:
             keep = mask.keep_mask if keep is None else keep & mask.keep_mask
         if end is None:
             return keep, own
-        given = None if own is None else own.long() if own.dim() == 2 else own.long().unsqueeze(1)
-        if given is not None:
-            end = torch.minimum(end, given)
-        end = end.clamp(0, Lk)
-        if given is not None:  # what is out of range in a compiled graph stays so, for the op to refuse it
-            end = torch.where((given < 0) | (given > Lk), given, end)
+        if own is not None:
+            lengths = own.long() if own.dim() == 2 else own.long().unsqueeze(1)
+            # A length out of range in a compiled graph stays so, for the op to refuse it.
+            out_of_range = (lengths < 0) | (lengths > Lk)
+            end = torch.where(out_of_range, lengths, torch.minimum(end, lengths).clamp(0, Lk))
+        else:
+            end = end.clamp(0, Lk)
         return keep, end.to(torch.int32).expand(B, Lq).contiguous()
 
     if torch.compiler.is_compiling() or in_transform():
-        return found()
+        return compute()
     read = replace(mask, additive_bias=None, distance_biases=())
-    return on_its_tensors(read, 0, ("kernel mask", B, Lq, Lk), found)
+    return on_its_tensors(read, ("kernel mask", B, Lq, Lk), compute)
 
 
 def normal_lengths(lengths: Tensor, B: int, H: int, Lq: int, Lk: int) -> Tensor:

@@ -1,5 +1,4 @@
-// The mask of a block of queries, lowered as in transformer_fast/masks/lower.py: to an interval of keys per query, and to
-// bits for what is no interval. Lengths, diagonals, and documents whose tokens follow each other are intervals.
+// The mask of a block of queries, lowered to an interval of keys per query, and to bits for what is no interval. Lengths, diagonals, and documents whose tokens follow each other are intervals.
 #pragma once
 
 #include "../simd/vector_types.h"

@@ -19,14 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
-from ...masks.tile_share import FULL, PARTIAL
 from ...tensor_cache import get_or_compute
 from ..launcher import Launch, blocks_of, run
 from .mask import Bounds, Mask, allowed_words, ids_at, key_limits, query_rows
 from .steps import program_of
 from .tiles import at_head, bounded_offset, bounded_window, bounds_arguments, jit
 
-_PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
+_PARTIAL, _FULL = tl.constexpr(1), tl.constexpr(2)  # classes of a tile with work; 0 is an empty one
 
 # Rows of words are padded to chunks of this many keys, so that no tile of keys reaches past a row.
 CHUNK_KEYS = 256

@@ -1,25 +1,24 @@
-"""Intervals and bits of a mask against its definition, on random masks."""
+"""Parts of a mask as the kernels read them, and masks of some queries, against the definition, on random masks."""
 
 from __future__ import annotations
 
 import operator
 import random
 from functools import reduce
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from transformer_fast import AttentionMask
-from transformer_fast.masks.definition import visible
-from transformer_fast.masks.lower import Lowered, allowed, lower
-from transformer_fast.masks.tile_share import tile_classes
+from transformer_fast.explain import tile_classes
+from transformer_fast.masks.kernel_parts import kernel_parts
+from transformer_fast.masks.parts import of_queries
 from transformer_fast.ops.attention_checks import kernel_mask
 
 
 class Drawn:
-    """A random mask of tiny sizes: a mask, the shift of its positions, and what the definition says."""
+    """Random masks of tiny sizes."""
 
     def __init__(self, number: int) -> None:
         self.choice = random.Random(number)
@@ -78,64 +77,53 @@ class Drawn:
             mask &= AttentionMask.documents(self.ids(one_of([1, B]), Lq), self.ids(one_of([1, B]), Lk))
         return mask
 
-    def shift(self) -> int | Tensor:
-        return self.choice.choice([0, 0, self.Lk - self.Lq, self.ints(-7, 8, self.B)])
 
-
-def check(found: Lowered, expected: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """Check intervals and bits."""
-    assert torch.equal(found.dense().expand(shape), expected.expand(shape))
-    assert found.begin.dtype == found.end.dtype == torch.int32 and found.begin.shape == found.end.shape
-    assert all(n in (1, limit) for n, limit in zip(found.begin.shape, shape, strict=False))
-    assert found.begin.shape[2] == shape[2]
-    assert bool(((found.begin >= 0) & (found.begin <= found.end) & (found.end <= shape[3])).all())
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_intervals_and_bits_are_the_definition(part: int) -> None:
+def test_what_the_kernels_read_is_the_definition(part: int) -> None:
+    """End keys per query, and a keep mask, of intervals and unions."""
     for number in range(part, 10_000, 4):
         drawn = Drawn(number)
-        mask, shift = drawn.mask(), drawn.shift()
-        shape = drawn.B, drawn.H, drawn.Lq, drawn.Lk
-        expected = mask.visible(drawn.Lq, drawn.Lk, None, shift)
-        found = lower(mask, drawn.Lq, drawn.Lk, shift=shift, exact=number % 2 == 0)
-        check(found, expected, shape)
-        seen = allowed(mask, drawn.Lq, drawn.Lk, None, shift=shift)
-        assert torch.equal((torch.tensor(True) if seen is None else seen).expand(shape), expected.expand(shape))
+        mask, shape = drawn.mask(), (drawn.B, drawn.H, drawn.Lq, drawn.Lk)
+        own = AttentionMask(first_keys=mask.first_keys, end_keys=mask.end_keys, unions=mask.unions)
+        end, keep = kernel_parts(mask, drawn.Lq, drawn.Lk, CPU)
+        seen = torch.ones(1, 1, 1, drawn.Lk, dtype=torch.bool)
+        if end is not None:
+            assert end.dtype == torch.int64 and end.dim() == 2
+            seen = seen & (torch.arange(drawn.Lk) < end[:, None, :, None])
+        if keep is not None:
+            assert keep.dtype == torch.bool and all(n in (1, limit) for n, limit in zip(keep.shape, shape, strict=True))
+            seen = seen & keep
+        assert torch.equal(seen.expand(shape), own.visible(drawn.Lq, drawn.Lk, None).expand(shape))
 
 
-def test_what_is_an_interval() -> None:
-    """Bits are kept for scattered parts alone, and without a read for every part that may be scattered."""
-    scattered, run = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[0, 0, 1, 1]])
-    keeps = AttentionMask.keep(scattered.bool()), AttentionMask.keep(run.bool())
-    documents = AttentionMask.documents(scattered), AttentionMask.documents(run)
-    square = AttentionMask.keep(torch.ones(4, 4).tril().bool()), AttentionMask.keep(torch.eye(4).flip(0).bool())
-    by_arithmetic = AttentionMask.lengths(torch.tensor([3])) & AttentionMask.window(2) & AttentionMask.causal()
-    by_arithmetic &= AttentionMask.prefix(torch.tensor([2])) & AttentionMask.keep(torch.ones(4, 1).bool())
-    for mask, exact, bits in [
-        *((mask, True, True) for mask in (keeps[0], documents[0], keeps[0] & documents[1], keeps[1] & documents[0])),
-        *((mask, True, False) for mask in (keeps[1], documents[1], *square, keeps[1] & documents[1], by_arithmetic)),
-        *((mask, False, True) for mask in (*keeps, *documents, *square)),
-        (AttentionMask.lengths(torch.tensor([3])) & AttentionMask.window(2), False, False),
-        (AttentionMask(), False, False),
-    ]:
-        assert (lower(mask, 4, 4, exact=exact).bits is not None) == bits, (mask, exact)
-    hull = lower(keeps[1], 4, 4)
-    assert hull.begin.tolist() == [[[2] * 4]] and hull.end.tolist() == [[[4] * 4]]  # narrowed without a read
+def test_the_mask_of_some_queries() -> None:
+    for number in range(3_000):
+        drawn = Drawn(number)
+        mask, B, H, Lq, Lk = drawn.mask(), drawn.B, drawn.H, drawn.Lq, drawn.Lk
+        if drawn.chance(0.5):
+            mask &= AttentionMask.bias(torch.randn(drawn.choice.choice([1, B]), 1, Lq, Lk, generator=drawn.generator))
+        mask &= AttentionMask.alibi(torch.rand(H, generator=drawn.generator), drawn.choice.randint(-3, 3))
+        first = drawn.choice.randint(0, Lq)
+        end = drawn.choice.randint(first, Lq)
+        some, shape = of_queries(mask, first, end), (B, H, end - first, Lk)
+        expected = mask.dense(Lq, Lk).expand(B, H, Lq, Lk)[:, :, first:end]
+        assert torch.equal(some.dense(end - first, Lk).expand(shape), expected)
+        added = mask.added(Lq, Lk).expand(B, H, Lq, Lk)[:, :, first:end]
+        assert torch.equal(some.added(end - first, Lk).expand(shape), added)
 
 
 def test_tile_classes_are_the_definition() -> None:
     for number in range(500):
         drawn = Drawn(number)
-        mask, (B, Lq, Lk) = drawn.mask(), (max(n, 1) for n in (drawn.B, drawn.Lq, drawn.Lk))
+        B, Lq, Lk = (max(n, 1) for n in (drawn.B, drawn.Lq, drawn.Lk))
         drawn.B, drawn.Lq, drawn.Lk = B, Lq, Lk
         mask = drawn.mask()
         tile = drawn.choice.randint(1, 4), drawn.choice.randint(1, 4)
-        ids = dict(zip(("query_ids", "key_ids"), mask.document_ids or (), strict=False))
-        parts: dict[str, Any] = {"keep": mask.keep_mask, "key_keep": mask.key_keep_mask, "lengths": mask.key_lengths}
-        parts |= {"causal": mask.causal_offset, "window": mask.window_offset, **ids}
-        allowed = visible(Lq, Lk, **parts).expand(B, -1, Lq, Lk)
-        classes = tile_classes(B, Lq, Lk, tile, **parts)
+        allowed = mask.visible(Lq, Lk, None).expand(B, -1, Lq, Lk)
+        classes = tile_classes(mask, B, Lq, Lk, tile)
         assert classes.shape == (*allowed.shape[:2], -(-Lq // tile[0]), -(-Lk // tile[1]))
         for row, line in enumerate(allowed.split(tile[0], 2)):
             for column, pairs in enumerate(line.split(tile[1], 3)):
@@ -143,19 +131,12 @@ def test_tile_classes_are_the_definition() -> None:
                 assert torch.equal(classes[:, :, row, column].int(), kind.int())
 
 
-def test_off_a_cpu_the_result_is_kept_until_a_tensor_is_written_to() -> None:
-    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
-    mask = AttentionMask.lengths(lengths) & AttentionMask.keep(torch.ones(5, dtype=torch.bool, device="meta"))
-    first = lower(mask, 4, 5)
-    assert first.begin.device.type == "meta" and first.begin.shape == (2, 1, 4)
-    assert lower(mask, 4, 5) is first
-    assert lower(mask & AttentionMask.causal(), 4, 5) is not first and lower(mask, 3, 5) is not first
-    lengths += 1
-    assert lower(mask, 4, 5) is not first
-    on_cpu = AttentionMask.lengths(torch.tensor([3]))
-    assert lower(on_cpu, 1, 4).end.item() == 3
-    on_cpu.key_lengths.numpy()[0] = 2  # no write that PyTorch counts
-    assert lower(on_cpu, 1, 4).end.item() == 2
+def test_on_a_cpu_the_lengths_are_read_in_every_call() -> None:
+    q, prefix = torch.zeros(1, 1, 4, 8), torch.tensor([3])
+    mask = AttentionMask.prefix(prefix)
+    assert kernel_mask(mask, q, q)[1].tolist() == [[3, 3, 3, 4]]
+    prefix.numpy()[0] = 2  # no write that PyTorch counts
+    assert kernel_mask(mask, q, q)[1].tolist() == [[2, 2, 3, 4]]
 
 
 def test_the_lengths_of_a_prefix_are_made_once_off_a_cpu() -> None:
