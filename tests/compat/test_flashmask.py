@@ -125,7 +125,7 @@ WRONG = {
     ),
     "a window too": (lambda: flashmask_attention(X, X, X, drawn(1, 2), window_size=3), ValueError, "got both"),
     "blocks alone": (lambda: flashmask_attention(X, X, X, block_mask=X.int()), ValueError, "startend_row_indices"),
-    "three axes": (lambda: flashmask_attention(X[0], X, X), ValueError, "query must be a tensor (B, L, H, D)"),
+    "three axes": (lambda: flashmask_attention(X[0], X, X), ValueError, "query must be (B, L, H, D), got"),
 }  # fmt: skip
 
 

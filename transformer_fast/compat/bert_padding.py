@@ -43,7 +43,7 @@ def unpad_input(
         raise ValueError(f"unpad_input: hidden_states must be (B, L, ...), got shape {tuple(hidden_states.shape)}")
     used = _flags("attention_mask", attention_mask, hidden_states)
     kept = used if unused_mask is None else used | _flags("unused_mask", unused_mask, hidden_states)
-    packing = packing_of(kept, *hidden_states.shape[:2], hidden_states.device)
+    packing = packing_of(kept, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
     tokens = hidden_states.flatten(0, 1).index_select(0, packing.indices)
     return tokens, packing.indices, packing.cu_seqlens, packing.max_length, used.sum(1, dtype=torch.int32)
 

@@ -55,6 +55,12 @@ def softcap_of(softcap: float | None) -> float | None:
     return softcap if softcap is not None and softcap > 0.0 else None
 
 
+def with_logsumexp(results: Any, has_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
+    """Output and logsumexp of an op that was called with ``return_logsumexp=has_logsumexp``; None for the latter if it
+    was not requested."""
+    return results if has_logsumexp else (results, None)
+
+
 def check_dimensions(op: str, layouts: dict[str, str], *tensors: Any) -> None:
     """Raise unless each is a tensor with as many dimensions as its layout, such as "(B, L, H, D)"."""
     for (name, layout), t in zip(layouts.items(), tensors, strict=True):
@@ -62,6 +68,15 @@ def check_dimensions(op: str, layouts: dict[str, str], *tensors: Any) -> None:
             raise TypeError(f"{op}: {name} must be a tensor {layout}, got {type(t).__name__}")
         if t.dim() != layout.count(",") + 1:
             raise ValueError(f"{op}: {name} must be {layout}, got shape {tuple(t.shape)}")
+
+
+def check_heads(op: str, query: Tensor, key: Tensor, dim: int, enable_gqa: bool) -> None:
+    """Raise unless queries and keys have equally many heads along ``dim``, or ``enable_gqa`` is set."""
+    heads, key_heads = query.shape[dim], key.shape[dim]
+    if heads != key_heads and not enable_gqa:
+        raise ValueError(
+            f"{op}: query and key must share their heads unless enable_gqa=True, got {heads} and {key_heads}"
+        )
 
 
 def check_integers(op: str, name: str, t: Any, shape: str, device: torch.device) -> None:

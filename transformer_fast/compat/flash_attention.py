@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from .bounds import bounds_of, check_dimensions, mask_of, softcap_of
+from .bounds import bounds_of, check_dimensions, mask_of, softcap_of, with_logsumexp
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -60,10 +60,9 @@ def flash_attn_func(
     tensors = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask = mask_of(bounds, alibi_slopes, k.shape[1] - q.shape[1])
     options: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap_of(softcap), "empty_rows": "zero"}
-    if not return_attn_probs:
-        return _as_given(attention(*tensors, mask, dropout_p=dropout_p, **options))
-    out, logsumexp, weights = with_weights(*tensors, mask, dropout_p, options)
-    return _as_given(out), logsumexp, q.new_empty(0) if weights is None else weights
+    out, logsumexp, weights = with_weights(*tensors, mask, dropout_p, options, bool(return_attn_probs))
+    out = out.transpose(1, 2).contiguous()  # contiguous already: the kernels write that layout
+    return out if logsumexp is None else (out, logsumexp, q.new_empty(0) if weights is None else weights)
 
 
 def flash_attn_kvpacked_func(
@@ -111,25 +110,19 @@ def check_packed(op: str, name: str, t: Tensor, layout: str, parts: int) -> None
 
 
 def with_weights(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Call ``attention``: output, logsumexp, and with dropout the weights.
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, options: dict[str, Any], more: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Call ``attention``: output; if ``more`` is requested, the logsumexp, and with dropout the weights.
 
     Returns:
         out (B, H, Lq, D), logsumexp (B, H, Lq), and the weights (B, H, Lq, Lk) before dropout, negative where a weight
-        is dropped, without a gradient; None without dropout.
+        is dropped, without a gradient. None for values that are not requested, and for weights without dropout.
     """
-    if dropout_p == 0.0:
-        out, logsumexp = attention(q, k, v, mask, return_logsumexp=True, **options)
-        return out, logsumexp, None
-    out, dropped, logsumexp = attention(
-        q, k, v, mask, dropout_p=dropout_p, return_weights="dropped", return_logsumexp=True, **options
-    )
+    options = options | {"dropout_p": dropout_p, "return_logsumexp": more}
+    if not more or dropout_p == 0.0:
+        return *with_logsumexp(attention(q, k, v, mask, **options), more), None
+    out, dropped, logsumexp = attention(q, k, v, mask, return_weights="dropped", **options)
     with torch.no_grad():
+        options |= {"dropout_p": 0.0, "return_logsumexp": False}
         _, weights = attention(q, k, v, mask, return_weights=True, **options)
         return out, logsumexp, torch.where(dropped == 0.0, -weights, weights)
-
-
-def _as_given(out: Tensor) -> Tensor:
-    """Transpose (B, H, L, D) to (B, L, H, D), which is contiguous because the kernels write that layout."""
-    return out.transpose(1, 2).contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .bounds import bounds_of, check_integers, refuse_gradient, softcap_of
+from .bounds import bounds_of, softcap_of
 from .flash_attention import Result, check_packed
 from .ragged import Call, cached_attention, check_token_layout, ragged_attention, sequences
 
@@ -69,13 +69,11 @@ def flash_attn_varlen_func(
     call = Call(op, bounds, alibi_slopes, softmax_scale, softcap_of(softcap), dropout_p)
     weights = None
     if block_table is None:
-        out, logsumexp, weights = ragged_attention(q, k, v, queries, keys, call, return_attn_probs)
+        out, logsumexp, weights = ragged_attention(q, k, v, queries, keys, call, bool(return_attn_probs))
     else:
-        check_integers(op, "block_table", block_table, "(B, max_pages)", q.device)
         if dropout_p != 0.0:
             raise NotImplementedError(f"{op}: dropout is not supported with block_table, got dropout_p={dropout_p}")
-        refuse_gradient(op, "block_table", q, k, v)
-        out, logsumexp = cached_attention(q, k, v, queries, keys.lengths, block_table, call, return_attn_probs)
+        out, logsumexp = cached_attention(q, k, v, queries, keys.lengths, block_table, call, bool(return_attn_probs))
     if logsumexp is None:
         return out
     return out, logsumexp, q.new_empty(0) if weights is None else weights

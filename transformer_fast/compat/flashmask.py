@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..masks import AttentionMask
+from ..masks.checks import kind_of
 from ..ops.attention import attention
-from .bounds import check_integers
+from .bounds import check_dimensions, check_integers, with_logsumexp
 
 _OP = "flashmask_attention"
 _COLUMNS = {True: (1, 2), False: (2, 4)}
@@ -50,15 +51,15 @@ def startend_mask(startend_row_indices: Tensor, queries: int, *, causal: bool = 
                 [0, 0, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    given, columns = startend_row_indices, _COLUMNS[bool(causal)]
-    _check_indices(given)
-    if given.dim() != 4 or given.shape[3] not in columns:
+    indices, columns = startend_row_indices, _COLUMNS[bool(causal)]
+    _check_indices(indices)
+    if indices.dim() != 4 or indices.shape[3] not in columns:
         raise ValueError(
             f"{_OP}: startend_row_indices must be (B, H, Lk, columns) with {columns[0]} or {columns[1]} columns for "
-            f"causal={bool(causal)}, got shape {tuple(given.shape)}"
+            f"causal={bool(causal)}, got shape {tuple(indices.shape)}"
         )
-    bounds = given.unsqueeze(2).unbind(-1)  # each (B, H, 1, Lk)
-    i = torch.arange(queries, device=given.device)[:, None]
+    bounds = indices.unsqueeze(2).unbind(-1)  # each (B, H, 1, Lk)
+    i = torch.arange(queries, device=indices.device)[:, None]
     if len(bounds) == 1:
         hidden = i >= bounds[0]
     elif causal:
@@ -68,7 +69,7 @@ def startend_mask(startend_row_indices: Tensor, queries: int, *, causal: bool = 
     else:
         hidden = ((i >= bounds[0]) & (i < bounds[1])) | ((i >= bounds[2]) & (i < bounds[3]))
     mask = AttentionMask.keep(~hidden)
-    return mask & AttentionMask.causal(given.shape[2] - queries) if causal else mask
+    return mask & AttentionMask.causal(indices.shape[2] - queries) if causal else mask
 
 
 def flashmask_attention(
@@ -117,31 +118,28 @@ def flashmask_attention(
         >>> tfast.compat.flashmask_attention(q, k, v, ends, causal=True, dropout=0.1).shape
         torch.Size([1, 4, 2, 8])
     """
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, Tensor) or t.dim() != 4:
-            got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
-            raise ValueError(f"{_OP}: {name} must be a tensor (B, L, H, D), got {got}")
+    check_dimensions(_OP, dict.fromkeys(("query", "key", "value"), "(B, L, H, D)"), query, key, value)
     heads, key_heads, queries, keys = query.shape[2], key.shape[2], query.shape[1], key.shape[1]
     if startend_row_indices is not None and window_size is not None:
         raise ValueError(f"{_OP}: expected startend_row_indices or window_size, got both")
     if block_mask is not None and startend_row_indices is None:
         raise ValueError(f"{_OP}: block_mask needs startend_row_indices")
-    mask = AttentionMask.causal(key.shape[1] - queries) if causal else AttentionMask()
+    mask = AttentionMask.causal(keys - queries) if causal else AttentionMask()
     if window_size is not None:
-        if query.shape[1] != keys:
-            raise ValueError(f"{_OP}: window_size is for as many queries as keys, got {query.shape[1]} and {keys}")
+        if queries != keys:
+            raise ValueError(f"{_OP}: window_size is for as many queries as keys, got {queries} and {keys}")
         mask = mask & _window(window_size)
     if isinstance(startend_row_indices, AttentionMask):
         mask = mask & startend_row_indices
     elif startend_row_indices is not None:
         _check_indices(startend_row_indices)
-        given = _of_query_heads("startend_row_indices", startend_row_indices, heads, key_heads)
-        if given.dim() == 4 and given.shape[2] != keys:
+        indices = _of_query_heads("startend_row_indices", startend_row_indices, heads, key_heads)
+        if indices.dim() == 4 and indices.shape[2] != keys:
             raise ValueError(
                 f"{_OP}: startend_row_indices must have a row for each of the {keys} keys, got shape "
                 f"{tuple(startend_row_indices.shape)}"
             )
-        mask = mask & startend_mask(given, queries, causal=causal)
+        mask = mask & startend_mask(indices, queries, causal=causal)
     if block_mask is not None:
         check_integers(_OP, "block_mask", block_mask, "(B, H, blocks, blocks)", query.device)
         blocks = -(-queries // 128), -(-keys // 128)
@@ -154,17 +152,18 @@ def flashmask_attention(
         kept = kept.repeat_interleave(128, 2)[:, :, :queries].repeat_interleave(128, 3)[..., :keys]
         mask = mask & AttentionMask.keep(kept)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    out, logsumexp = attention(
+    more = bool(return_softmax_lse)
+    results = attention(
         q, k, v, mask, bias=bias, scale=softmax_scale, dropout_p=dropout if training else 0.0, empty_rows="zero",
-        return_logsumexp=True,
+        return_logsumexp=more,
     )  # fmt: skip
-    return (out.transpose(1, 2), logsumexp) if return_softmax_lse else out.transpose(1, 2)
+    out, logsumexp = with_logsumexp(results, more)
+    return out.transpose(1, 2) if logsumexp is None else (out.transpose(1, 2), logsumexp)
 
 
-def _check_indices(given: Tensor) -> None:
-    if not isinstance(given, Tensor) or given.dtype != torch.int32:
-        kind = f"{given.dtype}" if isinstance(given, Tensor) else type(given).__name__
-        raise TypeError(f"{_OP}: startend_row_indices must be an int32 tensor, got {kind}")
+def _check_indices(indices: Tensor) -> None:
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int32:
+        raise TypeError(f"{_OP}: startend_row_indices must be an int32 tensor, got {kind_of(indices)}")
 
 
 def _window(size: int | tuple[int, int]) -> AttentionMask:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..masks import AttentionMask
 from ..ops.attention import attention
 from .block_masks import attention_mask_of
-from .bounds import check_dimensions
+from .bounds import check_dimensions, check_heads, with_logsumexp
 
 _OP = "flex_attention"
 
@@ -63,26 +63,18 @@ def flex_attention(
         raise NotImplementedError(f"{_OP}: return_aux with max_scores is not supported")
     layouts = {"query": "(B, H, Lq, D)", "key": "(B, Hkv, Lk, D)", "value": "(B, Hkv, Lk, Dv)"}
     check_dimensions(_OP, layouts, query, key, value)
-    heads, key_heads = query.shape[1], key.shape[1]
-    if heads != key_heads and not enable_gqa:
-        raise ValueError(
-            f"{_OP}: query and key must share their heads unless enable_gqa=True, got {heads} and {key_heads}"
-        )
+    check_heads(_OP, query, key, 1, enable_gqa)
     mask = block_mask
     if mask is not None and not isinstance(mask, AttentionMask):
         mask = attention_mask_of(block_mask)
         lengths = query.shape[2], key.shape[2]
         if block_mask.shape[-2:] != lengths:
             raise ValueError(f"{_OP}: block_mask {block_mask.shape} must end in (Lq, Lk) = {lengths}")
-    options: dict[str, Any] = {"scale": scale, "empty_rows": "zero"}
-    if not return_lse and (return_aux is None or not return_aux.lse):
-        out = attention(query, key, value, mask, **options)
-        return out if return_aux is None else (out, _aux_output(None))
-    out, logsumexp = attention(query, key, value, mask, return_logsumexp=True, **options)
-    return out, logsumexp if return_aux is None else _aux_output(logsumexp)
-
-
-def _aux_output(logsumexp: Tensor | None) -> Any:
+    more = bool(return_lse or (return_aux is not None and return_aux.lse))
+    results = attention(query, key, value, mask, scale=scale, empty_rows="zero", return_logsumexp=more)
+    if return_aux is None:
+        return results
     from torch.nn.attention.flex_attention import AuxOutput
 
-    return AuxOutput(lse=logsumexp)
+    out, logsumexp = with_logsumexp(results, more)
+    return out, AuxOutput(lse=logsumexp)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..masks import AttentionMask
 from ..masks.checks import is_int
 from ..ops.attention_decode import attention_decode
-from .bounds import bounds_of, check_dimensions, check_integers, check_range, mask_of, softcap_of
+from .bounds import bounds_of, check_dimensions, check_integers, check_range, mask_of, softcap_of, with_logsumexp
 
 _OP = "flash_attn_with_kvcache"
 
@@ -108,11 +108,11 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = (t[: q.shape[0]].transpose(1, 2) for t in (k_cache, v_cache))
     else:  # without a block table, a cache row is one page with one sequence
         options["page_table"] = rows.to(torch.int32)
-    given = q.transpose(1, 2), k_cache, v_cache, lengths
-    if not return_softmax_lse:
-        return attention_decode(*given, **options).transpose(1, 2).contiguous()
-    out, logsumexp = attention_decode(*given, return_logsumexp=True, **options)
-    return out.transpose(1, 2).contiguous(), logsumexp
+    inputs = q.transpose(1, 2), k_cache, v_cache, lengths
+    more = options["return_logsumexp"] = bool(return_softmax_lse)
+    out, logsumexp = with_logsumexp(attention_decode(*inputs, **options), more)
+    out = out.transpose(1, 2).contiguous()
+    return out if logsumexp is None else (out, logsumexp)
 
 
 def _check_new(q: Tensor, k_cache: Tensor, k: Tensor, v: Tensor) -> None:
@@ -147,15 +147,13 @@ def _rows_of(
     return torch.arange(B, device=q.device)[:, None]
 
 
-def _lengths_of(q: Tensor, given: int | Tensor | None, capacity: int, appended: bool) -> Tensor:
+def _lengths_of(q: Tensor, cache_seqlens: int | Tensor | None, capacity: int, appended: bool) -> Tensor:
     """Number of keys per sequence in the cache before the call, int (B,)."""
-    if given is None:
-        if appended:
-            raise ValueError(f"{_OP}: k and v need cache_seqlens, their positions in the cache")
-        given = capacity
-    lengths: Any = given
-    if is_int(given):
-        lengths = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
+    if cache_seqlens is None and appended:
+        raise ValueError(f"{_OP}: k and v need cache_seqlens, their positions in the cache")
+    lengths: Any = capacity if cache_seqlens is None else cache_seqlens
+    if is_int(lengths):
+        lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
     _check_per_sequence("cache_seqlens", lengths, q)
     check_range(_OP, "cache_seqlens", lengths, 0, capacity, "the keys of the cache")
     return lengths

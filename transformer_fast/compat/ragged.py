@@ -16,11 +16,10 @@ from torch import Tensor
 from ..masks import AttentionMask
 from ..masks.checks import is_int, kind_of
 from ..masks.packing import Packing, take, unpack
-from ..ops.attention import attention
 from ..ops.attention_checks import can_read_values
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_packed import attention_packed
-from .bounds import check_dimensions, mask_of
+from .bounds import check_dimensions, check_integers, mask_of, refuse_gradient, with_logsumexp
 from .flash_attention import with_weights
 
 
@@ -93,7 +92,6 @@ def sequences(op: str, names: tuple[str, str], starts: Any, longest: Any, total:
         raise ValueError(f"{op}: {of_starts} must be (B + 1,), got shape {tuple(starts.shape)}")
     if isinstance(longest, Tensor):
         longest = int(longest)
-    found = Sequences(starts, longest)
     if not is_int(longest):
         raise TypeError(f"{op}: {of_longest} must be an int, got {type(longest).__name__}")
     if can_read_values(starts):
@@ -106,7 +104,7 @@ def sequences(op: str, names: tuple[str, str], starts: Any, longest: Any, total:
             raise ValueError(
                 f"{op}: {of_longest} is {longest}, but a sequence of {of_starts} has {max(lengths)} tokens"
             )
-    return found
+    return Sequences(starts, longest)
 
 
 def ragged_attention(
@@ -121,8 +119,8 @@ def ragged_attention(
 
     Returns:
         out (Tq, H, D), 0 for a query that sees no key; logsumexp (H, Tq), -inf for a query that sees no key; and the
-        weights (B, H, max_q, max_k) before dropout, negative where a weight is dropped. None for values that are not
-        requested.
+        weights (B, H, max_seqlen_q, max_seqlen_k) before dropout, negative where a weight is dropped. None for values
+        that are not requested.
     """
     _check_batch(call.op, q, queries.starts, keys.starts)
     slopes = call.alibi_slopes
@@ -135,15 +133,14 @@ def ragged_attention(
         # With one tensor of starts, queries and keys are equally many, so both alignments agree.
         same = queries.starts is keys.starts and keys.used is None
         options |= {"mask": mask_of(call.bounds, slopes), "bottom_right": not same}
-    if not more:
-        return attention_packed(q, k, v, queries.starts, keys.starts, **options), None, None
-    return *attention_packed(q, k, v, queries.starts, keys.starts, return_logsumexp=True, **options), None
+    results = attention_packed(q, k, v, queries.starts, keys.starts, return_logsumexp=more, **options)
+    return *with_logsumexp(results, more), None
 
 
 def _padded_attention(
     q: Tensor, k: Tensor, v: Tensor, queries: Sequences, keys: Sequences, call: Call, more: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """:func:`ragged_attention` by a left-padded batch, which computes B * max_q * max_k scores."""
+    """:func:`ragged_attention` by a left-padded batch, which computes B * max_seqlen_q * max_seqlen_k scores."""
     of_q, of_k = _ending_together(queries, q), _ending_together(keys, k)
     q, k, v = (_padded(t, packing) for t, packing in ((q, of_q), (k, of_k), (v, of_k)))
     mask = mask_of(call.bounds, call.alibi_slopes, keys.longest - queries.longest)
@@ -151,30 +148,29 @@ def _padded_attention(
         key = torch.arange(keys.longest, device=k.device)
         mask = mask & AttentionMask.keep((key >= keys.longest - keys.lengths[:, None])[:, None, None])
     options = call.options() | {"empty_rows": "zero"}
-    if not more:
-        out = attention(q, k, v, mask, dropout_p=call.dropout_p, **options)
-        return take(out.transpose(1, 2), of_q), None, None
-    out, logsumexp, weights = with_weights(q, k, v, mask, call.dropout_p, options)
+    out, logsumexp, weights = with_weights(q, k, v, mask, call.dropout_p, options, more)
     if weights is not None:
         weights = _starting_together(_starting_together(weights, queries, 2), keys, 3)
-    return take(out.transpose(1, 2), of_q), _per_head(logsumexp, of_q), weights
+    return *_packed_again(out, logsumexp, of_q), weights
 
 
-def _per_head(logsumexp: Tensor, packing: Packing) -> Tensor:
-    """Pack the logsumexp (B, H, L) of a padded batch to (H, T)."""
-    return take(logsumexp.transpose(1, 2), packing).t().contiguous()
+def _packed_again(out: Tensor, logsumexp: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor | None]:
+    """Pack the output (B, H, L, D) of a padded batch to (T, H, D), and its logsumexp (B, H, L) to (H, T)."""
+    if logsumexp is not None:
+        logsumexp = take(logsumexp.transpose(1, 2), packing).t().contiguous()
+    return take(out.transpose(1, 2), packing), logsumexp
 
 
-def _ending_together(given: Sequences, tokens: Tensor) -> Packing:
+def _ending_together(of: Sequences, tokens: Tensor) -> Packing:
     """Packing of a left-padded batch (B, longest, ...), in which each sequence ends at the last position."""
     token = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
-    ends = given.starts[1:].contiguous()
+    ends = of.starts[1:].contiguous()
     if torch.compiler.is_compiling():  # ONNX has no searchsorted
         sequence = (token.unsqueeze(1) >= ends).sum(1)
     else:
         sequence = torch.searchsorted(ends, token, right=True)
-    indices = (sequence + 1) * given.longest - ends.index_select(0, sequence) + token
-    return Packing(given.starts, indices, ends.shape[0], given.longest, given.longest, tokens.shape[0])
+    indices = (sequence + 1) * of.longest - ends.index_select(0, sequence) + token
+    return Packing(of.starts, indices, ends.shape[0], of.longest, of.longest, tokens.shape[0])
 
 
 def _padded(tokens: Tensor, packing: Packing) -> Tensor:
@@ -182,13 +178,13 @@ def _padded(tokens: Tensor, packing: Packing) -> Tensor:
     return unpack(tokens, packing).transpose(1, 2)
 
 
-def _starting_together(x: Tensor, given: Sequences, dim: int) -> Tensor:
+def _starting_together(x: Tensor, of: Sequences, dim: int) -> Tensor:
     """Move the padding of x (B, ...) along ``dim`` behind the sequences, as zeros."""
-    position = torch.arange(given.longest, device=x.device)
-    lengths = given.lengths[:, None].long()
-    source = (position + given.longest - lengths).clamp(max=max(given.longest - 1, 0))
+    position = torch.arange(of.longest, device=x.device)
+    lengths = of.lengths[:, None].long()
+    source = (position + of.longest - lengths).clamp(max=max(of.longest - 1, 0))
     shape = [x.shape[0], *(1 for _ in x.shape[1:])]
-    shape[dim] = given.longest
+    shape[dim] = of.longest
     moved = x.gather(dim, source.view(shape).expand_as(x))
     return moved.masked_fill((position >= lengths).view(shape), 0.0)
 
@@ -207,25 +203,28 @@ def cached_attention(
 
     Returns:
         out (Tq, H, D), and logsumexp (H, Tq) or None.
+
+    Raises:
+        TypeError, ValueError: for pages of another dtype, rank or device.
+        RuntimeError: for a gradient.
     """
+    check_integers(call.op, "block_table", pages, "(B, max_pages)", q.device)
+    refuse_gradient(call.op, "block_table", q, k, v)
     _check_batch(call.op, q, queries.starts)
     of_q = _ending_together(queries, q)
-    given = _padded(q, of_q), k, v, lengths
-    options: dict[str, Any] = call.options() | {"page_table": pages, "causal": False}
+    options: dict[str, Any] = call.options() | {"page_table": pages, "causal": False, "return_logsumexp": more}
     options["mask"] = mask_of(call.bounds, call.alibi_slopes)
-    if not more:
-        return take(attention_decode(*given, **options).transpose(1, 2), of_q), None
-    out, logsumexp = attention_decode(*given, return_logsumexp=True, **options)
-    return take(out.transpose(1, 2), of_q), _per_head(logsumexp, of_q)
+    results = attention_decode(_padded(q, of_q), k, v, lengths, **options)
+    return _packed_again(*with_logsumexp(results, more), of_q)
 
 
 def _check_batch(op: str, q: Tensor, *starts: Tensor) -> None:
     """Raise unless all starts have the same number of sequences and are on the device of the queries."""
-    for given in starts:
-        if given.device != q.device:
-            raise ValueError(f"{op}: the starts of sequences must be on q's device {q.device}, got {given.device}")
-        if given.shape != starts[0].shape:
-            got = f"{starts[0].shape[0] - 1} and {given.shape[0] - 1}"
+    for each in starts:
+        if each.device != q.device:
+            raise ValueError(f"{op}: the starts of sequences must be on q's device {q.device}, got {each.device}")
+        if each.shape != starts[0].shape:
+            got = f"{starts[0].shape[0] - 1} and {each.shape[0] - 1}"
             raise ValueError(f"{op}: there must be as many sequences of keys as of queries, got {got}")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention_checks import can_read_values
-from .bounds import bounds_of, check_integers, refuse_gradient
+from .bounds import bounds_of, check_heads, check_integers
 from .ragged import Call, cached_attention, check_token_layout, ragged_attention, sequences
 
 _OP = "varlen_attn"
@@ -68,11 +68,7 @@ def varlen_attn(
         RuntimeError: for a gradient through ``block_table``.
     """
     check_token_layout(_OP, ("query", "key", "value"), query, key, value, block_table is not None)
-    heads, key_heads = query.shape[-2], key.shape[-2]
-    if heads != key_heads and not enable_gqa:
-        raise ValueError(
-            f"{_OP}: query and key must share their heads unless enable_gqa=True, got {heads} and {key_heads}"
-        )
+    check_heads(_OP, query, key, -2, enable_gqa)
     queries = sequences(_OP, ("cu_seq_q", "max_q"), cu_seq_q, max_q, query.shape[0])
     call = Call(_OP, bounds_of(_OP, False, window_size), scale=scale)
     more = return_aux is not None and bool(return_aux.lse)
@@ -84,10 +80,8 @@ def varlen_attn(
             keys = dataclasses.replace(keys, used=_at_most(keys.lengths, seqused_k))
         out, logsumexp, _ = ragged_attention(query, key, value, queries, keys, call, more)
     else:
-        refuse_gradient(_OP, "block_table", query, key, value)
         if seqused_k is None:
             raise ValueError(f"{_OP}: block_table needs seqused_k, the number of keys of each sequence")
-        check_integers(_OP, "block_table", block_table, "(N, max_pages)", query.device)
         out, logsumexp = cached_attention(query, key, value, queries, seqused_k, block_table, call, more)
     return out if logsumexp is None else (out, logsumexp)
 
