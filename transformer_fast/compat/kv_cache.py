@@ -192,6 +192,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved
     R = 2 * cos.shape[1]
     pairs = x[..., :R].to(wide)
     first, second = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
-    turned = first * c - second * s, first * s + second * c
-    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = first * c - second * s, first * s + second * c
+    joined = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat([joined.to(x.dtype), x[..., R:]], -1)

@@ -41,9 +41,9 @@ def clamped(t: Tensor, low: int, high: int) -> Tensor:
     return (t if t.dtype == torch.int64 or t.dtype == torch.int32 else t.to(torch.int64)).clamp(low, high)
 
 
-def kind_of(given: object) -> object:
+def kind_of(value: object) -> object:
     """Text for a message: the dtype of a tensor, or the type's name."""
-    return given.dtype if isinstance(given, Tensor) else type(given).__name__
+    return value.dtype if isinstance(value, Tensor) else type(value).__name__
 
 
 def is_plain_on_cpu(t: Tensor) -> bool:

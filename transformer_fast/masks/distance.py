@@ -77,8 +77,8 @@ class Relative:
     def written(self, weight: str) -> str:
         """Source text of the mask's constructor, with this text for the weight."""
         usual = {"max_distance": 128, "bidirectional": True, "offset": 0}
-        given = {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
-        return f"relative({', '.join([weight, *(f'{name}={value}' for name, value in given.items())])})"
+        options = {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
+        return f"relative({', '.join([weight, *(f'{name}={value}' for name, value in options.items())])})"
 
     def heads(self) -> tuple[int, int]:
         """Number of batch entries (always 1) and number of heads."""

@@ -302,8 +302,8 @@ class AttentionMask:
             torch.Size([4, 5, 5])
         """
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            given = checks.kind_of(bias)
-            raise TypeError(f"bias must be a float tensor added to the scores, got {given}; a mask goes in mask=")
+            got = checks.kind_of(bias)
+            raise TypeError(f"bias must be a float tensor added to the scores, got {got}; a mask goes in mask=")
         check_dense("bias", bias)
         return cls(additive_bias=checks.four_dimensions(bias))
 
@@ -361,7 +361,7 @@ class AttentionMask:
         return moved(self, device)
 
     def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
-        """The whole mask as one bool keep tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
+        """The full mask as one bool keep tensor, broadcastable to (B, H, Lq, Lk), for tests and pictures."""
         allowed = self.visible(Lq, Lk, next((t.device for t in self.tensors().values()), device))
         return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
 

@@ -168,13 +168,13 @@ def packings_of(
     refuse_torchscript("pack")
     if in_transform():
         refuse_transform("pack")
-    given = [(*_lengths_or_keep(mask, B, L, device), B, L, device) for mask, B, L, device in batches]
+    calls = [(*_lengths_or_keep(mask, B, L, device), B, L, device) for mask, B, L, device in batches]
     if torch.compiler.is_compiling():
-        return [_traced(*each) for each in given], []
-    numbers = [_numbers(lengths, keep) for lengths, keep, *_ in given]
+        return [_traced(*each) for each in calls], []
+    numbers = [_numbers(lengths, keep) for lengths, keep, *_ in calls]
     values = _read([*numbers, *(t.view(1) for t in also)])
-    packings = [_packing(*each) for each in zip(numbers, values, given)]
-    return packings, [value == [1] for value in values[len(given) :]]
+    packings = [_packing(*each) for each in zip(numbers, values, calls)]
+    return packings, [value == [1] for value in values[len(calls) :]]
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -186,7 +186,7 @@ def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [list(itertools.islice(values[t.device], t.shape[0])) for t in tensors]
 
 
-_Given = tuple[Tensor | None, Tensor | None, int, int, torch.device]
+_Call = tuple[Tensor | None, Tensor | None, int, int, torch.device]
 """Lengths (B,) or a keep mask (B, L), the sizes, and the device of the tokens."""
 
 
@@ -198,8 +198,8 @@ def _numbers(lengths: Tensor | None, keep: Tensor | None) -> Tensor:
     return torch.cat((keep.sum(1), keep[:, 0] + (keep[:, 1:] & ~keep[:, :-1]).sum(1)))
 
 
-def _packing(numbers: Tensor, values: list[int], given: _Given) -> Packing:
-    _, keep, batch, length, device = given
+def _packing(numbers: Tensor, values: list[int], call: _Call) -> Packing:
+    _, keep, batch, length, device = call
     counts, runs = values[:batch], values[batch:]
     shortest, longest, total = min(counts, default=1), max(counts, default=0), sum(counts)
     if shortest < 0 or longest > length:

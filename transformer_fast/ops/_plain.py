@@ -1,9 +1,9 @@
 """The ops in PyTorch's own operators, for graphs that run without this package: ONNX, ATen.
 
 Each function has the arguments and results of the op with the same name (csrc/ops). Sizes may be symbolic. The formulas
-are those of :mod:`transformer_fast.reference`, with one exception: the reference needs a second matrix product to keep
-a NaN in a blocked key away from queries that do not see the key. The functions here let the NaN through, as eager
-PyTorch does. Dropout, which is for training, is missing. ``_plain_attention.py`` has the functions of attention.
+are those of :mod:`transformer_fast.reference`, which most functions call. Dropout, which is for training, is missing.
+``_plain_attention.py`` has the functions of attention; they let a NaN in a blocked key reach queries that do not see
+the key, as eager PyTorch does.
 """
 
 from __future__ import annotations
