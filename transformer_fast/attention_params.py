@@ -15,7 +15,7 @@ class PackedBatch:
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk. Sequence b has the queries and the keys
             from entry b to entry b + 1.
-        max_q, max_k: at least the length of the longest sequence.
+        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
         seqused_k: int32 (B,), number of keys in use per sequence, counted from its first key; None for all.
         bias_starts: int64 (B + 1,), where the pairs of each sequence begin in the bias; None without a bias.
         bottom_right: align the last query of a sequence with its last key, for causal, window and distances.
@@ -23,8 +23,8 @@ class PackedBatch:
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    max_q: int
-    max_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
     seqused_k: Tensor | None = None
     bias_starts: Tensor | None = None
     bottom_right: bool = False
@@ -58,7 +58,15 @@ class CachedKeys:
     page_table: Tensor | None = None
 
 
-_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "seqused_k", "bias_starts", "bottom_right")
+_SEQUENCES = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "seqused_k",
+    "bias_starts",
+    "bottom_right",
+)
 _BOUNDS = ("causal", "window", "scale")
 _OPTIONS = (*_BOUNDS, "dropout_p", "seed", "zero_empty_rows")
 _PADDED = ("keep", "key_keep", "lengths", "bias", *_OPTIONS)
@@ -76,8 +84,9 @@ class AttentionParams:
         bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks. For a packed batch
             (H|1, pairs), contiguous: the (Lq, Lk) biases of the sequences, concatenated.
         distance_bias: fp32 or fp64 (B|1, H|1, Lq + Lk - 1), last stride 1, added to the scaled scores: query i and key
-            j get entry Lq - 1 + j - i; -inf blocks. For a packed batch (1, H|1, max_q + max_k - 1), entry max_q - 1 + j
-            - i; with bottom_right, entry max_k - 1 + j - (i + keys - queries of the sequence).
+            j get entry Lq - 1 + j - i; -inf blocks. For a packed batch (1, H|1, max_seqlen_q + max_seqlen_k - 1), entry
+            max_seqlen_q - 1 + j - i; with bottom_right, entry max_seqlen_k - 1 + j - (i + keys - queries of the
+            sequence).
         query_ids, key_ids: int32 (B|1, Lq) and (B|1, Lk), last stride 1: query i sees the keys with its own id. For a
             packed batch (Tq,) and (Tk,). Both or neither.
         sinks: fp32 or fp64 (H,), contiguous: per head, the score of one additional key without a value.

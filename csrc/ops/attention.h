@@ -12,10 +12,10 @@ namespace transformer_fast {
 // Boundaries of the sequences of a packed batch.
 struct PackedBatch {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // int32 (sequences + 1,), rising from 0; none: the batch is not packed
-  c10::SymInt max_q = 0, max_k = 0;           // lengths of the longest
-  OptionalTensor seqused_k;                   // int32 (sequences,): number of keys in use per sequence
-  OptionalTensor bias_starts;                 // int64 (sequences + 1,): first pair of each sequence in the bias
-  bool bottom_right = false;                  // bottom-right alignment: the last query is at the last key
+  c10::SymInt max_seqlen_q = 0, max_seqlen_k = 0;  // lengths of the longest
+  OptionalTensor seqused_k;                        // int32 (sequences,): number of keys in use per sequence
+  OptionalTensor bias_starts;                      // int64 (sequences + 1,): first pair of each sequence in the bias
+  bool bottom_right = false;                       // bottom-right alignment: the last query is at the last key
 };
 
 // Mask, scale and dropout, in the normal form that transformer_fast/ops/attention.py makes of its arguments.

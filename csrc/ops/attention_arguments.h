@@ -15,7 +15,8 @@ namespace {
 
 const std::string kMask = "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, ";
 const std::string kSequences =
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, Tensor? seqused_k, bool bottom_right, "
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? seqused_k, bool "
+    "bottom_right, "
     "Tensor? bias, Tensor? bias_starts, ";
 const std::string kOptions =
     "SymInt? causal, SymInt? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, "
@@ -27,11 +28,11 @@ inline void set_keys(AttentionParams& params, const OptionalTensor& keep, const 
                      const OptionalTensor& lengths, const OptionalTensor& bias) {
   params.keep = keep, params.key_keep = key_keep, params.lengths = lengths, params.bias = bias;
 }
-inline void set_keys(AttentionParams& params, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, c10::SymInt max_q,
-                     c10::SymInt max_k, const OptionalTensor& seqused_k, bool bottom_right, const OptionalTensor& bias,
-                     const OptionalTensor& bias_starts) {
-  params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_q), std::move(max_k),
-                   seqused_k,    bias_starts,  bottom_right};
+inline void set_keys(AttentionParams& params, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                     c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k, const OptionalTensor& seqused_k,
+                     bool bottom_right, const OptionalTensor& bias, const OptionalTensor& bias_starts) {
+  params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k), seqused_k,
+                   bias_starts,  bottom_right};
   params.bias = bias;
 }
 
@@ -75,8 +76,8 @@ auto dispatch(const char* name, const char* packed_name, const AttentionParams& 
   };
   if (p.is_packed()) {
     static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(packed_name);
-    return call(op, *p.packed.cu_seqlens_q, *p.packed.cu_seqlens_k, p.packed.max_q, p.packed.max_k, p.packed.seqused_k,
-                p.packed.bottom_right, p.bias, p.packed.bias_starts);
+    return call(op, *p.packed.cu_seqlens_q, *p.packed.cu_seqlens_k, p.packed.max_seqlen_q, p.packed.max_seqlen_k,
+                p.packed.seqused_k, p.packed.bottom_right, p.bias, p.packed.bias_starts);
   }
   static const Operator<std::remove_pointer_t<decltype(&Padded<function>::call)>> op(name);
   return call(op, p.keep, p.key_keep, p.lengths, p.bias);

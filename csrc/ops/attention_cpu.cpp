@@ -61,7 +61,7 @@ using Sequences = c10::SmallVector<Sequence<T, A>, 1>;
 // The index of distance 0 in a distance bias.
 int64_t distance_0(const AttentionParams& params, int64_t queries) {
   if (!params.is_packed()) return queries - 1;
-  return (params.packed.bottom_right ? params.packed.max_k : params.packed.max_q).expect_int() - 1;
+  return (params.packed.bottom_right ? params.packed.max_seqlen_k : params.packed.max_seqlen_q).expect_int() - 1;
 }
 
 // One entry for a padded batch, or one entry per sequence of a packed batch. The entries point into the bias.

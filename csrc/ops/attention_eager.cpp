@@ -94,14 +94,15 @@ py::object attention(bool by_triton, py::handle q_, py::handle k_, py::handle v_
 }
 
 py::object attention_packed(bool by_triton, py::handle q_, py::handle k_, py::handle v_, py::handle cu_seqlens_q,
-                            py::handle cu_seqlens_k, py::handle max_q, py::handle max_k, py::handle causal,
-                            py::handle window, py::handle scale, py::handle dropout_p, py::handle seed,
-                            py::handle empty_rows) {
+                            py::handle cu_seqlens_k, py::handle max_seqlen_q, py::handle max_seqlen_k,
+                            py::handle causal, py::handle window, py::handle scale, py::handle dropout_p,
+                            py::handle seed, py::handle empty_rows) {
   Arguments arguments(by_triton);
   const Tensor q = arguments.floating(q_), k = arguments.floating(k_), v = arguments.floating(v_);
   const Tensor starts_q = arguments.tensor(cu_seqlens_q), starts_k = arguments.tensor(cu_seqlens_k);
   AttentionParams params = read_options(arguments, by_triton, causal, window, scale, dropout_p, seed, empty_rows);
-  const std::optional<int64_t> most_q = arguments.optional_integer(max_q), most_k = arguments.optional_integer(max_k);
+  const std::optional<int64_t> most_q = arguments.optional_integer(max_seqlen_q),
+                               most_k = arguments.optional_integer(max_seqlen_k);
   if (!arguments.ok() || q.dim() != 3 || k.dim() != 3 || v.dim() != 3) return py::none();
   if (!inputs_fit(q, k, v, k.size(1)) || (by_triton && !triton_takes(q))) return py::none();
   const int64_t longest_q = longest_sequence(starts_q, q, most_q), longest_k = longest_sequence(starts_k, k, most_k);

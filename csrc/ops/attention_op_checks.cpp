@@ -53,8 +53,8 @@ void check_packed(const Checks& check, const AttentionParams& params, const Tens
   const Tensor &starts_q = *packed.cu_seqlens_q, &starts_k = *packed.cu_seqlens_k;
   for (const auto& [name, starts] : {std::pair("cu_seqlens_q", starts_q), std::pair("cu_seqlens_k", starts_k)})
     check(name, starts).type({at::kInt}).on_device_of(q).sizes({sizes.B + 1});
-  check.require(holds(sizes.Lq.sym_ge(0)), "max_q must be at least 0, got ", sizes.Lq);
-  check.require(holds(sizes.Lk.sym_ge(0)), "max_k must be at least 0, got ", sizes.Lk);
+  check.require(holds(sizes.Lq.sym_ge(0)), "max_seqlen_q must be at least 0, got ", sizes.Lq);
+  check.require(holds(sizes.Lk.sym_ge(0)), "max_seqlen_k must be at least 0, got ", sizes.Lk);
   check("seqused_k", packed.seqused_k).type({at::kInt}).on_device_of(q).sizes({sizes.B});
   check.require(params.bias.has_value() == packed.bias_starts.has_value(),
                 "bias and bias_starts must both be tensors, or both None");
@@ -134,7 +134,7 @@ void check_arguments(const Checks& check, const AttentionParams& params, const T
     check("cu_seqlens_q", params.packed.cu_seqlens_q).rank(1, "(sequences + 1,)");
     const SymInt boundaries = params.packed.cu_seqlens_q->sym_size(0);
     check("cu_seqlens_q", params.packed.cu_seqlens_q).require(holds(boundaries.sym_ge(1)), "(sequences + 1,)");
-    const Sizes sizes{boundaries - 1, q.sym_size(1), params.packed.max_q, params.packed.max_k};
+    const Sizes sizes{boundaries - 1, q.sym_size(1), params.packed.max_seqlen_q, params.packed.max_seqlen_k};
     check_packed(check, params, q, k, sizes);
     check_special(check, q, sizes, {q.sym_size(0)}, {k.sym_size(0)}, params.distance_bias, params.query_ids,
                   params.key_ids, params.sinks, params.softcap);

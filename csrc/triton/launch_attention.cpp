@@ -21,8 +21,8 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   LaunchCall call;
   call.scalar(name);
   const bool packed = params.is_packed();
-  if (packed) call.scalar(params.packed.max_q.expect_int());
-  if (packed) call.scalar(params.packed.max_k.expect_int());
+  if (packed) call.scalar(params.packed.max_seqlen_q.expect_int());
+  if (packed) call.scalar(params.packed.max_seqlen_k.expect_int());
   if (packed) call.scalar(params.packed.bottom_right);
   call.scalar(known(params.causal));
   call.scalar(known(params.window));
@@ -49,7 +49,7 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
     for (const OptionalTensor* part :
          {&params.keep, &params.key_keep, &params.lengths, &params.query_ids, &params.key_ids})
       if (*part) call.source(**part);
-  } else if (packed && params.packed.max_k.expect_int() > long_keys) {
+  } else if (packed && params.packed.max_seqlen_k.expect_int() > long_keys) {
     call.source(*params.packed.cu_seqlens_k);
     call.source(*params.packed.cu_seqlens_q);
   } else if (!packed && params.lengths && params.lengths->dim() == 1 && k.size(2) > long_keys) {
@@ -73,8 +73,8 @@ py::object python_params(const AttentionParams& params) {
   fields["zero_empty_rows"] = params.zero_empty_rows;
   if (const PackedBatch& packed = params.packed; params.is_packed())
     fields["packed"] =
-        make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_q.expect_int(),
-                         packed.max_k.expect_int(), packed.seqused_k, packed.bias_starts, packed.bottom_right);
+        make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q.expect_int(),
+                         packed.max_seqlen_k.expect_int(), packed.seqused_k, packed.bias_starts, packed.bottom_right);
   return make.call(fields);
 }
 

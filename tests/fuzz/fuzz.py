@@ -81,7 +81,9 @@ def check_packed(c: Config) -> None:
         q: Tensor, k: Tensor, v: Tensor, bias: None, leaves: dict[str, Tensor], seed: Tensor
     ) -> tuple[Tensor, ...]:
         longest = [max(n.tolist()) for n in lengths]
-        packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k"), (*starts, *longest), strict=True))
+        packing = dict(
+            zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*starts, *longest), strict=True)
+        )
         options = {**bounds_of(c), "scale": scale, "dropout_p": c.dropout_p, "seed": seed, "softcap": c.softcap}
         options |= {"zero_empty_rows": c.empty_rows == "zero", "sinks": leaves.get("sinks")}
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32

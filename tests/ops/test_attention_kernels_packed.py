@@ -45,7 +45,7 @@ def call_of(kernels, lengths, part: str, dtype, **more):
         "all parts": {"distance_bias": near.masked_fill(near < -6.0, -math.inf), "softcap": 2.0, **ids},
     }.get(part, {"distance_bias": near})
     call = kernels.packed_call(*lengths, D, parts, **more)
-    return replace(call, packed=replace(call.packed, max_q=longest[0], max_k=longest[1]))
+    return replace(call, packed=replace(call.packed, max_seqlen_q=longest[0], max_seqlen_k=longest[1]))
 
 
 @pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
@@ -176,6 +176,11 @@ def test_a_sequence_does_not_reach_its_neighbours(kernels):
 def test_same_bits_in_every_run_on_any_number_of_threads_and_with_longer_bounds(dtype, kernels, lengths):
     tensors, call = kernels.packed_inputs(*lengths, 2, 1, D, dtype), kernels.packed_call(*lengths, D, dropout_p=0.1)
     kernels.assert_same_bits(lambda: kernels.outcome(tensors, call).values())
-    longer = replace(call, packed=replace(call.packed, max_q=call.packed.max_q + 60, max_k=call.packed.max_k + 60))
+    longer = replace(
+        call,
+        packed=replace(
+            call.packed, max_seqlen_q=call.packed.max_seqlen_q + 60, max_seqlen_k=call.packed.max_seqlen_k + 60
+        ),
+    )
     bits = (kernels.outcome(tensors, c) for c in (call, longer))
     assert all(torch.equal(a, b) for a, b in zip(*(found.values() for found in bits), strict=True))

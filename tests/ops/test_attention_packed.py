@@ -39,13 +39,6 @@ def options(queries, keys):
     }
 
 
-def of_reference(queries, keys):
-    """The same options in the names of the op, which the reference has too."""
-    return {
-        name.replace("seqlen_", "") if name.startswith("max") else name: n for name, n in options(queries, keys).items()
-    }
-
-
 # Causal and window offsets. The last pair leaves queries without keys in sequences that have some.
 BOUNDS = [(None, None), (0, None), (1, -2), (None, 0), (5, 4)]
 
@@ -71,7 +64,7 @@ def test_the_oracle_is_the_padded_one_without_its_padding(self_attention, causal
 
     tokens = [take(t, packing) for t, packing in zip(leaves, (queries, keys, keys))]
     same |= {"causal": causal, "window": window, "zero_empty_rows": True}
-    packed, _, packed_logsumexp = reference(*tokens, **of_reference(queries, keys), **same)
+    packed, _, packed_logsumexp = reference(*tokens, **options(queries, keys), **same)
     assert torch.allclose(packed, expected, atol=1e-12)
     assert torch.allclose(packed_logsumexp.t(), take(logsumexp.transpose(1, 2), queries), atol=1e-12)
     for actual, truth in zip(torch.autograd.grad(packed, leaves, take(grad, queries)), grads):

@@ -80,14 +80,14 @@ def test_packed(zero_empty_rows: bool, bottom_right: bool) -> None:
         drawn = Drawn(number)
         queries, keys = torch.randint(0, 5, (drawn.B,)), torch.randint(0, 5, (drawn.B,))
         queries[0] = keys[0] = 3
-        max_q, max_k = int(queries.max()), int(keys.max()) + drawn.random.randint(0, 2)
+        max_seqlen_q, max_seqlen_k = int(queries.max()), int(keys.max()) + drawn.random.randint(0, 2)
         q, k = torch.randn(int(queries.sum()), H, D), torch.randn(int(keys.sum()), drawn.Hkv, D)
         of_q, of_k, pairs = (torch.nn.functional.pad(n.cumsum(0), (1, 0)) for n in (queries, keys, queries * keys))
         options = drawn.options | {
             "cu_seqlens_q": of_q.int(),
             "cu_seqlens_k": of_k.int(),
-            "max_q": max_q,
-            "max_k": max_k,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
         }
         options |= {
             "zero_empty_rows": zero_empty_rows,
@@ -95,7 +95,7 @@ def test_packed(zero_empty_rows: bool, bottom_right: bool) -> None:
             **drawn.ids(q.shape[:1], k.shape[:1]),
         }
         options |= {"seqused_k": drawn.maybe((torch.rand(drawn.B) * (keys + 1)).int())}
-        options |= {"distance_bias": drawn.maybe(torch.randn(1, H, max_q + max_k - 1))}
+        options |= {"distance_bias": drawn.maybe(torch.randn(1, H, max_seqlen_q + max_seqlen_k - 1))}
         options |= drawn.maybe({"bias": drawn.bias(H, int(pairs[-1])), "bias_starts": pairs}) or {}
         out, _, logsumexp = reference.attention.attention_packed(q, k, k, **options)
         torch.testing.assert_close(plain.attention_packed(q, k, k, **options), (out, logsumexp))

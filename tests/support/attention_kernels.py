@@ -154,7 +154,9 @@ class Kernels:
         part = learned_parts(call).get(name.removeprefix("grad_"))
         # The gradient of a bias is a sum of terms that are rounded, through the output, to q's type.
         coarser = 1.0 if part is None else max(1.0, torch.finfo(q.dtype).eps / torch.finfo(part.dtype).eps)
-        longest = max(call.packed.max_q, call.packed.max_k) if call.packed else max(q.shape[2], k.shape[2])
+        longest = (
+            max(call.packed.max_seqlen_q, call.packed.max_seqlen_k) if call.packed else max(q.shape[2], k.shape[2])
+        )
         if self.backend == "native" and name != "grad_distance_bias":
             if name == "grad_bias" and q.dtype in HALVES:
                 return 8.0 * max(summed(name, q, k, call), longest) ** 0.5 * coarser
@@ -163,7 +165,7 @@ class Kernels:
         if part is not None:
             return 4.0 * summed(name, q, k, call) ** 0.5 * coarser
         if name in ("grad_k", "grad_v"):  # sums over all queries of all heads of their group
-            Lq = call.packed.max_q if call.packed else q.shape[2]
+            Lq = call.packed.max_seqlen_q if call.packed else q.shape[2]
             return 4.0 * (q.shape[1] // k.shape[1] * Lq) ** 0.5
         return 4.0
 

@@ -46,7 +46,7 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[T
     packed = params.packed
     assert packed is not None
     batch = packed.cu_seqlens_q.shape[0] - 1
-    Lq, Lk = packed.max_q, packed.max_k
+    Lq, Lk = packed.max_seqlen_q, packed.max_seqlen_k
     place_q, place_k = _places(packed.cu_seqlens_q, q, Lq), _places(packed.cu_seqlens_k, k, Lk)
     q, k, v = (_padded(t, place, batch, n) for t, place, n in ((q, place_q, Lq), (k, place_k, Lk), (v, place_k, Lk)))
     parts: dict[str, Any] = {"lengths": packed.key_lengths}
@@ -75,9 +75,9 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[T
 
 
 def _bias(params: AttentionParams, packed: PackedBatch) -> Tensor | None:
-    """Sum of the biases of the padded batch, (B|1, H|1, max_q, max_k)."""
-    i = torch.arange(packed.max_q, device=packed.cu_seqlens_q.device).unsqueeze(-1)
-    j = torch.arange(packed.max_k, device=i.device)
+    """Sum of the biases of the padded batch, (B|1, H|1, max_seqlen_q, max_seqlen_k)."""
+    i = torch.arange(packed.max_seqlen_q, device=packed.cu_seqlens_q.device).unsqueeze(-1)
+    j = torch.arange(packed.max_seqlen_k, device=i.device)
     bias = None
     if params.bias is not None and packed.bias_starts is not None:
         pairs = packed.bias_starts[:-1, None, None] + i * packed.stored_keys[:, None, None] + j
@@ -87,7 +87,7 @@ def _bias(params: AttentionParams, packed: PackedBatch) -> Tensor | None:
         return bias
     if packed.bottom_right:
         i = i + (packed.key_lengths - packed.query_lengths)[:, None, None]
-    zero = (packed.max_k if packed.bottom_right else packed.max_q) - 1
+    zero = (packed.max_seqlen_k if packed.bottom_right else packed.max_seqlen_q) - 1
     index = (zero + j - i).clamp(0, params.distance_bias.shape[-1] - 1)
     nearness = params.distance_bias[0][:, index]
     nearness = nearness.transpose(0, 1) if packed.bottom_right else nearness.unsqueeze(0)

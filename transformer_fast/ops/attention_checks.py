@@ -144,7 +144,7 @@ def special_arguments(
     Args:
         op: the public name, for the messages.
         q: (B, H, Lq, D), or for a packed batch (Tq, H, D).
-        lengths: Lq and Lk, or max_q and max_k of a packed batch.
+        lengths: Lq and Lk, or max_seqlen_q and max_seqlen_k of a packed batch.
         zero: index in the distance table for equal query and key positions.
         packed: Tq and Tk of a packed batch; None for a padded batch.
     """

@@ -86,8 +86,8 @@ def attention_packed(
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     seqused_k: Tensor | None = None,
     bias_starts: Tensor | None = None,
     bottom_right: bool = False,
@@ -110,13 +110,13 @@ def attention_packed(
         q: (Tq, H, D), the queries of sequence b in rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
         k, v: (Tk, Hkv, D), likewise by ``cu_seqlens_k``.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and to Tk.
-        max_q, max_k: at least the lengths of the longest sequences.
+        max_seqlen_q, max_seqlen_k: at least the lengths of the longest sequences.
         seqused_k: (B,), number of keys in use per sequence; later keys are not read.
         bottom_right: query i has position ``i + keys - queries`` in its sequence: the last query is at the last key.
         bias, bias_starts: (H|1, pairs); ``bias[:, bias_starts[b] : bias_starts[b + 1]]`` is the (Lq, Lk) of sequence b.
         causal, window: as for :func:`attention`, within each sequence.
-        distance_bias: (1, H|1, max_q + max_k - 1), of which entry ``max_q - 1 + j - i`` is added; with
-            ``bottom_right`` entry ``max_k - 1 + j - i``, i as counted there.
+        distance_bias: (1, H|1, max_seqlen_q + max_seqlen_k - 1), of which entry ``max_seqlen_q - 1 + j - i`` is added;
+            with ``bottom_right`` entry ``max_seqlen_k - 1 + j - i``, i as counted there.
         query_ids, key_ids: (Tq,) and (Tk,).
         softcap, sinks: as for :func:`attention`.
         scale, dropout_p, seed: as for :func:`attention`; b is the sequence, and i and j count within the sequence, so
@@ -130,7 +130,7 @@ def attention_packed(
     # An empty sequence is appended, so that there is at least one.
     starts_q, starts_k = [*cu_seqlens_q.tolist(), q.shape[0]], [*cu_seqlens_k.tolist(), k.shape[0]]
     H, B = q.shape[1], len(starts_q) - 1
-    kept = attention_keep(seed, dropout_p, B, H, max_q, max_k) if dropout_p > 0.0 else None
+    kept = attention_keep(seed, dropout_p, B, H, max_seqlen_q, max_seqlen_k) if dropout_p > 0.0 else None
     used = [end - start for start, end in itertools.pairwise(starts_k)]
     if seqused_k is not None:
         used[:-1] = seqused_k.tolist()
@@ -151,7 +151,9 @@ def attention_packed(
             pair = int(bias_starts[b])
             added = bias[None, :, pair : pair + Lq * stored].unflatten(2, (Lq, stored))[..., :Lk]
         if distance_bias is not None:
-            nearness = along_diagonals(distance_bias, Lq, Lk, max_k - 1 - shift if bottom_right else max_q - 1)
+            nearness = along_diagonals(
+                distance_bias, Lq, Lk, max_seqlen_k - 1 - shift if bottom_right else max_seqlen_q - 1
+            )
             added = nearness if added is None else added + nearness
         if added is not None:
             allowed = allowed & (added != float("-inf"))

@@ -139,7 +139,7 @@ def lengths_of_views(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[int
     """Number of queries and keys in the kernel's tensors; in a packed batch at most the number of tokens."""
     if params.packed is None:
         return q.shape[2], k.shape[2]
-    return min(params.packed.max_q, q.shape[0]), min(params.packed.max_k, k.shape[0])
+    return min(params.packed.max_seqlen_q, q.shape[0]), min(params.packed.max_seqlen_k, k.shape[0])
 
 
 def along_distances(sums: Tensor, params: AttentionParams, queries: int, keys: int, tile: tuple[int, int]) -> Tensor:
@@ -161,14 +161,15 @@ def along_distances(sums: Tensor, params: AttentionParams, queries: int, keys: i
 
 
 def _counted_from_the_end(gradient: Tensor, packed: PackedBatch, queries: int) -> Tensor:
-    """Sum over sequences, (B, H|1, distances) -> (1, H|1, max_q + max_k - 1), for bottom-right aligned positions.
+    """Sum over sequences, (B, H|1, distances) -> (1, H|1, max_seqlen_q + max_seqlen_k - 1), for positions aligned
+    on the bottom right.
 
     Args:
         gradient: per sequence, entry ``queries - 1 + j - i`` belongs to query i and key j.
     """
     shift = packed.key_lengths - packed.query_lengths
-    place = torch.arange(packed.max_q + packed.max_k - 1, device=gradient.device)
-    source = place - (packed.max_k - 1) + shift.long()[:, None] + queries - 1
+    place = torch.arange(packed.max_seqlen_q + packed.max_seqlen_k - 1, device=gradient.device)
+    source = place - (packed.max_seqlen_k - 1) + shift.long()[:, None] + queries - 1
     inside = (source >= 0) & (source < gradient.shape[2])
     index = source.clamp(0, gradient.shape[2] - 1)[:, None].expand(-1, gradient.shape[1], -1)
     return gradient.gather(2, index).masked_fill(~inside[:, None], 0.0).sum(0, keepdim=True)
@@ -236,4 +237,4 @@ def attention_grad_distance_bias(
     if params.packed is None or params.packed.bottom_right:
         return gradient.contiguous()
     # Distances that occur in no sequence.
-    return F.pad(gradient, (params.packed.max_q - queries, params.packed.max_k - keys))
+    return F.pad(gradient, (params.packed.max_seqlen_q - queries, params.packed.max_seqlen_k - keys))

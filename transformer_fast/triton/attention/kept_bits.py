@@ -45,7 +45,7 @@ def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) ->
     packed = params.packed
     if packed is not None and not keeps_packed_bits(triton.__version__):
         return None
-    keys = k.shape[2] if packed is None else min(packed.max_k, k.shape[0])
+    keys = k.shape[2] if packed is None else min(packed.max_seqlen_k, k.shape[0])
     if params.window is not None or params.dropout_p == 0.0 or call_kind(keys, params) not in ("long", "packed long"):
         return None
     bits, block_d = q.element_size() * 8, padded_head_dim(q.shape[-1])

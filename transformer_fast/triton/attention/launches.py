@@ -153,4 +153,6 @@ def kernel_views(
     if params.packed is None:
         return [t if written else _as_rows(t) for t in (*queries, *keys)]
     packed, B = params.packed, params.packed.cu_seqlens_q.shape[0] - 1
-    return [_packed_view(t, B, packed.max_q) for t in queries] + [_packed_view(t, B, packed.max_k) for t in keys]
+    return [_packed_view(t, B, packed.max_seqlen_q) for t in queries] + [
+        _packed_view(t, B, packed.max_seqlen_k) for t in keys
+    ]

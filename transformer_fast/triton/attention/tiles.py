@@ -247,7 +247,7 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     emptying = emptying or any(part is not None for part in (bias, params.distance_bias, params.query_ids))
     zero = Lq - 1
     if packed is not None:
-        zero = (packed.max_k if packed.bottom_right else packed.max_q) - 1
+        zero = (packed.max_seqlen_k if packed.bottom_right else packed.max_seqlen_q) - 1
     strides = [0, 0, 0, 0]
     if bias is not None and packed is not None:  # the kernel computes its rows
         strides = [0, bias.stride(0) if bias.shape[0] > 1 else 0, 0, 1]
