@@ -63,7 +63,7 @@ def launches(case: Case, packed: bool, device: str = META) -> list[tuple[str, La
     if case.backward:
         inputs = tensor(values, of_queries), q, k, v, out, logsumexp, None, kept_bits
         gradients = (tensor(results, shape) for shape in (of_queries, of_keys, of_keys))
-        outputs = (*gradients, *backward.row_buffers(q, logsumexp, params))
+        outputs = (*gradients, None, None, *backward.row_buffers(q, logsumexp, params))
         names = ("grad_q", "grad_kv")
         found += zip(names, backward.backward_launches(inputs, outputs, params, arch), strict=True)
     return found

@@ -21,7 +21,6 @@ from transformer_fast.triton.attention import (
     grad_bias,
     grad_distance_bias,
     tile_map,
-    weights,
 )
 from transformer_fast.triton.attention.kept_bits import empty_kept_bits
 from transformer_fast.triton.configs import ATTENTION, CROSS_ENTROPY, NORM
@@ -145,7 +144,7 @@ def attention_cases(arch: str) -> Iterator[Launch]:
 def attention_backward_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config of an architecture class."""
     for (q, logsumexp), params in tile_calls():
-        outputs = q, q, q, *backward.row_buffers(q, logsumexp, params)
+        outputs = q, q, q, None, None, *backward.row_buffers(q, logsumexp, params)
         for kept_bits in kept_or_drawn(q, params, arch):
             inputs = q, q, q, q, q, logsumexp, None, kept_bits
             yield from backward.backward_launches(inputs, outputs, params, arch)
@@ -168,13 +167,14 @@ def attention_tile_map_cases(arch: str) -> Iterator[Launch]:
     yield tile_map.lists_launch(classes, lists, lists, False)
 
 
-def attention_weights_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every config."""
-    for (q, logsumexp), params in dense_calls():
-        out = meta(*q.shape[:3], q.shape[2], dtype=q.dtype)
-        yield from weights.weights_launches((q, q, logsumexp), (out,), params)
-        params = by_distance(with_documents(params, q), q.shape[2], 30.0)
-        yield from weights.weights_launches((q, q, logsumexp), (out,), params)
+def bias_launches(
+    q: Tensor, logsumexp: Tensor, params: AttentionParams, arch: str, bias_sums: Tensor | None = None,
+    distance_sums: Tensor | None = None,
+) -> list[Launch]:  # fmt: skip
+    """The launches of a backward that fill buffers of the gradients of biases."""
+    inputs = q, q, q, q, q, logsumexp, logsumexp, None
+    outputs = q, None, None, bias_sums, distance_sums, *backward.row_buffers(q, logsumexp, params)
+    return backward.backward_launches(inputs, outputs, params, arch)[1:]
 
 
 def attention_grad_bias_cases(arch: str) -> Iterator[Launch]:
@@ -183,33 +183,25 @@ def attention_grad_bias_cases(arch: str) -> Iterator[Launch]:
         L = q.shape[2]
         shape = ((1, 4, L, L), (1, 4, 1, L), (2, 1, L, 1), (1, 1, 1, 1))[number % 4]
         params = replace(params, bias=meta(*shape, dtype=torch.float32))
-        sums = grad_bias.part_sums(params.bias, grad_bias.sharing(q, q, params)[2])
-        outputs = logsumexp, logsumexp, sums
-        yield from grad_bias.grad_bias_launches((q, q, q, q, q, logsumexp, logsumexp), outputs, params)
+        yield from bias_launches(q, logsumexp, params, arch, grad_bias.part_sums(q, q, params))
     for D in (32, 64, 128):
         q, logsumexp = meta(2048, 4, D, dtype=torch.bfloat16), meta(4, 2048, dtype=torch.float32)
         params = with_packed_bias(AttentionParams(packed=PackedBatch(*[meta(3, dtype=torch.int32)] * 2, 1024, 1024)))
-        outputs = logsumexp, logsumexp, grad_bias.part_sums(params.bias, 1)
-        yield from grad_bias.grad_bias_launches((q, q, q, q, q, logsumexp, logsumexp), outputs, params)
+        yield from bias_launches(q, logsumexp, params, arch, meta(1, *params.bias.shape, dtype=torch.float32))
 
 
 def attention_grad_distance_bias_cases(arch: str) -> Iterator[Launch]:
     """The launches of every config, padded and packed."""
     for (q, logsumexp), params in dense_calls():
-        L = q.shape[2]
-        capped = by_distance(with_documents(params, q), L, 30.0)
-        outputs = logsumexp, logsumexp, grad_distance_bias.diagonal_sums(q, q, capped)
-        yield from grad_distance_bias.grad_distance_bias_launches(
-            (q, q, q, q, q, logsumexp, logsumexp), outputs, capped
-        )
+        params = by_distance(with_documents(params, q), q.shape[2], 30.0)
+        sums = grad_distance_bias.diagonal_sums(q, q, params)
+        yield from bias_launches(q, logsumexp, params, arch, distance_sums=sums)
     for D in (32, 64, 128):
         q, logsumexp = meta(2048, 4, D, dtype=torch.bfloat16), meta(4, 2048, dtype=torch.float32)
         params = AttentionParams(packed=PackedBatch(*[meta(3, dtype=torch.int32)] * 2, 1024, 1024))
         params = by_distance(with_documents(params, q), 1024, 30.0)
-        outputs = logsumexp, logsumexp, grad_distance_bias.diagonal_sums(q, q, params)
-        yield from grad_distance_bias.grad_distance_bias_launches(
-            (q, q, q, q, q, logsumexp, logsumexp), outputs, params
-        )
+        sums = grad_distance_bias.diagonal_sums(q, q, params)
+        yield from bias_launches(q, logsumexp, params, arch, distance_sums=sums)
 
 
 def attention_decode_cases(arch: str) -> Iterator[Launch]:
@@ -308,7 +300,6 @@ CASES: dict[str, Callable[[str], Iterator[Launch]]] = {
     "attention": attention_cases,
     "attention_backward": attention_backward_cases,
     "attention_tile_map": attention_tile_map_cases,
-    "attention_weights": attention_weights_cases,
     "attention_grad_bias": attention_grad_bias_cases,
     "attention_grad_distance_bias": attention_grad_distance_bias_cases,
     "attention_decode": attention_decode_cases,

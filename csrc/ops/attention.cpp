@@ -37,11 +37,8 @@ AttentionGradients compute_backward(const AttentionParams& params, const Tensor&
                                     const Tensor& k, const Tensor& v, const AttentionResult& result,
                                     const OptionalTensor& grad_logsumexp, GradientNeeds needs) {
   if (!params.by_triton) return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs);
-  AttentionGradients grads = launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params);
-  if (needs.bias) grads.bias = launch_attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  AttentionGradients grads = launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs);
   if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
-  if (needs.distance_bias)
-    grads.distance_bias = launch_attention_grad_distance_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   return grads;
 }
 
@@ -86,17 +83,17 @@ ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, con
 Tensor grad_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                  const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp) {
   const AttentionResult result{out, logsumexp, {}, {}, {}};
-  return (params.by_triton ? launch_attention_grad_bias : attention_grad_bias)(grad_out, q, k, v, result,
-                                                                               grad_logsumexp, params);
+  if (!params.by_triton) return attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  const GradientNeeds needs{.bias = true, .keys = false};
+  return launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs).bias;
 }
 
 Tensor grad_distance_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                           const Tensor& v, const Tensor& out, const Tensor& logsumexp,
                           const OptionalTensor& grad_logsumexp) {
   const AttentionResult result{out, logsumexp, {}, {}, {}};
-  if (params.by_triton) return launch_attention_grad_distance_bias(grad_out, q, k, v, result, grad_logsumexp, params);
-  const GradientNeeds needs{/*bias=*/false, /*distance_bias=*/true};
-  return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs).distance_bias;
+  const GradientNeeds needs{.distance_bias = true, .keys = false};
+  return compute_backward(params, grad_out, q, k, v, result, grad_logsumexp, needs).distance_bias;
 }
 
 TwoTensors forward_meta(const AttentionParams&, const Tensor& q, const Tensor&, const Tensor&) {
@@ -156,7 +153,8 @@ struct Attention {
     if (grad_out.sym_stride(-1) != 1) grad_out = grad_out.contiguous();
     if (direct) {
       const auto gradients = compute_backward(params, grad_out, q, k, v, result, grad_logsumexp,
-                                              {needs[kBias], needs[kDistanceBias], needs[kSinks]});
+                                              {needs[kBias], needs[kDistanceBias], needs[kSinks],
+                                               /*keys=*/needs[kK] || needs[kV]});
       return {gradients.q, gradients.k, gradients.v, gradients.bias, gradients.distance_bias, gradients.sinks};
     }
     const KernelsOfForward same(params.by_triton);

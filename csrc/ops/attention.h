@@ -82,9 +82,9 @@ struct AttentionGradients {
   Tensor q, k, v, bias, distance_bias, sinks;
 };
 
-// Indices of the needed gradients.
+// The needed gradients besides that of q. The kernels of a CPU compute those of k and v in any case.
 struct GradientNeeds {
-  bool bias = false, distance_bias = false, sinks = false;
+  bool bias = false, distance_bias = false, sinks = false, keys = true;
 };
 
 // q (B, H, Lq, D), k and v (B, Hkv, Lk, D) -> out like q, logsumexp (B, H, Lq); packed: q (T, H, D), k and v

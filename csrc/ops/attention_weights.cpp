@@ -17,18 +17,19 @@ namespace py = pybind11;
 using eager::needs_gradient, eager::Needs;
 using torch::autograd::variable_list;
 
-Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp) {
-  return params.by_triton ? launch_attention_weights(q, k, logsumexp, params) : attention_weights(q, k, params);
+// On a GPU by PyTorch's own operators: a request for the weights is rare.
+Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k) {
+  if (!params.by_triton) return attention_weights(q, k, params);
+  static const PythonFunction function("transformer_fast.ops.attention", "weights_by_torch");
+  const py::gil_scoped_acquire gil;
+  return function.tensor(q, k, python_params(params));
 }
 
-void check_weights(const AttentionParams& params, const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp) {
-  constexpr Checks check{"attention_weights"};
-  check_arguments(check, params, q, k, std::nullopt);
-  check_statistics(check, "logsumexp", logsumexp, q);
-  if (params.by_triton) check("logsumexp", logsumexp).given("for the Triton kernels");
+void check_weights(const AttentionParams& params, const Tensor& q, const Tensor& k) {
+  check_arguments({"attention_weights"}, params, q, k, std::nullopt);
 }
 
-Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k, const OptionalTensor&) {
+Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k) {
   return meta_tensor(q, {q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)});
 }
 
@@ -50,12 +51,11 @@ struct AttentionWeights {
   }
 };
 
-Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Tensor& k,
-                        const OptionalTensor& logsumexp) {
+Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Tensor& k) {
   Tensor result;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    result = dispatch<weights>("attention_weights", nullptr, params, q, k, logsumexp);
+    result = dispatch<weights>("attention_weights", nullptr, params, q, k);
   }
   if (!needs_gradient(q, k, params.bias, params.distance_bias, params.sinks)) return result;
   eager::OpNode<AttentionWeights>::Saved saved = {q, k};
@@ -67,18 +67,16 @@ Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Te
 }
 
 template <c10::DeviceType device>
-Tensor weights_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k,
-                        const OptionalTensor& logsumexp) {
+Tensor weights_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k) {
   const NoAutocast<device> no_autocast;
-  return dispatch<weights>("attention_weights", nullptr, params, autocast<device>(q), autocast<device>(k), logsumexp);
+  return dispatch<weights>("attention_weights", nullptr, params, autocast<device>(q), autocast<device>(k));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   define<Padded<check_weights>::call, Padded<weights>::call, Padded<weights_meta>::call,
-         Padded<weights_autograd>::call>(m, "attention_weights(Tensor q, Tensor k, Tensor? logsumexp, " + kMask +
-                                                kOptions + " -> Tensor");
+         Padded<weights_autograd>::call>(m, "attention_weights(Tensor q, Tensor k, " + kMask + kOptions + " -> Tensor");
 }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
   m.impl("attention_weights", Padded<weights_autocast<at::kCPU>>::call);

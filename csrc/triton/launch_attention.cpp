@@ -92,48 +92,23 @@ AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor&
 
 AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                              const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                             const AttentionParams& params) {
+                                             const AttentionParams& params, GradientNeeds needs) {
   static const PythonFunction launcher("transformer_fast.triton.attention.backward", "attention_backward");
   const Tensor &out = result.out, &logsumexp = result.logsumexp;
   const py::gil_scoped_acquire gil;
   auto call =
       call_of("attention backward", params, k, {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits});
-  const auto [grad_q, grad_k, grad_v] = replayed_or<3>(std::move(call), [&](const py::object& call) {
-    return launcher.tensors<3>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp,
-                               result.kept_bits, call);
-  });
-  return {grad_q, grad_k, grad_v, {}};
-}
-
-Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                  const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                  const AttentionParams& params) {
-  static const PythonFunction launcher("transformer_fast.triton.attention.grad_bias", "attention_grad_bias");
-  const py::gil_scoped_acquire gil;
-  auto call =
-      call_of("attention grad_bias", params, k, {grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp});
-  return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp,
-                         object_of(std::move(call)));
-}
-
-Tensor launch_attention_grad_distance_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                           const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                           const AttentionParams& params) {
-  static const PythonFunction launcher("transformer_fast.triton.attention.grad_distance_bias",
-                                       "attention_grad_distance_bias");
-  const py::gil_scoped_acquire gil;
-  auto call = call_of("attention grad_distance_bias", params, k,
-                      {grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp});
-  return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp,
-                         object_of(std::move(call)));
-}
-
-Tensor launch_attention_weights(const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp,
-                                const AttentionParams& params) {
-  static const PythonFunction launcher("transformer_fast.triton.attention.weights", "attention_weights");
-  const py::gil_scoped_acquire gil;
-  auto call = call_of("attention weights", params, k, {q, k, logsumexp});
-  return launcher.tensor(q, k, logsumexp, python_params(params), object_of(std::move(call)));
+  const std::array needed = {needs.keys, needs.bias, needs.distance_bias};
+  for (const bool need : needed) call.scalar(need);
+  const auto launch = [&](const py::object& call) {
+    return launcher.tensors<5>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp,
+                               result.kept_bits, needed, call);
+  };
+  // Python adds up the parts of the gradients of biases.
+  const bool in_parts = needs.bias || needs.distance_bias;
+  const auto [grad_q, grad_k, grad_v, bias, distance_bias] =
+      in_parts ? launch(object_of(std::move(call))) : replayed_or<5>(std::move(call), launch);
+  return {grad_q, grad_k, grad_v, bias, distance_bias};
 }
 
 }  // namespace transformer_fast

@@ -13,17 +13,9 @@ pybind11::object python_params(const AttentionParams& params);
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                  bool training);
-// The gradients of q, k and v.
+// The gradients of q, of k and v, and of the biases, as needed.
 AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                              const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                             const AttentionParams& params);
-Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                  const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                  const AttentionParams& params);
-Tensor launch_attention_grad_distance_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                           const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                           const AttentionParams& params);
-Tensor launch_attention_weights(const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp,
-                                const AttentionParams& params);
+                                             const AttentionParams& params, GradientNeeds needs);
 
 }  // namespace transformer_fast

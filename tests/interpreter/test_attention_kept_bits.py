@@ -39,7 +39,7 @@ def trained(tensors: tuple[torch.Tensor, ...], call: AttentionParams, keep: bool
     *qkv, grad = tensors
     out, logsumexp, kept_bits = attention_forward(*qkv, call, training=keep)
     assert (kept_bits is not None) == keep
-    return out, *attention_backward(grad, *qkv, out, logsumexp, call, None, kept_bits), kept_bits
+    return out, *attention_backward(grad, *qkv, out, logsumexp, call, None, kept_bits)[:3], kept_bits
 
 
 def unpacked(kept_bits: torch.Tensor) -> torch.Tensor:
@@ -74,11 +74,11 @@ def test_the_backward_reads_them(device):
     drawing."""
     (q, k, v, grad), call = call_of(device)
     out, logsumexp, kept_bits = attention_forward(q, k, v, call, training=True)
-    _, _, grad_v = attention_backward(grad, q, k, v, out, logsumexp, call, None, torch.zeros_like(kept_bits))
+    _, _, grad_v, *_ = attention_backward(grad, q, k, v, out, logsumexp, call, None, torch.zeros_like(kept_bits))
     assert not grad_v.any()
     ones = torch.full_like(kept_bits, -1)
-    grad_q, _, grad_v = attention_backward(grad, q, k, v, out, logsumexp, call, None, ones)
-    drawn_q, _, drawn_v = attention_backward(grad, q, k, v, out, logsumexp, call)
+    grad_q, _, grad_v, *_ = attention_backward(grad, q, k, v, out, logsumexp, call, None, ones)
+    drawn_q, _, drawn_v, *_ = attention_backward(grad, q, k, v, out, logsumexp, call)
     assert not torch.equal(grad_q, drawn_q) and not torch.equal(grad_v, drawn_v)
 
 
@@ -99,6 +99,6 @@ def test_a_packed_batch_is_that_of_its_sequences(device, causal):
     *drawn, _ = trained(tensors, call, keep=False)
     assert all(torch.equal(*pair) for pair in zip(kept, drawn, strict=True)) and kept[3].any()
     assert bits.shape == (H, 304 // 128 + 5, 4, 8, 32)
-    *_, grad_v = attention_backward(tensors[3], *tensors[:3], *attention_forward(*tensors[:3], call)[:2], call, None,
-                                    torch.zeros_like(bits))  # fmt: skip
+    results = attention_forward(*tensors[:3], call)[:2]
+    _, _, grad_v, *_ = attention_backward(tensors[3], *tensors[:3], *results, call, None, torch.zeros_like(bits))
     assert not grad_v.any()

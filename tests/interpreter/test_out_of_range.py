@@ -12,7 +12,6 @@ from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.triton.attention.backward import attention_backward
 from transformer_fast.triton.attention.decode import attention_decode
 from transformer_fast.triton.attention.forward import attention_forward
-from transformer_fast.triton.attention.grad_bias import attention_grad_bias
 
 NO_PARTS = dict.fromkeys(("distance_bias", "query_ids", "key_ids", "sinks", "causal", "window", "softcap"))
 
@@ -57,13 +56,11 @@ def packed(starts: list[int], device: torch.device, longest: int = 11, **parts: 
     params = AttentionParams(scale=0.25, packed=sequences, zero_empty_rows=True, **parts)
     filled(7.0, q, q[..., 0])
     out, logsumexp, _ = attention_forward(q, k, v, params)
-    filled(7.0, q, q, q)
-    gradients = attention_backward(grad, q, k, v, out, logsumexp, params)
+    needs = True, params.bias is not None, False
+    filled(7.0, q, q, q, *([params.bias] * 2 if needs[1] else []))
+    *gradients, bias, _ = attention_backward(grad, q, k, v, out, logsumexp, params, needs=needs)
     found = dict(zip(("out", "logsumexp", "grad_q", "grad_k", "grad_v"), (out, logsumexp.t(), *gradients), strict=True))
-    if params.bias is not None:
-        filled(7.0, params.bias, params.bias)
-        found["grad_bias"] = attention_grad_bias(grad, q, k, v, out, logsumexp, params).t()
-    return found
+    return found if bias is None else found | {"grad_bias": bias.t()}
 
 
 WRONG = {

@@ -59,7 +59,7 @@ def test_weights_without_the_logsumexp(Lq, Lk, dtype, kernels):
     call = kernels.call(9, lengths=torch.tensor([Lk - 1], dtype=torch.int32), zero_empty_rows=True)
     expected = kernels.check((q, k, v, grad_out), call)["weights"]
     k[..., -1, :] = math.nan
-    weights = torch.ops.transformer_fast.attention_weights(q, k, None, **call.keywords())
+    weights = torch.ops.transformer_fast.attention_weights(q, k, **call.keywords())
     torch.testing.assert_close(weights, expected)
 
 

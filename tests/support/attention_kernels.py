@@ -96,7 +96,7 @@ class Kernels:
             )
             found = {"out": out, "logsumexp": logsumexp, **grads}
             if call.packed is None:
-                found["weights"] = op_of(call, "_weights")(q, k, logsumexp, **options)
+                found["weights"] = op_of(call, "_weights")(q, k, **options)
             for name in learned_parts(call):
                 found[f"grad_{name}"] = op_of(call, f"_grad_{name}")(*received, **options)
         return found

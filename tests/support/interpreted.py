@@ -17,8 +17,6 @@ from transformer_fast.triton.attention import (
     forward,
     grad_bias,
     grad_distance_bias,
-    grad_scores,
-    weights,
 )
 
 
@@ -56,10 +54,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         return
     for key in configs.ATTENTION:
         monkeypatch.setitem(configs.ATTENTION, key, configs.AttentionConfig(32, 32, 4, 1))
-    for module, name in ((weights, "TILES"), (grad_bias, "TILES"), (grad_scores, "ROW_TILES")):
-        monkeypatch.setattr(module, name, dict.fromkeys(getattr(module, name), (32, 32, 4)))
-    monkeypatch.setattr(grad_distance_bias, "TILES", dict.fromkeys(grad_distance_bias.TILES, (32, 32, 4)))
     for module in (grad_bias, grad_distance_bias):
+        monkeypatch.setattr(module, "TILES", dict.fromkeys(module.TILES, (32, 32, 4)))
         monkeypatch.setattr(module, "PROGRAMS", 12)
 
 

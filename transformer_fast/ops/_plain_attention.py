@@ -21,7 +21,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, 
     return out, logsumexp
 
 
-def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor | None, **options: Any) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     """Compute the weights (B, H, Lq, Lk)."""
     return _attend(q, k, k[..., :0], **options)[1]
 

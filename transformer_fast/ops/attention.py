@@ -135,8 +135,8 @@ def attention(
         empty_rows: result of a query with no allowed key: "uniform" weights over all Lk keys (as filling with -1e9
             gives) or "zero". Never NaN.
         return_weights: True also returns the weights before dropout, "dropped" those after dropout. The weights are
-            recomputed from the logsumexp, which costs one more matrix product. The gradient of the weights is computed
-            eagerly.
+            computed anew, on a GPU by PyTorch's own operators, which keep a few tensors of their size in float32. The
+            gradient of the weights is computed eagerly.
         return_logsumexp: also return the logsumexp of each query's masked scores.
 
     Returns:
@@ -207,6 +207,17 @@ def padded_params(call: Call) -> AttentionParams:
     if call.special:
         parts |= call.special_arguments((q.shape[2], k.shape[2]), zero=q.shape[2] - 1)
     return call.params(**parts)
+
+
+def weights_by_torch(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
+    """Compute the weights (B, H, Lq, Lk) on a GPU, in q's dtype, after dropout if there is a seed.
+
+    PyTorch's own operators compute them, in float32, from queries and keys as the op takes them.
+    """
+    undropped = replace(params, dropout_p=0.0, seed=None)
+    wide_q, wide_k = q.float(), k.float()
+    weights = by_reference(wide_q, wide_k, wide_k[..., :0], undropped)[1]  # no column of the values: no second product
+    return dropped(weights, params).to(q.dtype)
 
 
 def weights_gradients(

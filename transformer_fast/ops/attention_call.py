@@ -107,7 +107,7 @@ class Call:
         if self.return_weights and params.packed is None:
             of_weights = params if self.return_weights == "dropped" else replace(params, dropout_p=0.0, seed=None)
             compute = implementation("attention_weights", self.backend)
-            weights = compute(q, k, logsumexp.detach(), **of_weights.keywords())
+            weights = compute(q, k, **of_weights.keywords())
         return out, weights, logsumexp
 
 

@@ -119,7 +119,7 @@ def widen_bf16_if_interpreted(results: int):
             outputs = launcher(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
             if isinstance(outputs, Tensor):
                 return outputs.to(args[0].dtype) if results > 0 else outputs
-            return tuple(t.to(args[0].dtype) if i < results else t for i, t in enumerate(outputs))
+            return tuple(t if t is None or i >= results else t.to(args[0].dtype) for i, t in enumerate(outputs))
 
         return wide
 

@@ -7,7 +7,7 @@ would run, several programs share a tile, and their fp32 parts are added afterwa
 for bit.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,11 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
-from ..launch_cache import run_kept
-from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
+from ..launcher import Launch, blocks_of
 from ..philox import RandomBits, load_seed
-from .grad_scores import grad_score_tile, rows_launch
-from .launches import MAP_TENSORS, is_empty, kernel_views, score_kinds
+from .grad_scores import TILES, grad_score_tile
+from .launches import score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
 from .tiles import (
@@ -28,7 +27,6 @@ from .tiles import (
     at_row,
     padded_head_dim,
 )
-from .weights import TILES
 
 # Target number of programs, a few per multiprocessor; a bias with fewer tiles is shared among programs.
 PROGRAMS = 512
@@ -187,74 +185,36 @@ def sharing(q: Tensor, k: Tensor, params: AttentionParams) -> Sharing:
     return Sharing(tiles, each, blocks_of(total, steps), steps)
 
 
-def part_sums(bias: Tensor, parts: int) -> Tensor:
-    """Buffer (parts, *bias.shape), in the bias's dtype for a single part, else fp32."""
+def part_sums(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
+    """Buffer (parts, *bias.shape), in the bias's dtype for a single part, else fp32; for q and k as the kernels take
+    them."""
+    bias, parts = params.bias, sharing(q, k, params).parts
     return torch.empty((parts, *bias.shape), dtype=bias.dtype if parts == 1 else torch.float32, device=bias.device)
 
 
-def grad_bias_launches(
-    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], params: AttentionParams
-) -> list[Launch]:
-    """The two kernel launches of :func:`attention_grad_bias`, which fill the gradient or its parts.
+def grad_bias_launch(
+    q: Tensor, k: Tensor, arguments: dict[str, object], sums: Tensor, params: AttentionParams
+) -> Launch:
+    """Launch that fills :func:`part_sums`, whose sum is the gradient of the bias.
 
     Args:
-        inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp.
-        outputs: delta and sums of weights, both like logsumexp, and :func:`part_sums`.
+        q, k: (B, H, Lq, D) and (B, Hkv, Lk, D).
+        arguments: of the tensors, the mask and the rows.
+        sums: :func:`part_sums`.
         params: as given to the launcher.
     """
-    delta, row_sums, sums = outputs
     bias, packed = params.bias, params.packed is not None
-    of_rows, q, k, arguments = rows_launch(inputs, delta, row_sums, params)
     rows, keys, warps = TILES[q.element_size() * 8, arguments["BLOCK_D"]]
     tiles, each, parts, steps = sharing(q, k, params)
     sizes: dict[str, object] = dict(zip(STEPPING, (*each, parts, steps), strict=True))
     sizes |= {"ONE_QUERY": not packed and bias.shape[2] == 1, "ONE_KEY": not packed and bias.shape[3] == 1}
-    return [
-        of_rows,
-        Launch(
-            name=f"attention grad_bias {str(q.dtype)[6:]} d{arguments['BLOCK_D']} {rows}x{keys} {warps} warps"
-            f"{'' if arguments['seed'] is None else ' dropout'}"
-            f"{' packed' if packed else ''}{score_kinds(params)} from {tuple(bias.shape)}",
-            kernel=_grad_bias_kernel,
-            grid=tiles * parts,
-            arguments=arguments | sizes | {"grad_bias": sums, "BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
-            num_warps=warps,
-            num_stages=1,
-        ),
-    ]
-
-
-def attention_grad_bias(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None = None, call: Any = None,
-) -> Tensor:  # fmt: skip
-    """Gradient of the bias of :func:`~.forward.attention_forward`, by Triton.
-
-    Args:
-        grad_out: the gradient of out; any strides.
-        q, k, v, params: as given to the forward launcher; the bias (B|1, H|1, Lq|1, Lk|1), or packed (H|1, pairs).
-        out, logsumexp: as it returned them.
-        grad_logsumexp: fp32, the gradient of logsumexp, or None.
-        call: see :func:`..launch_cache.run_kept`.
-
-    Returns:
-        The gradient in bias's shape and dtype, contiguous, summed in fp32: 0 where bias is -inf and from rows without
-        keys. Bitwise equal from run to run.
-    """
-    gradient = _attention_grad_bias(grad_out, q, k, v, out, logsumexp, params, grad_logsumexp, call)[0]
-    return gradient.to(params.bias.dtype)
-
-
-@widen_bf16_if_interpreted(results=0)
-def _attention_grad_bias(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None, call: Any,
-) -> tuple[Tensor]:  # fmt: skip
-    bias = params.bias
-    if is_empty(q, k, params) or bias.numel() == 0:
-        return (torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device),)
-    sums = part_sums(bias, sharing(*kernel_views(params, (q,), (k,)), params).parts)
-    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
-    outputs = (*empties_like(logsumexp, logsumexp), sums)
-    run_kept(call, outputs, lambda: grad_bias_launches(inputs, outputs, params), MAP_TENSORS)
-    return (sums[0] if len(sums) == 1 else sums.sum(0),)
+    return Launch(
+        name=f"attention grad_bias {str(q.dtype)[6:]} d{arguments['BLOCK_D']} {rows}x{keys} {warps} warps"
+        f"{'' if arguments['seed'] is None else ' dropout'}"
+        f"{' packed' if packed else ''}{score_kinds(params)} from {tuple(bias.shape)}",
+        kernel=_grad_bias_kernel,
+        grid=tiles * parts,
+        arguments=arguments | sizes | {"grad_bias": sums, "BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
+        num_warps=warps,
+        num_stages=1,
+    )

@@ -7,25 +7,22 @@ and in the end sums the diagonals of the resulting tile. Neighbouring diagonals 
 added afterwards, and so are batches and heads that share the bias. Without atomics, two runs agree bit for bit.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams, PackedBatch
-from ..launch_cache import run_kept
-from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
+from ..launcher import Launch, blocks_of
 from ..philox import RandomBits, load_seed
-from .grad_scores import grad_score_tile, rows_launch
-from .launches import MAP_TENSORS, is_empty, score_kinds
+from .grad_scores import TILES as _TILES
+from .grad_scores import grad_score_tile
+from .launches import score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import aligned, sequence, sequence_bias, sequence_bias_row, statistics_row, used_keys
 from .tiles import at_head, at_row, jit, padded_head_dim
-from .weights import TILES as _TILES
 
-# (query rows, keys, warps) of a tile, by bits of the type and padded head size: the tiles of weights.py if none spills.
+# (query rows, keys, warps) of a tile, by bits of the type and padded head size: those of grad_scores.py if none spills.
 TILES = _TILES | {(16, 32): (64, 32, 8), (16, 64): (64, 32, 8)}
 # Target number of programs. One program sums all batches that share a bias, or several programs up to this number.
 PROGRAMS = 512
@@ -175,62 +172,34 @@ def _counted_from_the_end(gradient: Tensor, packed: PackedBatch, queries: int) -
     return gradient.gather(2, index).masked_fill(~inside[:, None], 0.0).sum(0, keepdim=True)
 
 
-def grad_distance_bias_launches(
-    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], params: AttentionParams
-) -> list[Launch]:
-    """The two kernel launches of :func:`attention_grad_distance_bias`, which fill the sums of diagonals.
+def grad_distance_bias_launch(q: Tensor, arguments: dict[str, object], sums: Tensor, params: AttentionParams) -> Launch:
+    """Launch that fills the sums of diagonals.
 
     Args:
-        inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp.
-        outputs: delta and sums of weights, both like logsumexp, and :func:`diagonal_sums`.
+        q: (B, H, Lq, D).
+        arguments: of the tensors, the mask and the rows.
+        sums: :func:`diagonal_sums`.
         params: as given to the launcher.
     """
-    delta, row_sums, sums = outputs
-    of_rows, q, _, arguments = rows_launch(inputs, delta, row_sums, params)
     rows, keys, warps = TILES[q.element_size() * 8, arguments["BLOCK_D"]]
     B, own, parts = q.shape[0], sums.shape[0], sums.shape[3]
-    return [
-        of_rows,
-        Launch(
-            name=f"attention grad_distance_bias {str(q.dtype)[6:]} d{arguments['BLOCK_D']} {rows}x{keys} {warps} warps"
-            f"{'' if arguments['seed'] is None else ' dropout'}"
-            f"{'' if params.packed is None else ' packed'}{score_kinds(params)}",
-            kernel=_grad_distance_kernel,
-            grid=sums.numel() // sums.shape[4],
-            arguments=arguments
-            | {"diagonals": sums, "batches": B, "batches_each": blocks_of(B // own, parts), "parts": parts}
-            | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
-            num_warps=warps,
-            num_stages=1,
-        ),
-    ]  # fmt: skip
+    return Launch(
+        name=f"attention grad_distance_bias {str(q.dtype)[6:]} d{arguments['BLOCK_D']} {rows}x{keys} {warps} warps"
+        f"{'' if arguments['seed'] is None else ' dropout'}"
+        f"{'' if params.packed is None else ' packed'}{score_kinds(params)}",
+        kernel=_grad_distance_kernel,
+        grid=sums.numel() // sums.shape[4],
+        arguments=arguments
+        | {"diagonals": sums, "batches": B, "batches_each": blocks_of(B // own, parts), "parts": parts}
+        | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
+        num_warps=warps,
+        num_stages=1,
+    )  # fmt: skip
 
 
-@widen_bf16_if_interpreted(results=0)
-def attention_grad_distance_bias(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None = None, call: Any = None,
-) -> Tensor:  # fmt: skip
-    """Gradient of the bias by distance of :func:`~.forward.attention_forward`, by Triton.
-
-    Args:
-        grad_out: the gradient of out; any strides.
-        q, k, v, params: as given to the forward launcher.
-        out, logsumexp: as it returned them.
-        grad_logsumexp: fp32, the gradient of logsumexp, or None.
-        call: see :func:`..launch_cache.run_kept`.
-
-    Returns:
-        The gradient in distance_bias's shape, fp32, contiguous: 0 where the bias is -inf and from rows without keys.
-        Bitwise equal from run to run.
-    """
-    distance_bias = params.distance_bias
-    if is_empty(q, k, params) or distance_bias.numel() == 0:
-        return torch.zeros_like(distance_bias, memory_format=torch.contiguous_format)
-    sums = diagonal_sums(q, k, params)
-    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
-    outputs = (*empties_like(logsumexp, logsumexp), sums)
-    run_kept(call, outputs, lambda: grad_distance_bias_launches(inputs, outputs, params), MAP_TENSORS)
+def distance_gradient(sums: Tensor, q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
+    """Gradient in distance_bias's shape, fp32, contiguous, from :func:`diagonal_sums`; q and k as given to the
+    launcher."""
     queries, keys = lengths_of_views(q, k, params)
     tile = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])][:2]
     gradient = along_distances(sums, params, queries, keys, tile)
