@@ -8,23 +8,19 @@ import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .kept_bits import bits_at_head, recall_keep_tile
-from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
+from .mask import allowed_tile, key_limits, masked_scores, open_mask, parts_of, query_rows
 from .steps import (
     FLAG_ROWS,
-    aligned,
     at_edge,
     fill_gap,
     flag_row,
+    open_sequence,
     program_of,
     query_steps,
-    sequence,
-    sequence_bias,
-    sequence_bias_row,
     statistics_row,
     tile_at,
-    used_keys,
 )
-from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
+from .tiles import LOG2E, any_true, at_row, exponential, jit, load_rows, store_rows
 
 # Number of flags per load.
 _SCAN = tl.constexpr(256)
@@ -52,6 +48,10 @@ def grad_kv_kernel(
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
+    PARTS: tl.constexpr = parts_of(
+        causal_offset is not None, lengths is not None, window is not None, query_ids is not None,
+        keep is not None, key_keep is not None, bias is not None, distance_bias is not None, softcap is not None,
+    )  # fmt: skip
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     BASE_E: tl.constexpr = sums is not None
     # Each step recomputes addresses and Philox keys, which is cheaper than holding them in registers. Exception: a wide
@@ -60,14 +60,11 @@ def grad_kv_kernel(
     batch, kv_head, tile = program_of(heads // group, keys, batch_order, BLOCK_KEYS)
     batches = tl.num_programs(0) // (tl.cdiv(keys, BLOCK_KEYS) * (heads // group))
     most_keys = keys
-    first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
-    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
-    keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
-    causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
-    window = aligned(window, keys - queries, BOTTOM_RIGHT)
-    distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
-    bias = sequence_bias(bias, bias_starts, batch)
-    bias_query = sequence_bias_row(bias_query, bias_starts, stored_keys)
+    sequence = open_sequence(
+        batch, queries, keys, total_queries, total_keys, pairs, causal_offset, window, distance_zero, bias, bias_query,
+        cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, logsumexp, BOTTOM_RIGHT,
+    )  # fmt: skip
+    first_query, first_key, queries, keys = sequence.first_query, sequence.first_key, sequence.queries, sequence.keys
     # First key tile first: under a causal mask it has the most queries. The tile order of the group's first head is
     # used, because heads of a group mostly share a mask.
     if tile_order is not None:
@@ -132,17 +129,13 @@ def grad_kv_kernel(
         head = kv_head * group + member
         head_q = at_row(q, batch, head, first_query, q_batch, q_head, q_row, UNIT)
         head_grad_out = at_row(grad_out, batch, head, first_query, grad_out_batch, grad_out_head, grad_out_row, UNIT)
-        bounds = Bounds(
-            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
-            ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
+        mask = open_mask(
+            sequence, head, lengths, lengths_batch, lengths_query, query_ids, query_ids_batch,
+            key_ids, key_ids_batch, keep, keep_batch, keep_head, keep_query, keep_word,
+            key_keep, key_keep_batch, key_keep_head, bias, bias_batch, bias_head, bias_key,
+            distance_bias, distance_batch, distance_head, softcap, logsumexp, MASK_UNIT,
         )  # fmt: skip
-        mask = Mask(
-            bounds,
-            at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
-            at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-            at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap, None,
-        )  # fmt: skip
+        bounds = mask.bounds
         random = RandomBits(philox_key, threshold, batch, head)
         head_kept_bits = bits_at_head(
             kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
@@ -152,7 +145,7 @@ def grad_kv_kernel(
         head_tile_list = tile_list
         if tile_list is not None:
             head_tile_list = tile_list + tile_row.to(tl.int64) * query_tiles
-        steps = query_steps(tile_counts, tile_row, start_key, bounds, BLOCK_QUERIES, BLOCK_KEYS)
+        steps = query_steps(tile_counts, tile_row, start_key, bounds, BLOCK_QUERIES, BLOCK_KEYS, PARTS)
 
         for step in tl.range(0, steps.end, disable_licm=RECOMPUTE):
             start = tile_at(head_tile_list, step, steps, query_tiles) * BLOCK_QUERIES
@@ -170,15 +163,15 @@ def grad_kv_kernel(
                 scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
             if BIASED:
-                limit = key_limits(query_rows(start, bounds, BLOCK_QUERIES), bounds)
+                limit = key_limits(query_rows(start, bounds, BLOCK_QUERIES), bounds, PARTS)
                 scores, allowed, slope = masked_scores(
-                    scores, scale, start, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
+                    scores, scale, start, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT, PARTS
                 )
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)
             elif at_edge(step, steps, tile_list is None, window is not None or tile_list is not None):
-                limit = key_limits(query_rows(start, bounds, BLOCK_QUERIES), bounds)
-                allowed = allowed_tile(start, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
+                limit = key_limits(query_rows(start, bounds, BLOCK_QUERIES), bounds, PARTS)
+                allowed = allowed_tile(start, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, PARTS)
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)
             weights = exponential(scores, shift[:, None], scale, BASE_E)

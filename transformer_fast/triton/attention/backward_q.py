@@ -8,26 +8,21 @@ import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .kept_bits import bits_at_head, recall_keep_tile
-from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
+from .mask import allowed_tile, key_limits, masked_scores, open_mask, parts_of, query_rows
 from .steps import (
     FLAG_ROWS,
-    aligned,
     at_edge,
     fill_gap,
     flag_row,
     key_steps,
+    open_sequence,
     program_of,
-    sequence,
-    sequence_bias,
-    sequence_bias_row,
     statistics_row,
     tile_at,
-    used_keys,
 )
 from .tiles import (
     LOG2E,
     any_true,
-    at_head,
     at_row,
     exponential,
     factor_in_registers,
@@ -60,19 +55,20 @@ def grad_q_kernel(
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
+    PARTS: tl.constexpr = parts_of(
+        causal_offset is not None, lengths is not None, window is not None, query_ids is not None,
+        keep is not None, key_keep is not None, bias is not None, distance_bias is not None, softcap is not None,
+    )  # fmt: skip
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     BASE_E: tl.constexpr = sums is not None
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     batches = tl.num_programs(0) // (tl.cdiv(queries, BLOCK_QUERIES) * heads)
     most_keys = keys
-    first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
-    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
-    keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
-    causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
-    window = aligned(window, keys - queries, BOTTOM_RIGHT)
-    distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
-    bias = sequence_bias(bias, bias_starts, batch)
-    bias_query = sequence_bias_row(bias_query, bias_starts, stored_keys)
+    sequence = open_sequence(
+        batch, queries, keys, total_queries, total_keys, pairs, causal_offset, window, distance_zero, bias, bias_query,
+        cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, logsumexp, BOTTOM_RIGHT,
+    )  # fmt: skip
+    first_query, first_key, queries, keys = sequence.first_query, sequence.first_key, sequence.queries, sequence.keys
     first_tile_row = batch * map_batch + head * map_head
     tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot
     if tile_order is not None:
@@ -94,28 +90,23 @@ def grad_q_kernel(
     v = at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT)
     out = at_row(out, batch, head, first_query, out_batch, out_head, out_row, UNIT)
     grad_q = at_row(grad_q, batch, head, first_query, grad_q_batch, grad_q_head, grad_q_row, UNIT)
-    bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
-        ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
+    mask = open_mask(
+        sequence, head, lengths, lengths_batch, lengths_query, query_ids, query_ids_batch,
+        key_ids, key_ids_batch, keep, keep_batch, keep_head, keep_query, keep_word,
+        key_keep, key_keep_batch, key_keep_head, bias, bias_batch, bias_head, bias_key,
+        distance_bias, distance_batch, distance_head, softcap, logsumexp, MASK_UNIT,
     )  # fmt: skip
-    mask = Mask(
-        bounds,
-        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
-        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-        at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-        at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
-        sink_of(sinks, head),
-    )  # fmt: skip
+    bounds = mask.bounds
     random = RandomBits(load_seed(seed), threshold, batch, head)
     kept_bits = bits_at_head(
         kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
     )
 
     rows = query_rows(start_query, bounds, BLOCK_QUERIES)
-    limit = key_limits(rows, bounds)
+    limit = key_limits(rows, bounds, PARTS)
     last_key = tl.maximum(tl.max(limit, 0), 0)
     steps = key_steps(
-        tile_counts, first_tile_row + tile, start_query, limit, last_key, bounds, BLOCK_QUERIES, BLOCK_KEYS
+        tile_counts, first_tile_row + tile, start_query, limit, last_key, bounds, BLOCK_QUERIES, BLOCK_KEYS, PARTS
     )
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     if tile_list is not None:
@@ -145,8 +136,8 @@ def grad_q_kernel(
             again = again | (limit == 1)  # one key has weight 1: delta is the gradient of the weight, to the last bit
         sum_end = tl.where(any_true(again), steps.end, 0)
         row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
-        if mask.sink is not None:
-            row_sum = tl.where(sum_end > 0, tl.math.exp2((mask.sink - shift) * LOG2E), 0.0)
+        if sinks is not None:
+            row_sum = tl.where(sum_end > 0, tl.math.exp2((tl.load(sinks + head) - shift) * LOG2E), 0.0)
         gradient_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
         for step in tl.range(0, sum_end, num_stages=1, disable_licm=True):
             start = tile_at(tile_list, step, steps, key_tiles) * BLOCK_KEYS
@@ -157,7 +148,7 @@ def grad_q_kernel(
                 scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
             scores, allowed, _ = masked_scores(
-                scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
+                scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT, PARTS
             )
             weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BASE_E), 0.0)
             row_sum += tl.sum(weights, 1)
@@ -204,7 +195,7 @@ def grad_q_kernel(
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
             if BIASED:
                 scores, allowed, slope = masked_scores(
-                    scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
+                    scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT, PARTS
                 )
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)
@@ -213,7 +204,7 @@ def grad_q_kernel(
                 edge = at_edge(step, steps, window is not None and tile_list is None, True)
                 masked, masked_grad = scores, grad_weights
                 if edge:
-                    allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
+                    allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, PARTS)
                     masked = tl.where(allowed, scores, float("-inf"))
                     masked_grad = tl.where(allowed, grad_weights, 0.0)
                 scores = tl.where(edge, masked, scores) if BLOCK_QUERIES >= BLOCK_D else masked

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..launch_cache import run_kept
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted, without_keys
 from .decode_part import RUNTIME_INTEGERS, part_kernel, shares
-from .mask import Bounds
+from .mask import open_bounds, parts_of
 from .tiles import (
     LN2,
     LOG2E,
@@ -61,8 +61,9 @@ def _join_kernel(
         causal_offset += length - queries
     if window is not None:
         window += length - queries
-    bounds = Bounds(None, 0, causal_offset, window, queries, length, None, None)
-    first_key, last_key, share = shares(bounds, parts, BLOCK_KEYS)
+    PARTS: tl.constexpr = parts_of(causal_offset is not None, False, window is not None)
+    bounds = open_bounds(None, 0, causal_offset, window, queries, length, None, None, lengths)
+    first_key, last_key, share = shares(bounds, parts, BLOCK_KEYS, PARTS)
     # At least one part, to avoid a division by zero; its loop does not run if there is no key.
     used = tl.cdiv(tl.maximum(last_key - first_key, 0), tl.maximum(share, 1))
 

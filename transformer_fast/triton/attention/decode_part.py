@@ -4,8 +4,8 @@ method."""
 import triton
 import triton.language as tl
 
-from .mask import Bounds, first_visible, ids_at, key_limits, same_document, tanh, within_bounds
-from .tiles import LN2, LOG2E, any_true, load_rows
+from .mask import CAUSAL, first_visible, key_limits, open_bounds, parts_of, same_document, tanh, within_bounds
+from .tiles import LN2, LOG2E, any_true, at_head, load_rows
 
 # A new cache length, batch size or head count does not recompile (see RUNTIME_INTEGERS in tiles.py).
 RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim in ("batch", "head", "row")] + [
@@ -15,11 +15,11 @@ RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim i
 
 
 @triton.jit
-def shares(bounds, parts, KEYS: tl.constexpr):
+def shares(bounds, parts, KEYS: tl.constexpr, PARTS: tl.constexpr):
     """Return (first key, end, keys per part) of one sequence, in whole tiles of keys."""
-    first = first_visible(0, bounds) // KEYS * KEYS
+    first = first_visible(0, bounds, PARTS) // KEYS * KEYS
     end = bounds.keys
-    if bounds.causal_offset is not None:
+    if CAUSAL & PARTS:
         end = tl.minimum(tl.maximum(bounds.queries + bounds.causal_offset, 0), end)
     return first, end, tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), parts), KEYS) * KEYS
 
@@ -74,11 +74,12 @@ def part_kernel(
         causal_offset += length - queries
     if window is not None:
         window += length - queries
-    bounds = Bounds(
-        None, 0, causal_offset, window, queries, length,
-        ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+    PARTS: tl.constexpr = parts_of(causal_offset is not None, False, window is not None, query_ids is not None)
+    bounds = open_bounds(
+        None, 0, causal_offset, window, queries, length, at_head(query_ids, batch, batch, query_ids_batch, 0, 1),
+        at_head(key_ids, batch, batch, key_ids_batch, 0, 1), lengths,
     )  # fmt: skip
-    first_key, last_key, share = shares(bounds, parts, BLOCK_KEYS)
+    first_key, last_key, share = shares(bounds, parts, BLOCK_KEYS, PARTS)
     begin = first_key + part * share
     end = tl.minimum(begin + share, last_key)
     # With a single part, also for an empty cache, the result is written here.
@@ -89,7 +90,7 @@ def part_kernel(
     inside = row < group * queries
     head = kv_head * group + row // queries
     query = row % queries
-    limit = key_limits(query, bounds)
+    limit = key_limits(query, bounds, PARTS)
     full_end = bounds.keys if causal_offset is None else tl.minimum(causal_offset + 1, bounds.keys)
 
     dim = tl.arange(0, BLOCK_D)
@@ -143,9 +144,9 @@ def part_kernel(
         if key_ids is not None:
             masked = masked | any_true(same == 0)
         if window is not None:
-            masked = masked | (start < first_visible(queries - 1, bounds))
+            masked = masked | (start < first_visible(queries - 1, bounds, PARTS))
         if masked:
-            visible = within_bounds(query, limit, start, bounds, BLOCK_KEYS)
+            visible = within_bounds(query, limit, start, bounds, BLOCK_KEYS, PARTS)
             if distance_bias is not None:
                 visible = visible & (nearness != float("-inf"))
             scores = tl.where(visible, scores, float("-inf"))

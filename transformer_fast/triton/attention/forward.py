@@ -21,21 +21,17 @@ from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_int
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .kept_bits import bits_at_head, draw_keep_tile, empty_kept_bits
 from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
-from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
+from .mask import allowed_tile, key_limits, masked_scores, open_mask, parts_of, query_rows
 from .steps import (
-    aligned,
     at_edge,
     fill_gap,
     key_steps,
+    open_sequence,
     program_of,
-    sequence,
-    sequence_bias,
-    sequence_bias_row,
     statistics_row,
     tile_at,
-    used_keys,
 )
-from .tiles import LN2, LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, positive_scale, store_rows
+from .tiles import LN2, LOG2E, any_true, at_row, exponential, jit, load_rows, positive_scale, store_rows
 
 REPEAT_KEYS = tl.constexpr(32)
 
@@ -60,18 +56,19 @@ def _forward_kernel(
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
+    PARTS: tl.constexpr = parts_of(
+        causal_offset is not None, lengths is not None, window is not None, query_ids is not None,
+        keep is not None, key_keep is not None, bias is not None, distance_bias is not None, softcap is not None,
+    )  # fmt: skip
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     batches = tl.num_programs(0) // (tl.cdiv(queries, BLOCK_QUERIES) * heads)
     most_keys = keys
-    first_query, queries = sequence(cu_seqlens_q, batch, queries, total_queries)
-    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys, total_keys)
-    keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
-    causal_offset = aligned(causal_offset, keys - queries, BOTTOM_RIGHT)
-    window = aligned(window, keys - queries, BOTTOM_RIGHT)
-    distance_zero = aligned(distance_zero, queries - keys, BOTTOM_RIGHT)
-    bias = sequence_bias(bias, bias_starts, batch)
-    bias_query = sequence_bias_row(bias_query, bias_starts, stored_keys)
+    sequence = open_sequence(
+        batch, queries, keys, total_queries, total_keys, pairs, causal_offset, window, distance_zero, bias, bias_query,
+        cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, logsumexp, BOTTOM_RIGHT,
+    )  # fmt: skip
+    first_query, first_key, queries, keys = sequence.first_query, sequence.first_key, sequence.queries, sequence.keys
     first_tile_row = batch * map_batch + head * map_head
     # Last query tile first: under a causal mask it has the most keys, and long programs should start early.
     tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot
@@ -93,27 +90,22 @@ def _forward_kernel(
     v = at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT)
     out = at_row(out, batch, head, first_query, out_batch, out_head, out_row, UNIT)
     logsumexp += statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
-    bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
-        ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
+    mask = open_mask(
+        sequence, head, lengths, lengths_batch, lengths_query, query_ids, query_ids_batch,
+        key_ids, key_ids_batch, keep, keep_batch, keep_head, keep_query, keep_word,
+        key_keep, key_keep_batch, key_keep_head, bias, bias_batch, bias_head, bias_key,
+        distance_bias, distance_batch, distance_head, softcap, logsumexp, MASK_UNIT,
     )  # fmt: skip
-    mask = Mask(
-        bounds,
-        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
-        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-        at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-        at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
-        sink_of(sinks, head),
-    )  # fmt: skip
+    bounds = mask.bounds
     random = RandomBits(load_seed(seed), threshold, batch, head)
     kept_bits = bits_at_head(
         kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
     )
 
-    limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds)
+    limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds, PARTS)
     last_key = tl.maximum(tl.max(limit, 0), 0)
     steps = key_steps(
-        tile_counts, first_tile_row + tile, start_query, limit, last_key, bounds, BLOCK_QUERIES, BLOCK_KEYS
+        tile_counts, first_tile_row + tile, start_query, limit, last_key, bounds, BLOCK_QUERIES, BLOCK_KEYS, PARTS
     )
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     if tile_list is not None:
@@ -122,8 +114,8 @@ def _forward_kernel(
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     row_max = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
-    if mask.sink is not None:
-        row_max = tl.zeros((BLOCK_QUERIES,), tl.float32) + mask.sink * (1.0 if BIASED else LOG2E)
+    if sinks is not None:
+        row_max = tl.zeros((BLOCK_QUERIES,), tl.float32) + tl.load(sinks + head) * (1.0 if BIASED else LOG2E)
         row_sum += 1.0
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
@@ -134,7 +126,7 @@ def _forward_kernel(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if BIASED:
             scores, allowed, _ = masked_scores(
-                scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
+                scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT, PARTS
             )
             scores = tl.where(allowed, scores, float("-inf"))
         else:
@@ -145,7 +137,7 @@ def _forward_kernel(
             edge = at_edge(step, steps, window is not None and tile_list is None, True)
             masked = scores
             if edge:
-                allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
+                allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, PARTS)
                 masked = tl.where(allowed, scores, float("-inf"))
             scores = tl.where(edge, masked, scores) if BLOCK_QUERIES >= BLOCK_D else masked
         new_max = tl.maximum(row_max, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))
@@ -174,7 +166,7 @@ def _forward_kernel(
         k_tile = load_rows(k, start, last_key, k_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         scores, allowed, _ = masked_scores(
-            scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, REPEAT_KEYS, MASK_UNIT
+            scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, REPEAT_KEYS, MASK_UNIT, PARTS
         )
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BIASED), 0.0)
         if not ZERO_EMPTY_ROWS:
@@ -190,7 +182,7 @@ def _forward_kernel(
         v_tile = load_rows(v, start, last_key, v_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.zeros((BLOCK_QUERIES, REPEAT_KEYS), tl.float32)
         _, allowed, _ = masked_scores(
-            scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, REPEAT_KEYS, MASK_UNIT
+            scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, REPEAT_KEYS, MASK_UNIT, PARTS
         )
         seen = tl.where(allowed, 1.0, 0.0).to(v_tile.dtype)
         nonfinite = tl.where((v_tile - v_tile) == 0.0, 0.0, 1.0).to(v_tile.dtype)

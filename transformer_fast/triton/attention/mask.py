@@ -6,7 +6,9 @@ partial or empty. Only parts with a value per (query, key) - keep masks, additiv
 
 A window bounds the keys from below, too: key j is visible to query i only if ``j >= i + window``. Documents compare an
 id of the query with one of the key. Scores may be capped, and a bias that depends on the distance alone is read along
-its diagonals. A missing part is None, and the kernel is compiled without that part.
+its diagonals. A missing part of a kernel's arguments is None. :func:`open_mask` and :func:`open_bounds` put another
+pointer in its place, because no function can return a tuple with a None (Triton 3.6). PARTS, flags from
+:func:`parts_of`, says what is read.
 """
 
 from typing import NamedTuple
@@ -14,20 +16,31 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E, any_true
+from .tiles import LOG2E, any_true, at_head
+
+# Flags of PARTS, in the order of the arguments of parts_of.
+CAUSAL, LENGTHS, WINDOW, DOCUMENTS = (tl.constexpr(1 << n) for n in range(4))
+KEEP, KEY_KEEP, BIAS, DISTANCE_BIAS, SOFTCAP = (tl.constexpr(1 << n) for n in range(4, 9))
+
+
+@triton.constexpr_function
+def parts_of(*present):
+    """Flags of the parts of a call: a mask is compiled for these."""
+    return sum(1 << n for n, part in enumerate(present) if part)
 
 
 class Bounds(NamedTuple):
     """Bounds on the keys of one batch entry, or of one sequence of a packed batch.
 
     Args:
-        lengths: pointer to the batch's first length, or None.
+        lengths: pointer to the batch's first length.
         lengths_query: stride from query to query; 0 for one length for all queries.
-        causal_offset: query i sees keys j <= i + causal_offset; None for no such bound, in kernels that support None.
-        window: query i sees keys j >= i + window; None for no such bound.
+        causal_offset: query i sees keys j <= i + causal_offset.
+        window: query i sees keys j >= i + window.
         queries, keys: number of queries and of keys.
-        query_ids, key_ids: pointers to the first query's and the first key's id, or None: query i sees the keys with
-            its own id.
+        query_ids, key_ids: pointers to the first query's and the first key's id: query i sees the keys with its own id.
+
+    A part without its flag in PARTS is arbitrary and not read.
     """
 
     lengths: tl.tensor
@@ -41,8 +54,7 @@ class Bounds(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Mask of one (batch, head); pointers of missing parts are None. Each kernel makes its own: with Triton 3.6 no
-    function can return a tuple with a None.
+    """Mask of one (batch, head).
 
     Args:
         bounds: bounds of the batch entry.
@@ -52,7 +64,6 @@ class Mask(NamedTuple):
         bias, bias_query, bias_key: additive bias, and its strides, that of queries in MASK_UNITs.
         distance_bias, distance_zero: bias by distance, whose entry ``distance_zero + j - i`` is added.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added.
-        sink: score of one additional key without a value. Only kernels that sum weights use the sink.
     """
 
     bounds: Bounds
@@ -66,25 +77,52 @@ class Mask(NamedTuple):
     distance_bias: tl.tensor
     distance_zero: tl.tensor
     softcap: tl.tensor
-    sink: tl.tensor
 
 
 @triton.jit
-def sink_of(sinks, head):
-    """Score of a head's sink; None for None."""
-    if sinks is None:
-        return
-    else:
-        return tl.load(sinks + head)
+def open_bounds(lengths, lengths_query, causal_offset, window, queries, keys, query_ids, key_ids, anything):
+    """Bounds of a batch entry, from pointers of its own; None for a missing part. `anything`: any pointer, the place of
+    missing ones."""
+    return Bounds(
+        anything if lengths is None else lengths, lengths_query,
+        0 if causal_offset is None else causal_offset, 0 if window is None else window, queries, keys,
+        anything if query_ids is None else query_ids, anything if key_ids is None else key_ids,
+    )  # fmt: skip
 
 
 @triton.jit
-def ids_at(ids, batch, batch_stride, first):
+def _ids_at(ids, batch, batch_stride, first):
     """Pointer to the id of the first query or key of a batch, or of a sequence of a packed batch; None for None."""
     if ids is None:
         return
     else:
         return ids + batch.to(tl.int64) * batch_stride + first
+
+
+@triton.jit
+def open_mask(
+    sequence, head, lengths, lengths_batch, lengths_query, query_ids, query_ids_batch, key_ids, key_ids_batch,
+    keep, keep_batch, keep_head, keep_query, keep_word, key_keep, key_keep_batch, key_keep_head,
+    bias, bias_batch, bias_head, bias_key, distance_bias, distance_batch, distance_head, softcap, anything,
+    MASK_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Mask of a head of a :class:`~.steps.Sequence`, from the kernel's arguments; None for a missing part. `anything`:
+    see :func:`open_bounds`."""
+    batch = sequence.batch
+    bounds = open_bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, sequence.causal_offset, sequence.window,
+        sequence.queries, sequence.keys, _ids_at(query_ids, batch, query_ids_batch, sequence.first_query),
+        _ids_at(key_ids, batch, key_ids_batch, sequence.first_key), anything,
+    )  # fmt: skip
+    return Mask(
+        bounds,
+        anything if keep is None else at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
+        anything if key_keep is None else at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
+        anything if bias is None else at_head(sequence.bias, batch, head, bias_batch, bias_head, MASK_UNIT),
+        sequence.bias_query, bias_key,
+        anything if distance_bias is None else at_head(distance_bias, batch, head, distance_batch, distance_head, 1),
+        sequence.distance_zero, 1.0 if softcap is None else softcap,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -94,46 +132,45 @@ def query_rows(start_query, bounds, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def key_limits(rows, bounds):
+def key_limits(rows, bounds, PARTS: tl.constexpr):
     """Limit per query: the first key past length, causal diagonal or end of the keys."""
-    if bounds.causal_offset is None:
-        limit = bounds.keys + 0 * rows
-    else:
+    limit = bounds.keys + 0 * rows
+    if CAUSAL & PARTS:
         limit = tl.minimum(rows + bounds.causal_offset + 1, bounds.keys)
-    if bounds.lengths is not None:
+    if LENGTHS & PARTS:
         limit = tl.minimum(limit, tl.load(bounds.lengths + rows.to(tl.int64) * bounds.lengths_query))
     return limit
 
 
 @triton.jit
-def first_visible(start_query, bounds):
+def first_visible(start_query, bounds, PARTS: tl.constexpr):
     """First key visible to any query from this query on."""
-    if bounds.window is None:
-        return 0
-    else:
+    if WINDOW & PARTS:
         return tl.maximum(start_query + bounds.window, 0)
+    else:
+        return 0
 
 
 @triton.jit
-def any_visible(rows, start_query, start_key, last_key, bounds, KEYS: tl.constexpr):
+def any_visible(rows, start_query, start_key, last_key, bounds, KEYS: tl.constexpr, PARTS: tl.constexpr):
     """Return True if the bounds leave any key of a tile visible to the queries from `start_query` on, whose last limit
     is `last_key`."""
     visible = start_key < last_key
-    if bounds.window is not None:
-        visible = visible & (start_key + KEYS > first_visible(start_query, bounds))
-    if bounds.query_ids is not None:
+    if WINDOW & PARTS:
+        visible = visible & (start_key + KEYS > first_visible(start_query, bounds, PARTS))
+    if DOCUMENTS & PARTS:
         visible = visible & any_true(same_document(rows, start_key, bounds, KEYS))
     return visible
 
 
 @triton.jit
-def within_bounds(rows, limit, start_key, bounds, KEYS: tl.constexpr):
+def within_bounds(rows, limit, start_key, bounds, KEYS: tl.constexpr, PARTS: tl.constexpr):
     """Keys of a tile within the bounds of these queries: bool (queries, KEYS)."""
     key = (start_key + tl.arange(0, KEYS))[None, :]
     inside = key < limit[:, None]
-    if bounds.window is not None:
+    if WINDOW & PARTS:
         inside = inside & (key >= (rows + bounds.window)[:, None])
-    if bounds.query_ids is not None:
+    if DOCUMENTS & PARTS:
         inside = inside & same_document(rows, start_key, bounds, KEYS)
     return inside
 
@@ -147,36 +184,36 @@ def same_document(rows, start_key, bounds, KEYS: tl.constexpr):
 
 
 @triton.jit
-def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WORDS: tl.constexpr):
+def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr):
     """Load the bits of one tile: int32 (QUERIES, WORDS), bit n of word w = key ``start_key + 32 w + n`` is allowed."""
     word = start_key // 32 + tl.arange(0, WORDS)
     inside = limit[:, None] - word[None, :] * 32
     bits = tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)
     row = tl.minimum(tl.arange(0, QUERIES), mask.bounds.queries - 1 - start_query)[:, None]
-    if mask.bounds.window is not None:
+    if WINDOW & PARTS:
         before = row + (start_query + mask.bounds.window - start_key) - tl.arange(0, WORDS)[None, :] * 32
         before = tl.minimum(tl.maximum(before, 0), 32)
         # Two shifts, because a shift by 32 bits is undefined.
         bits &= (-1 << (before // 2)) << (before - before // 2)
-    if mask.keep is not None:
+    if KEEP & PARTS:
         base = mask.keep + tl.cast(start_query, tl.int64) * mask.keep_query * 8
         bits &= tl.load(base + row * (mask.keep_query.to(tl.int32) * 8) + word[None, :] * mask.keep_word)
-    if mask.key_keep is not None:
+    if KEY_KEEP & PARTS:
         bits &= tl.load(mask.key_keep + word)[None, :]
     return bits
 
 
 @triton.jit
-def allowed_tile(start_query, start_key, limit, mask, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def allowed_tile(start_query, start_key, limit, mask, QUERIES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr):
     """Allowed pairs (query, key) of a tile: bool (QUERIES, KEYS), by the bounds and by the bits, if given."""
     rows = query_rows(start_query, mask.bounds, QUERIES)
-    if mask.keep is None and mask.key_keep is None:
-        return within_bounds(rows, limit, start_key, mask.bounds, KEYS)
+    if not (KEEP | KEY_KEEP) & PARTS:
+        return within_bounds(rows, limit, start_key, mask.bounds, KEYS, PARTS)
     else:
-        bits = allowed_words(start_query, start_key, limit, mask, QUERIES, KEYS // 32)
+        bits = allowed_words(start_query, start_key, limit, mask, QUERIES, KEYS // 32, PARTS)
         spread = (tl.expand_dims(bits, 2) >> tl.arange(0, 32)[None, None, :]) & 1
         allowed = tl.reshape(spread, (QUERIES, KEYS)) != 0
-        if mask.bounds.query_ids is not None:
+        if DOCUMENTS & PARTS:
             allowed = allowed & same_document(rows, start_key, mask.bounds, KEYS)
         return allowed
 
@@ -184,26 +221,26 @@ def allowed_tile(start_query, start_key, limit, mask, QUERIES: tl.constexpr, KEY
 @triton.jit
 def masked_scores(
     scores, scale, start_query, start_key, limit, mask,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Apply all parts of the mask and return (scores, allowed, slope). With a bias of either kind or a cap, the
     returned scores are scaled, capped and biased. The slope is the derivative of the cap, a factor of the score
     gradients."""
-    allowed = allowed_tile(start_query, start_key, limit, mask, QUERIES, KEYS)
+    allowed = allowed_tile(start_query, start_key, limit, mask, QUERIES, KEYS, PARTS)
     slope = 1.0
-    if mask.bias is not None:
+    if BIAS & PARTS:
         added = bias_tile(start_query, start_key, mask, QUERIES, KEYS, MASK_UNIT)
-    if mask.bias is not None or mask.distance_bias is not None or mask.softcap is not None:
+    if (BIAS | DISTANCE_BIAS | SOFTCAP) & PARTS:
         scores = scores * scale
-    if mask.softcap is not None:
+    if SOFTCAP & PARTS:
         capped = tanh(scores / mask.softcap)
         scores = capped * mask.softcap
         # The score of a blocked key may be NaN.
         slope = tl.where(allowed, 1.0 - capped * capped, 0.0)
-    if mask.bias is not None:
+    if BIAS & PARTS:
         scores = scores + added
         allowed = allowed & (added != float("-inf"))
-    if mask.distance_bias is not None:
+    if DISTANCE_BIAS & PARTS:
         nearness = distance_tile(query_rows(start_query, mask.bounds, QUERIES), start_key, mask, KEYS)
         scores = scores + nearness
         allowed = allowed & (nearness != float("-inf"))

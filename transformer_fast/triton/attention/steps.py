@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .mask import first_visible, query_rows
+from .mask import DOCUMENTS, LENGTHS, WINDOW, first_visible, query_rows
 from .tiles import store_rows
 
 FLAG_ROWS = tl.constexpr(16)
@@ -19,6 +19,29 @@ FLAG_ROWS = tl.constexpr(16)
 
 # Number of ids per load when a program searches for the ids of its tile.
 _SCAN = tl.constexpr(1024)
+
+
+class Sequence(NamedTuple):
+    """A batch entry, or a sequence of a packed batch.
+
+    Args:
+        batch: its number.
+        first_query, first_key: its first rows of q, and of k; 0 for a padded batch.
+        queries, keys: its numbers of queries, and of keys in use.
+        causal_offset, window, distance_zero: offsets for its own positions; window is 0 for None.
+        bias, bias_query: pointer to its bias, arbitrary for None, and stride of its queries there.
+    """
+
+    batch: tl.tensor
+    first_query: tl.tensor
+    first_key: tl.tensor
+    queries: tl.tensor
+    keys: tl.tensor
+    causal_offset: tl.tensor
+    window: tl.tensor
+    distance_zero: tl.tensor
+    bias: tl.tensor
+    bias_query: tl.tensor
 
 
 class Steps(NamedTuple):
@@ -45,7 +68,7 @@ def program_of(heads, rows, batch_order, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sequence(cu_seqlens, batch, length, total):
+def sequence_rows(cu_seqlens, batch, length, total):
     """Return (first row, number of rows) of a sequence of a packed batch; without `cu_seqlens` (padded): (0, length).
 
     Both stay within the `total` rows, whatever `cu_seqlens` holds: on a GPU nobody has read it before.
@@ -102,34 +125,29 @@ def used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs):
 
 
 @triton.jit
-def aligned(offset, shift, BOTTOM_RIGHT: tl.constexpr):
-    """Offset of a sequence, shifted if the last query is aligned with the last key; None for None."""
-    if offset is None:
-        return
-    elif BOTTOM_RIGHT:
-        return offset + shift
-    else:
-        return offset
-
-
-@triton.jit
-def sequence_bias(bias, bias_starts, batch):
-    """Pointer to the bias of a packed sequence, or of a padded batch; None for None."""
+def open_sequence(
+    batch, queries, keys, total_queries, total_keys, pairs, causal_offset, window, distance_zero, bias, bias_query,
+    cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, anything, BOTTOM_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """:class:`Sequence` of a batch, from the kernel's arguments. `anything`: see :func:`~.mask.open_bounds`."""
+    first_query, queries = sequence_rows(cu_seqlens_q, batch, queries, total_queries)
+    first_key, stored_keys = sequence_rows(cu_seqlens_k, batch, keys, total_keys)
+    keys = used_keys(seqused_k, bias_starts, batch, queries, stored_keys, pairs)
+    if window is None:
+        window = 0
+    if BOTTOM_RIGHT:  # the last query is aligned with the last key
+        causal_offset += keys - queries
+        window += keys - queries
+        distance_zero += queries - keys
     if bias is None:
-        return
-    elif bias_starts is None:
-        return bias
-    else:
-        return bias + tl.load(bias_starts + batch)
-
-
-@triton.jit
-def sequence_bias_row(row_stride, bias_starts, stored_keys):
-    """Stride of queries in the bias: that of a packed sequence is its number of stored keys."""
-    if bias_starts is None:
-        return row_stride
-    else:
-        return stored_keys.to(tl.int64)
+        bias = anything
+    elif bias_starts is not None:
+        bias += tl.load(bias_starts + batch)
+    if bias_starts is not None:
+        bias_query = stored_keys.to(tl.int64)
+    return Sequence(
+        batch, first_query, first_key, queries, keys, causal_offset, window, distance_zero, bias, bias_query
+    )
 
 
 @triton.jit
@@ -172,34 +190,36 @@ def _shared_range(ids, count, own):
 
 @triton.jit
 def key_steps(
-    tile_counts, tile_row, start_query, limit, last_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
+    tile_counts, tile_row, start_query, limit, last_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Steps of a tile of queries over tiles of keys. With a window, both edges need the mask; with documents and no
     map, all tiles need the mask."""
     if tile_counts is not None:
         return _listed_steps(tile_counts, tile_row)
-    elif bounds.query_ids is not None:
+    elif DOCUMENTS & PARTS:
         own = tl.load(bounds.query_ids + query_rows(start_query, bounds, BLOCK_QUERIES))
         first_key, end_key = _shared_range(bounds.key_ids, bounds.keys, own)
-        first = tl.maximum(first_key, first_visible(start_query, bounds)) // BLOCK_KEYS
+        first = tl.maximum(first_key, first_visible(start_query, bounds, PARTS)) // BLOCK_KEYS
         end = tl.cdiv(tl.minimum(end_key, last_key), BLOCK_KEYS)
         return Steps(first, 0, 0, tl.maximum(end - first, 0))
     else:
         full_end = tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS
         end = tl.cdiv(last_key, BLOCK_KEYS)
-        if bounds.window is None:
+        if not WINDOW & PARTS:
             return Steps(0, 0, full_end, end)
         else:
-            first_key = first_visible(start_query, bounds)
+            first_key = first_visible(start_query, bounds, PARTS)
             first = first_key // BLOCK_KEYS
             last_row = tl.minimum(start_query + BLOCK_QUERIES, bounds.queries) - 1
-            full = tl.cdiv(first_visible(last_row, bounds), BLOCK_KEYS)
+            full = tl.cdiv(first_visible(last_row, bounds, PARTS), BLOCK_KEYS)
             return Steps(first, full - first, full_end - first, tl.where(first_key < last_key, end - first, 0))
 
 
 @triton.jit
 def query_steps(
-    tile_counts, tile_row, start_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
+    tile_counts, tile_row, start_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Steps of a tile of keys over tiles of queries. Under a causal mask the edge comes first."""
     if tile_counts is not None:
@@ -208,7 +228,7 @@ def query_steps(
         end_key = start_key + BLOCK_KEYS
         length = bounds.keys
         uniform_length = True
-        if bounds.lengths is not None:
+        if LENGTHS & PARTS:
             uniform_length = bounds.lengths_query == 0
             length = tl.where(uniform_length, tl.load(bounds.lengths), bounds.keys)
         tiles = tl.cdiv(bounds.queries, BLOCK_QUERIES)
@@ -219,13 +239,13 @@ def query_steps(
         visible = (start_key < length) & (first_row < bounds.queries)
         full_end = tiles - first
         end = full_end
-        if bounds.window is not None:
+        if WINDOW & PARTS:
             # Because of the window, queries from here on see only later keys.
             past = tl.maximum(tl.minimum(end_key, length) - bounds.window, 0)
             full_end = tl.maximum(start_key + 1 - bounds.window, 0) // BLOCK_QUERIES - first
             end = tl.minimum(end, tl.cdiv(past, BLOCK_QUERIES) - first)
         end = tl.where(visible, end, 0)
-        if bounds.query_ids is not None:
+        if DOCUMENTS & PARTS:
             key = tl.minimum(start_key + tl.arange(0, BLOCK_KEYS), bounds.keys - 1)
             shared, past = _shared_range(bounds.query_ids, bounds.queries, tl.load(bounds.key_ids + key))
             shared = tl.maximum(shared // BLOCK_QUERIES, first)

@@ -21,9 +21,9 @@ from torch import Tensor
 from ...attention_params import AttentionParams
 from ...tensor_cache import get_or_compute
 from ..launcher import Launch, blocks_of, run
-from .mask import Bounds, Mask, allowed_words, ids_at, key_limits, query_rows
-from .steps import program_of
-from .tiles import at_head, bounded_offset, bounded_window, bounds_arguments, jit
+from .mask import allowed_words, key_limits, open_mask, parts_of, query_rows
+from .steps import open_sequence, program_of
+from .tiles import bounded_offset, bounded_window, bounds_arguments, jit
 
 _PARTIAL, _FULL = tl.constexpr(1), tl.constexpr(2)  # classes of a tile with work; 0 is an empty one
 
@@ -72,25 +72,43 @@ def _classes_kernel(
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     batch, head, query_tile = program_of(heads, queries, None, BLOCK_QUERIES)
     start_query = query_tile * BLOCK_QUERIES
-    bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
-        ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+    PARTS: tl.constexpr = parts_of(
+        True, lengths is not None, window is not None, query_ids is not None, keep is not None, key_keep is not None
+    )
+    sequence = open_sequence(
+        batch,
+        queries,
+        keys,
+        None,
+        None,
+        None,
+        causal_offset,
+        window,
+        0,
+        None,
+        0,
+        None,
+        None,
+        None,
+        None,
+        classes,
+        False,
+    )
+    mask = open_mask(
+        sequence, head, lengths, lengths_batch, lengths_query, query_ids, query_ids_batch,
+        key_ids, key_ids_batch, keep, keep_batch, keep_head, keep_query, keep_word,
+        key_keep, key_keep_batch, key_keep_head, None, 0, 0, 0, None, 0, 0, None, classes, 1,
     )  # fmt: skip
-    mask = Mask(
-        bounds,
-        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
-        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-        None, 0, 0, None, 0, None, None,
-    )  # fmt: skip
+    bounds = mask.bounds
     rows = query_rows(start_query, bounds, BLOCK_QUERIES)
-    limit = key_limits(rows, bounds)
+    limit = key_limits(rows, bounds, PARTS)
     if query_ids is not None:
         query_id = tl.load(bounds.query_ids + rows)
         first_id = tl.min(query_id, 0)
         last_id = tl.max(query_id, 0)
     classes += tl.program_id(0).to(tl.int64) * key_tiles
     for start in tl.range(0, keys, _CHUNK_KEYS):
-        bits = allowed_words(start_query, start, limit, mask, BLOCK_QUERIES, _CHUNK_KEYS // 32)
+        bits = allowed_words(start_query, start, limit, mask, BLOCK_QUERIES, _CHUNK_KEYS // 32, PARTS)
         bits = tl.reshape(bits, (BLOCK_QUERIES, TILES, BLOCK_KEYS // 32))
         some = tl.max(tl.max((bits != 0).to(tl.int32), 2), 0)
         every = tl.min(tl.min((bits == -1).to(tl.int32), 2), 0)

@@ -28,7 +28,7 @@ RUNTIME_INTEGERS = (
     + ["heads", "group", "queries", "keys", "causal_offset", "window", "threshold"]
     + ["total_queries", "total_keys", "pairs", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
     + ["words", "tile_rows", "across", "head_stride", "row_stride", "tile_stride", "seed"]
-    + ["batches", "batches_each", "parts"]
+    + ["batches_each", "heads_each", "query_tiles_each", "key_tiles_each", "parts", "steps"]
 )
 
 
