@@ -1,5 +1,5 @@
-"""Host time of a call of attention, a norm, dropout or linear layers in microseconds, without the bare launches of
-their Triton kernels.
+"""Host time of a call of attention, a norm or dropout in microseconds, without the bare launches of their Triton
+kernels.
 
     python benchmarks/host_cost.py [--by-triton]
 
@@ -153,18 +153,6 @@ def cases(device: str) -> dict[str, Case]:
         lambda x, residual, w, b: tfast.layer_norm(x, w, b, residual=residual, dropout_p=0.1)[0],
         [rows, rows, width, width],
     )
-    projections = extension.module().projections
-
-    def by_autocast(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            return sum(torch.nn.functional.linear(x, weight) for weight in weights)
-
-    def together(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            return sum(projections(x, weights, ()) or (by_autocast(x, *weights),))
-
-    for name, call in (("3 linear layers by autocast", by_autocast), ("3 linear layers, one product", together)):
-        found[name] = call, [(8, 64)] + [(64, 64)] * 3
     found["bias, ReLU, dropout 0.1"] = lambda x, b: ops.dropout(x, 0.1, bias=b, relu=True), [rows, width]
     return found
 

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from ..ops import eager
-from ..ops.linear import projections
+from ..ops.linear import linear
 from .by_torch import by_torch
 from .hooks import is_plain
 from .int8 import FREED
@@ -91,4 +91,4 @@ def _of_one_input(modules: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
     if len(linears) != len(modules) or any(LAYOUT in module.__dict__ for module in linears):
         found = evaluated_linears(modules, x) if len(modules) > 1 else None
         return found or [apply_linear(module, x) for module in modules]
-    return projections(x, [module.weight for module in linears], [module.bias for module in linears])
+    return [linear(x, module.weight, module.bias) for module in linears]

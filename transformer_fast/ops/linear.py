@@ -1,10 +1,9 @@
-"""The linear layer. csrc/ops/linear.cpp chooses the library that multiplies, csrc/ops/projections.cpp trains under
-autocast."""
+"""The linear layer. csrc/ops/linear.cpp chooses the library that multiplies."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +24,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     other processors, and in exported and traced code, the op is ``F.linear`` itself. :func:`products_by` chooses the
     library; ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN out.
 
-    On a GPU, under autocast and in training, :func:`projections` computes the layer.
-
     Args:
         x: (..., in).
         weight: (out, in), in the dtype of ``x``.
         bias: (out,) or None.
 
     Returns:
-        (..., out). Both libraries sum in float32, in different orders. The op can be differentiated twice, except under
-        autocast on a GPU.
+        (..., out). Both libraries sum in float32, in different orders. The op can be differentiated twice.
 
     Raises:
         TypeError, RuntimeError: as ``F.linear``.
@@ -46,40 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 return result
         elif torch.compiler.is_compiling() and _compiles_to_op(x, weight, bias):
             return torch.ops.transformer_fast.linear.default(x, weight, bias)
-    elif results := _cast_together(x, (weight,), (bias,)):
-        return results[0]
     return F.linear(x, weight, bias)
-
-
-def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """:func:`linear` of one input with several weights.
-
-    On a GPU, under autocast and in training, the layers are one product, and their parameters are cast by one kernel.
-    Autocast itself takes one kernel for each parameter and one for each use of ``x``, and as many in the backward. The
-    results are those of ``F.linear`` under autocast. The gradients of the parameters stay in float32; autocast rounds
-    them to 16 bits. The gradients of several layers share one buffer. A layer that is used again inside of one autocast
-    block is cast again, and each use keeps its cast; autocast keeps one.
-
-    Args:
-        x: (..., in).
-        weights: (out, in) each.
-        biases: (out,) or None, for each weight.
-
-    Returns:
-        (..., out) for each weight.
-    """
-    results = _cast_together(x, weights, biases)
-    return results or tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-
-def _cast_together(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
-    """Results of :func:`projections` as one product; None for a call that needs none or is not plain."""
-    if torch.compiler.is_compiling() or not (isinstance(x, Tensor) and x.is_cuda and torch.is_grad_enabled()):
-        return None
-    module = extension.module()
-    if module is None or not torch.is_autocast_enabled("cuda") or backends.current() == "reference":
-        return None
-    return module.projections(x, tuple(weights), tuple(bias for bias in biases if bias is not None))
 
 
 @contextlib.contextmanager
