@@ -43,10 +43,18 @@ namespace {
 template <typename T>
 constexpr TypedKernels<T> typed_kernels() {
   using A = Accumulate<T>;
-  return {&attention_forward<T, A>,   &attention_backward<T, A>, &attention_weights<T, A>,
-          &attention_grad_bias<T, A>, &norm_forward<T>,          &norm_backward<T>,
-          &dropout_forward<T>,        &dropout_backward<T>,      &encode<T>,
-          &embed_backward<T>,         &cross_entropy_rows<T>};
+  return {kPaired<T>,
+          &attention_forward<T, A>,
+          &attention_backward<T, A>,
+          &attention_weights<T, A>,
+          &attention_grad_bias<T, A>,
+          &norm_forward<T>,
+          &norm_backward<T>,
+          &dropout_forward<T>,
+          &dropout_backward<T>,
+          &encode<T>,
+          &embed_backward<T>,
+          &cross_entropy_rows<T>};
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ namespace transformer_fast {
 template <typename T>
 struct TypedKernels {
   using A = Accumulate<T>;
+  bool saves_weights;  // whether attention_backward reads weights that the forward saved
   void (*attention_forward)(std::span<const AttentionForward<T, A>>);
   void (*attention_backward)(std::span<const AttentionBackward<T, A>>);
   void (*attention_weights)(const AttentionKernelParams<T, A>&, T* weights);  // (B, H, Lq, Lk), contiguous

@@ -13,12 +13,14 @@ namespace transformer_fast {
 namespace {
 
 // True if a forward keeps the weights for its backward. Recomputing the weights takes a product and the exponentials.
-// With a bias per (query, key) and without dropout, recomputing is slower than eager PyTorch, which keeps the weights.
-// With a window or documents most weights would be zeros, so they are not kept.
+// With a bias per (query, key), without dropout and in bfloat16, keeping them is 1.25 to 1.3 times as fast (8 sentences
+// of 128 tokens, 8 heads of 64), but not in float32: 0.92 to 1.12. With a window or documents most weights would be
+// zeros, so they are not kept.
 bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   const OptionalTensor& bias = params.bias;
   if (!bias || params.is_packed() || params.window || params.query_ids || params.distance_bias || params.softcap ||
-      bias->size(2) == 1 || bias->size(3) == 1 || params.dropout_p > 0 || q.size(2) <= kFewQueries)
+      bias->size(2) == 1 || bias->size(3) == 1 || params.dropout_p > 0 || q.size(2) <= kFewQueries ||
+      q.scalar_type() != at::kBFloat16 || !kernels().of<c10::BFloat16>().saves_weights)
     return false;
   return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMaxSavedScores;
 }

@@ -253,7 +253,7 @@ class ScoreGradients {
     return {saved, factors, uniform_, delta_, weights_, grads_, queries_, lanes_};
   }
 
-  bool packed() const { return SavedTile<T, A>::kPacks && call_.saved_probs; }
+  bool packed() const { return kPaired<T> && call_.saved_probs; }
 
   Matrix<E> packed_over_queries(int64_t offset) const {
     return {reinterpret_cast<const E*>(weights_ + offset), lanes_, 1};
