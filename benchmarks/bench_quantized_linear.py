@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_fast.layers.prepacked import PrepackedLinear, QuantizedLinear, WeightLayout
+from transformer_fast.inference.prepacked import PrepackedLinear, QuantizedLinear
+from transformer_fast.ops.weight_layout import WeightLayout
 from transformer_fast.reference.quantized_linear import quantize_rows
 
 SMALL_CASE = "test_int8_linear[cpu-1x512x2048]"

@@ -27,8 +27,9 @@ import records
 import torch
 from bench_generation import BEAM, SIZES, VOCAB, Case, close, make_side, sources, ways
 
-from transformer_fast.layers.prepacked import QuantizedLinear, WeightLayout
+from transformer_fast.inference.prepacked import QuantizedLinear
 from transformer_fast.ops import linear
+from transformer_fast.ops.weight_layout import WeightLayout
 
 KINDS = {
     "layers in one call": ("DecoderSession",),

@@ -21,6 +21,7 @@ ORDER = (
     *("tracing", "function_mode", "extension", "backends", "tensors", "tensor_cache", "lazy_tensor", "target_checks"),
     *("masks", "attention_params", "reference"),
     *("triton", "ops", "explain", "testing", "compat"),
+    "inference",
     *("layers", "models", "dialects"),
     *("huggingface", "integrations", "generation", "swap", "accelerate"),
     *("translation", "cli"),
@@ -100,6 +101,22 @@ def test_no_module_imports_itself_through_others() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+TRAINED = {"masks", "reference", "triton", "ops", "compat", "layers", "models", "dialects", "huggingface"}
+"""Packages that a training step runs."""
+
+
+def test_training_imports_nothing_of_inference() -> None:
+    """In packages that a training step runs, only a function imports it, for a module in evaluation."""
+    found = [
+        module
+        for module in MODULES
+        if room(module) in TRAINED
+        for node in parsed(MODULES[module]).body
+        if isinstance(node, ast.ImportFrom) and "inference" in (node.module or "").split(".")
+    ]
+    assert not found
 
 
 def test_no_private_name_leaves_its_package() -> None:

@@ -4,10 +4,10 @@
 // as several kernels, on one thread. The kernels are those of the ops. models/decoder.py, generation/greedy.py and
 // generation/beam.py compute the same in Python.
 #include "../cpu/kernels.h"
+#include "../ops/embedding.h"
+#include "../ops/linear.h"
+#include "../ops/norm.h"
 #include "../python_module.h"
-#include "embedding.h"
-#include "linear.h"
-#include "norm.h"
 #include "prepacked_linear.h"
 
 #include <ATen/Parallel.h>
@@ -41,7 +41,7 @@ struct BelowDispatch {
   const c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks};
 };
 
-// Multiplies x (rows, in) by a weight in any layout of layers/prepacked.py -> (rows, outputs).
+// Multiplies x (rows, in) by a weight in any layout of inference/prepacked.py -> (rows, outputs).
 Tensor product(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t outputs, bool relu = false) {
   if (weight.is_mkldnn()) return onednn_linear(x, weight, bias, relu);
   if (weight.scalar_type() == at::kFloat) return step_linear(x, weight, bias, outputs, relu);
@@ -89,7 +89,7 @@ class DecoderSession {
       : embedding_(std::move(embedding)), scale_(scale), norm_first_(norm_first), kind_(norm_kind(norm)), eps_(eps),
         activation_(std::move(activation)), eos_(eos), suppressed_(std::move(suppressed)), renormalize_(renormalize) {}
 
-  // `kParts` pairs of weight and bias per layer; linear weights in any layout of layers/prepacked.py.
+  // `kParts` pairs of weight and bias per layer; linear weights in any layout of inference/prepacked.py.
   void set_layers(std::vector<Tensor> tensors) { layers_ = std::move(tensors); }
 
   // The parts after the layers, by which tokens are chosen; the norm may be missing. Without these parts only step()

@@ -1,7 +1,7 @@
 // Linear layers of one input, such as query, key and value, in one call in evaluation.
-#include "eager_call.h"
+#include "../ops/eager_call.h"
+#include "../ops/linear.h"
 #include "kept_weight.h"
-#include "linear.h"
 #include "prepacked_linear.h"
 
 #include <ATen/autocast_mode.h>
@@ -13,7 +13,7 @@
 namespace transformer_fast::eager {
 namespace {
 
-// A linear layer: weight (out, in), bias (out,) or none, and the operand of layers/prepacked.py.
+// A linear layer: weight (out, in), bias (out,) or none, and the operand of inference/prepacked.py.
 struct Product {
   Tensor weight;  // undefined beside an int8 one
   OptionalTensor bias;

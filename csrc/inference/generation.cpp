@@ -1,7 +1,7 @@
 // Functions of decoding besides the ops, on the CPU: conversion of tensors to kernel arguments.
 #include "../cpu/kernels.h"
-#include "operator.h"
-#include "tensors.h"
+#include "../ops/operator.h"
+#include "../ops/tensors.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

@@ -1,7 +1,7 @@
 #include "kept_weight.h"
 
-#include "eager_call.h"
-#include "linear.h"
+#include "../ops/eager_call.h"
+#include "../ops/linear.h"
 #include "prepacked_linear.h"
 
 #include <ATen/Context.h>

@@ -1,9 +1,9 @@
 // A copy of a linear layer's weight that is kept for later calls, in the layout that the product reads fastest.
-// transformer_fast/layers/prepacked.py decides which layers have one, and says which layout is the fastest for how many
+// transformer_fast/inference/prepacked.py decides which layers have one, and says which layout is the fastest for how many
 // rows.
 #pragma once
 
-#include "tensors.h"
+#include "../ops/tensors.h"
 #include "weight_stamp.h"
 
 #include <optional>

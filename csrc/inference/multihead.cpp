@@ -1,9 +1,9 @@
 // nn.MultiheadAttention in evaluation, including projections and weights. For short sequences, Python code between the
 // kernels would take as long as the computation.
 
-#include "attention.h"
-#include "eager_call.h"
-#include "linear.h"
+#include "../ops/attention.h"
+#include "../ops/eager_call.h"
+#include "../ops/linear.h"
 
 #include <ATen/autocast_mode.h>
 

@@ -2,8 +2,8 @@
 #include "prepacked_linear.h"
 
 #include "../cpu/kernels.h"
-#include "operator.h"
-#include "tensors.h"
+#include "../ops/operator.h"
+#include "../ops/tensors.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

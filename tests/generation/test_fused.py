@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformer_fast as tfast
 from transformer_fast import extension
 from transformer_fast.generation.session import Session
-from transformer_fast.layers import DecoderLayer, prepacked
+from transformer_fast.inference import prepacked
+from transformer_fast.layers import DecoderLayer
 from transformer_fast.layers.norm import make_norm
 from transformer_fast.testing import assert_as_exact_as_eager
 

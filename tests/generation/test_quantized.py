@@ -16,7 +16,8 @@ from torch import nn
 from transformer_fast import accelerate, extension
 from transformer_fast.generation import quantization
 from transformer_fast.generation.forms import form_of
-from transformer_fast.layers.prepacked import PrepackedLinear, QuantizedLinear, WeightLayout
+from transformer_fast.inference.prepacked import PrepackedLinear, QuantizedLinear
+from transformer_fast.ops.weight_layout import WeightLayout
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
 from transformer_fast.testing import assert_as_exact_as_eager
 
@@ -36,7 +37,7 @@ def test_the_same_in_any_batch_and_with_any_threads(options: dict) -> None:
 
 def test_every_linear_layer_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the encoder and of the logits are quantised too, in the fused step and by modules."""
-    for product in ("layers.linear.product_of", "layers.prepacked.linear"):
+    for product in ("layers.linear.product_of", "inference.prepacked.linear"):
         monkeypatch.setattr(f"transformer_fast.{product}", None)
     packed: list[QuantizedLinear] = []
     operand = QuantizedLinear.operand

@@ -9,9 +9,11 @@ from op_calls import on_threads
 from torch import Tensor, nn
 
 from transformer_fast.generation.weights import StepFeedForward, concat_linears, prepack
-from transformer_fast.layers import FeedForward, prepacked
+from transformer_fast.inference import prepacked
+from transformer_fast.inference.prepacked import QuantizedLinear
+from transformer_fast.layers import FeedForward
 from transformer_fast.layers.feed_forward import ACTIVATIONS
-from transformer_fast.layers.prepacked import QuantizedLinear, WeightLayout
+from transformer_fast.ops.weight_layout import WeightLayout
 from transformer_fast.reference.quantized_linear import gelu, int8_linear, quantize_rows
 from transformer_fast.testing import assert_as_exact_as_eager
 

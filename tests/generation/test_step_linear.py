@@ -7,8 +7,10 @@ from torch import nn
 
 from transformer_fast import extension
 from transformer_fast.generation.weights import StepFeedForward, concat_linears, prepack
-from transformer_fast.layers import FeedForward, prepacked
-from transformer_fast.layers.prepacked import PrepackedLinear, WeightLayout
+from transformer_fast.inference import prepacked
+from transformer_fast.inference.prepacked import PrepackedLinear
+from transformer_fast.layers import FeedForward
+from transformer_fast.ops.weight_layout import WeightLayout
 from transformer_fast.testing import assert_as_exact_as_eager
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 import transformer_fast as tfast
 from transformer_fast.generation.sampling import Sampler
 from transformer_fast.generation.weights import prepack
+from transformer_fast.inference.int8 import pack
 from transformer_fast.layers import Linear
-from transformer_fast.layers.int8 import pack
-from transformer_fast.layers.prepacked import WeightLayout
 from transformer_fast.ops.attention_call import check_head_dim
 from transformer_fast.ops.cross_entropy import CHUNK_ELEMENTS
 from transformer_fast.ops.dropout import dropout
+from transformer_fast.ops.weight_layout import WeightLayout
 from transformer_fast.reference.quantized_linear import int8_linear
 from transformer_fast.swap.int8 import FEW_OUTPUTS
 from transformer_fast.swap.lazy_logits import LazyLogits
@@ -292,20 +292,20 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     # decoding
     "csrc/cpu/linear/quantized_linear.cpp:kBlock": step_linear,
     "csrc/cpu/linear/quantized_linear.cpp:kFar": int8_results,
-    "transformer_fast/layers/prepacked.py:NARROW_ROWS": kept_bf16,
+    "transformer_fast/inference/prepacked.py:NARROW_ROWS": kept_bf16,
     "csrc/cpu/linear/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
-    "csrc/ops/decoder_session.cpp:kLogitRows": lambda n: generated(n, 4),
+    "csrc/inference/decoder_session.cpp:kLogitRows": lambda n: generated(n, 4),
     "transformer_fast/generation/decoding.py:ENCODED_TOKENS": lambda n: generated(4, 3, scaled(n, 4)),
     "transformer_fast/generation/search.py:MOST_STEPS": lambda n: generated(3, n),
     "transformer_fast/generation/sampling.py:STEPS_AHEAD": drawn,
     "transformer_fast/generation/cache.py:BLOCK": lambda n: generated(3, n),
-    "transformer_fast/layers/prepacked.py:NARROW": lambda n: step_linear(30, inputs=n, most=100),
-    "transformer_fast/layers/prepacked.py:FEW_ROWS": step_linear,
-    "csrc/ops/weight_stamp.cpp:kWhole": stamped,
+    "transformer_fast/inference/prepacked.py:NARROW": lambda n: step_linear(30, inputs=n, most=100),
+    "transformer_fast/inference/prepacked.py:FEW_ROWS": step_linear,
+    "csrc/inference/weight_stamp.cpp:kWhole": stamped,
     "transformer_fast/tensor_cache.py:WHOLE": stamped,
     "transformer_fast/tensor_cache.py:COLUMN": column,
-    "transformer_fast/layers/prepacked.py:COPIED_ROWS": step_linear,
-    "transformer_fast/layers/prepacked.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
+    "transformer_fast/inference/prepacked.py:COPIED_ROWS": step_linear,
+    "transformer_fast/inference/prepacked.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
     # models
     "transformer_fast/swap/int8.py:FEW_OUTPUTS": int8_outputs,
     "transformer_fast/swap/output_layer.py:WORTH_IT": logits_left_out,
@@ -327,9 +327,9 @@ OTHERS: dict[str, str] = {
     "csrc/ops/attention.h:kTensors": "a number of arguments",
     "csrc/ops/embedding_cpu.cpp:kPage": "the size of a page",
     "csrc/ops/linear.cpp:kSaved": "a number of tensors",
-    "csrc/ops/generation.cpp:kMost": "the largest number that an argument may be",
+    "csrc/inference/generation.cpp:kMost": "the largest number that an argument may be",
     "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
-    "csrc/ops/weight_stamp.cpp:kBlock": "values that are read side by side",
+    "csrc/inference/weight_stamp.cpp:kBlock": "values that are read side by side",
     "transformer_fast/swap/rows.py:LINES": "lines of a printed report",
     "transformer_fast/huggingface/heads.py:IGNORED": "a label",
     "transformer_fast/swap/check_fast.py:_DRAWS": "random inputs of a trial",

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import transformer_fast as tfast
 from transformer_fast import extension
 from transformer_fast.accelerate import Int8
-from transformer_fast.layers.int8 import FREED, pack, packed_of, rows_of
-from transformer_fast.layers.prepacked import has_int8
+from transformer_fast.inference.int8 import pack, packed_of, rows_of
+from transformer_fast.ops.weight_layout import FREED, has_int8
 from transformer_fast.reference.quantized_linear import gelu, int8_linear, quantize_rows
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason="needs the C++ extension")

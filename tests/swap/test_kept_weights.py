@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast import extension
-from transformer_fast.layers import prepacked
-from transformer_fast.layers.prepacked import LAYOUT
+from transformer_fast.inference import prepacked
+from transformer_fast.ops.weight_layout import LAYOUT
 from transformer_fast.testing import assert_as_exact_as_eager
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason="needs the C++ extension")

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..layers.attention import layer_mask
-from ..layers.prepacked import WeightLayout
 from ..models import Decoder
+from ..ops.weight_layout import WeightLayout
 from . import quantization
 from .cache import DecoderCache, as_lengths
 from .config import GenerationConfig
@@ -107,7 +107,7 @@ class Decoding:
 
         Stops after the first step in which one of the best `width` continuations ends. The caller selects the rows
         of the last step only, from its best `candidates` continuations. Returns the `BeamSteps` of
-        csrc/ops/decoder_session.cpp; None as `greedy`.
+        csrc/inference/decoder_session.cpp; None as `greedy`.
         """
         return None
 

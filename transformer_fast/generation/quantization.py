@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import extension
-from ..layers.prepacked import AS_IT_IS, WeightLayout
+from ..ops.weight_layout import AS_IT_IS, WeightLayout
 from .forms import Form
 from .weights import prepack
 

@@ -1,5 +1,5 @@
 """Cached steps with all layers in one C++ call, and several steps of a search in one: the use of `DecoderSession` of
-`csrc/ops/decoder_session.cpp`.
+`csrc/inference/decoder_session.cpp`.
 
 Calling some hundred small ops takes a fifth of a step on one CPU thread, and more on two, because nothing runs in
 parallel with the calls. A session is used only if it computes what the modules would compute; the modules are its
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends, extension
+from ..inference.prepacked import PrepackedLinear
 from ..layers import DecoderLayer, LayerNorm, Norm, PositionalEncoder, RMSNorm
 from ..layers.hooks import is_plain
-from ..layers.prepacked import PrepackedLinear
 from .cache import DecoderCache
 from .config import GenerationConfig
 from .weights import DROPOUTS, StepFeedForward

@@ -1,7 +1,7 @@
 """Copies of a model's weights in the layout that steps of few rows read fastest, for one call or longer.
 
 The model itself is not changed, so that several threads may decode with it: `prepack` makes a copy of its modules that
-shares their parameters, in which plain linear layers are those of `layers/prepacked.py`.
+shares their parameters, in which plain linear layers are those of `inference/prepacked.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..inference.prepacked import PrepackedLinear, prepacked_linear
 from ..layers import DecoderLayer, EncoderLayer, FeedForward, MultiHeadAttention, PositionalEncoder, dropout
 from ..layers.feed_forward import ACTIVATIONS
 from ..layers.hooks import is_plain
 from ..layers.linear import is_linear
-from ..layers.prepacked import AS_IT_IS, PrepackedLinear, WeightLayout, prepacked_linear
 from ..layers.torch_modules import Embedding
 from ..models import Decoder, Encoder
+from ..ops.weight_layout import AS_IT_IS, WeightLayout
 
 DROPOUTS = (*dropout.KINDS, nn.Identity)
 """Classes without effect in evaluation mode."""

@@ -22,7 +22,7 @@ from ..layers.feed_forward import linear_relu_dropout
 from ..layers.hooks import is_plain
 from ..layers.norm import Unsummed, norm_and_sum
 from ..layers.norm import unsummed as sum_of_one_dtype
-from ..layers.prepacked import product_of
+from ..layers.products import product_of
 from ..masks import AttentionMask
 from ..ops.linear import is_faster
 from ..ops.norm import eager_layer_norm

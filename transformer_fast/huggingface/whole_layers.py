@@ -16,7 +16,7 @@ from .. import ops
 from ..layers.dropout import KINDS
 from ..layers.linear import Linear
 from ..layers.norm import norm_and_sum
-from ..layers.prepacked import product_of
+from ..layers.products import product_of
 from ..layers.torch_modules import LayerNorm
 from .attention import weights_are_captured
 from .blocks import ActivatedLinear, DropoutAddNorm, Fast, activated, unsummed

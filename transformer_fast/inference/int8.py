@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
+from ..ops.weight_layout import FREED
 from ..tensor_cache import get_or_compute, stamp_of
 from ..tracing import is_traced
 
-FREED = "_transformer_fast_freed"
-"""Attribute of a layer whose fp32 weights are freed: a `FreedWeights`."""
 INT8_COPY = ("int8",)
 """Key of the int8 copies on a parameter."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..masks import AttentionMask
-from . import eager
-from .attention_checks import is_special
+from ..ops import eager
+from ..ops.attention_checks import is_special
 
 
 def evaluated_heads(

@@ -6,7 +6,7 @@ Copies that are kept for later calls are stored on the parameters (`tensor_cache
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from .. import extension
 from ..ops import eager
 from ..ops.linear import linear
+from ..ops.weight_layout import AS_IT_IS, WeightLayout, has_int8
 from ..tensor_cache import get_or_compute, results_of, stamp_of
 from .int8 import INT8_COPY, int8_operand, int8_product
 
@@ -33,50 +34,18 @@ INT8_INPUTS = 2**17
 """Inputs up to which 32 bits hold the sum of int8 products."""
 
 
-class WeightLayout(NamedTuple):
-    """Layout of the copies of weights: `GenerationConfig.quantize` and `GenerationConfig.keep_weights`."""
-
-    quantize: str | None = None
-    keep: bool = False
-
-
-AS_IT_IS = WeightLayout()
-"""Layout without quantising and keeping: copied for one call, in the weight's own dtype."""
-
-
-LAYOUT = "_transformer_fast_layout"
-"""Attribute of a module whose products, in evaluation, run on kept copies of its weights: a `WeightLayout`."""
 _KEPT = "kept weight"
 
 
-def product_of(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x weight^T + bias`` for parameters of a module, in the module's `LAYOUT`.
-
-    Args:
-        x: (..., in).
-        weight: a parameter (out, in) of the module, or a view of one.
-        bias: (out,) or None.
-
-    Returns:
-        (..., out). In training mode, if a gradient is needed, in compiled and traced calls, under autocast, and for
-        tensors that are not plain fp32 or bf16 ones on a CPU, it is the result of ``ops.linear``.
-
-    Raises:
-        RuntimeError: for a layout with int8 weights, in such a call.
-    """
+def laid_out_product(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`~transformer_fast.layers.products.product_of` for a module that has a `LAYOUT`."""
     if has_int8(module):
         return int8_product(module, x, weight, bias)
-    if LAYOUT in module.__dict__ and not module.training:
+    if not module.training:
         found = _kept_product(x, weight, bias)
         if found is not None:
             return found
     return linear(x, weight, bias)
-
-
-def has_int8(module: nn.Module) -> bool:
-    """Return True for a module whose products are those of int8 weights."""
-    layout = module.__dict__.get(LAYOUT)
-    return layout is not None and layout.quantize is not None
 
 
 def _kept_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -105,15 +74,15 @@ def kept_weight(weight: Tensor) -> Any | None:
 
 
 def operand_of(module: nn.Module, x: Tensor, weight: Tensor) -> Any | None:
-    """Operand of a product in the module's layout, in place of the weight: int8 weights, the object that keeps copies,
-    or None.
+    """Operand of a product in the layout of a module that has one, in place of the weight: int8 weights, the object
+    that keeps copies, or None.
 
     Raises:
         RuntimeError: for a layout with int8 weights, in a call that it does not take.
     """
     if has_int8(module):
         return int8_operand(module, x, weight)
-    return kept_weight(weight) if LAYOUT in module.__dict__ and not module.training else None
+    return None if module.training else kept_weight(weight)
 
 
 def forget_kept(module: nn.Module) -> None:

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.weight_layout import has_int8
 from .hooks import is_plain
-from .int8 import int8_product
-from .prepacked import has_int8
 
 _OF_TRANSFORMERS = {
     "transformers.activations.GELUActivation": "gelu",
@@ -30,6 +29,8 @@ def activated_linear(linear: nn.Module, x: Tensor, activation: Any) -> Tensor | 
         return None
     if (name := name_of(activation)) not in _OF_PRODUCT:
         return None
+    from ..inference.int8 import int8_product
+
     return int8_product(linear, x, linear.weight, linear.bias, name)
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ..ops import eager
 from ..ops.linear import linear
+from ..ops.weight_layout import FREED, LAYOUT, has_int8
 from .by_torch import by_torch
 from .hooks import is_plain
-from .int8 import FREED
-from .prepacked import LAYOUT, has_int8, operand_of, product_of
+from .products import operand_of, product_of
 
 
 class Linear(nn.Linear):
@@ -58,7 +58,7 @@ def apply_linears(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> lis
 
 
 def parts_of_product(module: nn.Module, x: Tensor) -> tuple[Any, ...] | None:
-    """Weight, bias and operand (:func:`~.prepacked.operand_of`) of a linear layer in evaluation; None for any other
+    """Weight, bias and operand (:func:`~.products.operand_of`) of a linear layer in evaluation; None for any other
     module, which must be called."""
     if not is_plain(module, nn.Linear, Linear) or module.training:
         return None

@@ -23,9 +23,9 @@ from .. import ops
 from ..function_mode import outside_blocks
 from ..masks.packing import PackedMask
 from ..ops.embedding import eager_embed
-from ..ops.multihead import evaluated_heads
 from ..ops.norm import eager_layer_norm
 from ..ops.token_mask import OnTokens, call_on_tokens
+from ..ops.weight_layout import LAYOUT
 from ..tensors import takes_fused_ops
 from . import norm as _norm
 from .activated import activated_linear
@@ -37,7 +37,7 @@ from .hooks import LOOKS_UP, TAKES_RESIDUAL, in_role, is_plain
 from .linear import apply_linear, is_linear
 from .norm import post_norm, pre_norm
 from .padded_calls import StaysPaddedError
-from .prepacked import LAYOUT, product_of
+from .products import product_of
 from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 
 
@@ -151,7 +151,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         shape = query.shape[batch], self.num_heads, query.shape[length], key.shape[length]
         mask = torch_mask(attn_mask, key_padding_mask, is_causal, shape)
         dropout_p = self.dropout if self.training else 0.0
-        if batched and dropout_p == 0.0 and self._qkv_same_embed_dim and LAYOUT not in self.__dict__:
+        if batched and not self.training and self._qkv_same_embed_dim and LAYOUT not in self.__dict__:
+            from ..inference.multihead import evaluated_heads
+
             found = evaluated_heads(
                 (query, key, value),
                 (self.in_proj_weight, self.in_proj_bias),

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 from .. import backends, huggingface
 from ..layers.devices import left_to_torch
 from ..layers.linear import Linear
-from ..layers.prepacked import WeightLayout
 from ..ops.linear import is_faster
 from ..ops.unknown_names import near
+from ..ops.weight_layout import WeightLayout
 from .check_form import FormTrials
 from .explained import explained
 from .form_class import class_of_form

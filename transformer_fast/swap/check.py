@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..layers.padded_calls import WITHOUT_PADDING
-from ..layers.prepacked import LAYOUT
+from ..ops.weight_layout import LAYOUT
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _SMALLEST = 0.1  # scale of values that are about 0, such as the gradient of a key's bias

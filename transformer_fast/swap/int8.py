@@ -15,11 +15,12 @@ from torch.func import functional_call
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import extension, huggingface
+from ..inference.int8 import can_free, free_weights, kept_int8, pack
+from ..inference.prepacked import INT8_INPUTS
 from ..layers.hooks import is_plain
-from ..layers.int8 import can_free, free_weights, kept_int8, pack
 from ..layers.linear import Linear
-from ..layers.prepacked import INT8_INPUTS, WeightLayout, has_int8
 from ..layers.torch_modules import MultiheadAttention
+from ..ops.weight_layout import WeightLayout, has_int8
 from .kept_weights import give_one_layout
 from .output_layer import output_layers
 from .report import Report

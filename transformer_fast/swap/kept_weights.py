@@ -10,9 +10,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from .. import extension
 from ..huggingface.blocks import TransposedLinear
+from ..inference.prepacked import forget_kept
 from ..layers.linear import Linear
-from ..layers.prepacked import LAYOUT, WeightLayout, forget_kept
 from ..layers.torch_modules import MultiheadAttention
+from ..ops.weight_layout import LAYOUT, WeightLayout
 from .report import Attribute, Report
 from .rows import ALREADY, Row
 
