@@ -30,7 +30,7 @@ Outcome = tuple[list[Tensor], list[Tensor | None]]
 
 FUNCTIONS = [name for name in samples.LEAST_SAMPLES if hasattr(F, name)]
 MODULES = list(samples.LEAST_MODULE_SAMPLES)
-PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compat.md"
 ATTENTION = "scaled_dot_product_attention"
 # With few numbers torch's error may be small by luck, or ours large by bad luck at the kink of a ReLU. A result beyond
 # the gate is compared with torch's largest error in RUNS runs, whose inputs are off by one unit in the last place.
