@@ -3,7 +3,7 @@
     python benchmarks/compare_translate.py --model runs/en-de --source val.en --target val.de --out results
 
 The lines of SOURCE are repeated up to LINES. All sides have the weights of the run and the same search: greedy, or
-beam 5 with the slots and length penalty of CTranslate2 (docs/checkpoints.md). The time of transformer_fast includes
+beam 5 with the slots and length penalty of CTranslate2 (docs/serve.md). The time of transformer_fast includes
 splitting text into pieces and joining them; CTranslate2 reads and writes pieces, so its time does not. CTranslate2 is
 timed with each batch size of PEER_TOKENS, once with all threads on one batch and once with one thread per batch; the
 fastest counts. transformer_fast has its default batch size, with one worker and with one worker per thread.

@@ -1,6 +1,6 @@
 """Gradient accumulation in transformers' Trainer: how many times too large the gradient is, per kind of model.
 
-The page docs/models/encoders.md has these figures. A plain model is measured as well: the fault is not ours.
+The page docs/models/transformers.md has these figures. A plain model is measured as well: the fault is not ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIGURES = {
     "BertForQuestionAnswering": RIGHT, "ModernBertForMaskedLM": RIGHT, "BertLMHeadModel": RIGHT,
     "GPT2LMHeadModel": RIGHT, "LlamaForCausalLM": RIGHT, "ViTForImageClassification": RIGHT,
 }  # fmt: skip
-PAGE = "docs/models/encoders.md says otherwise: change its section on gradient accumulation, and FIGURES here"
+PAGE = "docs/models/transformers.md says otherwise: change its section on gradient accumulation, and FIGURES here"
 
 
 def rows(name: str) -> list[dict[str, Tensor]]:
