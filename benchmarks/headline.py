@@ -12,13 +12,15 @@ import records
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "headline.svg"
-WIDTH, LEFT, BAR, GAP, SCALE_END = 560, 240, 18, 6, 34
+WIDTH, LEFT, BAR, GAP, SCALE_END, TICKS = 560, 240, 18, 6, 34, 16
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f }
   .title { font-weight: 600 }
   .peer { fill: #9aa4af } .ours { fill: #2da44e }
+  .axis { stroke: #d0d7de } .tick { font-size: 11px; fill: #57606a }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .peer { fill: #6e7681 } .ours { fill: #3fb950 }
+    .axis { stroke: #30363d } .tick { fill: #8b949e }
   }
 """
 
@@ -58,20 +60,32 @@ def draw() -> str:
         y += 24
         parts.append(f'<text class="title" x="0" y="{y}">{title}: times as fast as eager</text>')
         parts += drawn(rows, y + 8)
-        y += 8 + len(rows) * (BAR + GAP) + GAP
+        y += 8 + len(rows) * (BAR + GAP) + TICKS + GAP
     return svg(parts, y, STYLE)
 
 
 def drawn(rows: list[Bar], y: int) -> list[str]:
-    """Return the bars of a group, the first at y, with the group's scale."""
-    parts: list[str] = []
-    unit = (WIDTH - LEFT - SCALE_END) / max(row.times for row in rows)
+    """Return the bars of a group, the first at y, with the group's scale and, below, its axis."""
+    most = max(row.times for row in rows)
+    unit = (WIDTH - LEFT - SCALE_END) / most
+    parts = axis(LEFT, unit, most, y - 2, y + len(rows) * (BAR + GAP))
     for row in rows:
         kind, middle, width = "ours" if row.ours else "peer", y + BAR - 5, row.times * unit
         parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{row.label}</text>')
         parts.append(f'<rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>')
         parts.append(f'<text x="{LEFT + width + 6:.1f}" y="{middle}">{said(row.times)}</text>')
         y += BAR + GAP
+    return parts
+
+
+def axis(left: float, unit: float, most: float, top: int, bottom: int) -> list[str]:
+    """Return lines at 0 and at up to five round numbers up to ``most``, with the numbers below ``bottom``."""
+    step = next(step for step in (0.5, 1, 2, 5, 10, 20) if most / step <= 5.5)
+    parts = []
+    for number in range(int(most / step) + 1):
+        x = f"{left + number * step * unit:.1f}"
+        parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>')
+        parts.append(f'<text class="tick" x="{x}" y="{bottom + 12}" text-anchor="middle">{number * step:g}</text>')
     return parts
 
 

@@ -6,7 +6,7 @@ python benchmarks/packed_picture.py
 from __future__ import annotations
 
 import records
-from headline import BAR, GAP, ROOT, STYLE, Bar, drawn, svg
+from headline import BAR, GAP, ROOT, STYLE, TICKS, Bar, drawn, svg
 
 PICTURE = ROOT / "docs" / "images" / "packed.svg"
 CASE = "hugging_face: bert-training step"
@@ -71,7 +71,7 @@ def draw() -> str:
     parts.append(f'<text class="title" x="{LEFT}" y="{y}">A training step of BERT: times as fast as eager</text>')
     rows = bars()
     parts += drawn(rows, y + 8)
-    return svg(parts, y + 8 + len(rows) * (BAR + GAP), STYLE + COLOURS)
+    return svg(parts, y + 8 + len(rows) * (BAR + GAP) + TICKS, STYLE + COLOURS)
 
 
 if __name__ == "__main__":

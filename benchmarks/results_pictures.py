@@ -1,21 +1,20 @@
-"""Draws the pictures of docs/results from the records: times as fast as a peer, one row per case, a line at 1.
+"""Draws the pictures of docs/results from the records: times as fast as a peer, one row per case, from 0.
 
 python benchmarks/results_pictures.py
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import records
-from headline import ROOT, STYLE, svg
+from headline import ROOT, STYLE, TICKS, axis, svg
 
 FOLDER = ROOT / "docs" / "images"
-WIDTH, BAR, ROW, LINE, LEFT, RIGHT = 460, 11, 46, 17, 1, 34
+WIDTH, BAR, ROW, LINE, LEFT, RIGHT = 460, 11, 46, 17, 4, 34
 COLOURS = """
-  .first { fill: #2da44e } .second { fill: #8bd5a0 } .loss { fill: #d4622a } .line { stroke: #57606a }
+  .first { fill: #2da44e } .second { fill: #8bd5a0 } .loss { fill: #d4622a } .line { stroke: #57606a; stroke-dasharray: 2 3 }
   .small { font-size: 11px }
   @media (prefers-color-scheme: dark) {
     .first { fill: #3fb950 } .second { fill: #1f7a35 } .loss { fill: #f0883e } .line { stroke: #8b949e }
@@ -164,28 +163,24 @@ def draw(name: str) -> str:
 
 
 def bars(groups: list[Group], legend: tuple[str, str], digits: int) -> tuple[list[str], int]:
-    """Return the parts of a picture of ratios on a log scale, and its height."""
+    """Return the parts of a picture of ratios, each group with its scale, and the picture's height."""
     values = [value for group in groups for row in group.rows for value in row[1:] if value is not None]
-    low, high = math.log(min(1.0, *values)), math.log(max(values))
-    losses = low < 0
-    left = LEFT + (32 if losses else 0)  # room for the number of a bar that goes to the left
-    unit = (WIDTH - left - RIGHT) / (high - low)
-
-    def place(value: float) -> float:
-        return left + (math.log(value) - low) * unit
-
-    parts, y = list(_legend(legend, losses)), 22
+    parts, y = list(_legend(legend, min(values) < 1)), 22
     for group in groups:
         y += 10
         for kind, words in zip(("title", ""), group.title.split("; "), strict=False):
             y += LINE
             parts.append(f'<text class="{kind}" x="0" y="{y}">{words}</text>')
         y += 8
-        line, end = f"{place(1):.1f}", y + ROW * len(group.rows)
-        parts.append(f'<line class="line" x1="{line}" x2="{line}" y1="{y}" y2="{end}"/>')
+        most, end = max(1.0, *(value for row in group.rows for value in row[1:] if value)), y + ROW * len(group.rows)
+        unit = (WIDTH - LEFT - RIGHT) / most
+        parts += axis(LEFT, unit, most, y, end)
+        one = f"{LEFT + unit:.1f}"
+        parts.append(f'<line class="line" x1="{one}" x2="{one}" y1="{y}" y2="{end}"/>')
         for row in group.rows:
-            parts += _row(row, y, place, digits)
+            parts += _row(row, y, unit, digits)
             y += ROW
+        y += TICKS
     return parts, y + 4
 
 
@@ -197,18 +192,16 @@ def _legend(legend: tuple[str, str], losses: bool) -> Iterator[str]:
         x += 90
 
 
-def _row(row: Row, y: int, place: Callable[[float], float], digits: int) -> Iterator[str]:
-    yield f'<text x="{place(1) + 5:.1f}" y="{y + 14}">{row.label}</text>'
+def _row(row: Row, y: int, unit: float, digits: int) -> Iterator[str]:
+    yield f'<text x="{LEFT + 4}" y="{y + 14}">{row.label}</text>'
     top = y + 19
     for kind, value in (("first", row.first), ("second", row.second)):
         if value is None:
             continue
-        start, end = sorted((place(1), place(value)))
-        kind, size = "loss" if value < 1 else kind, f'width="{max(end - start, 1.5):.1f}" height="{BAR}" rx="2"'
-        yield f'<rect class="{kind}" x="{start:.1f}" y="{top}" {size}/>'
-        at, anchor = (start - 5, "end") if value < 1 else (end + 5, "start")
+        kind, width = "loss" if value < 1 else kind, value * unit
+        yield f'<rect class="{kind}" x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2"/>'
         words = said(value, digits)
-        yield f'<text class="small" x="{at:.1f}" y="{top + BAR - 1}" text-anchor="{anchor}">{words}</text>'
+        yield f'<text class="small" x="{LEFT + width + 5:.1f}" y="{top + BAR - 1}">{words}</text>'
         top += BAR + 1
 
 

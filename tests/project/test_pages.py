@@ -23,6 +23,7 @@ import packed_picture
 import pytest
 import results_pictures
 import torch
+import which_way_picture
 from pages import (
     DOCS,
     LABORATORY,
@@ -172,6 +173,25 @@ def test_the_picture_of_a_packed_batch_is_what_the_record_says() -> None:
     assert packed_picture.PICTURE.read_text() == drawn, "python benchmarks/packed_picture.py draws it again"
     (times,) = (headline.said(bar.times) for bar in packed_picture.bars() if bar.ours)
     assert re.search(r"training step is ([\d.]+) times as fast", TEXT)[1] == times
+
+
+def test_the_picture_of_the_ways_has_the_lines_of_its_page() -> None:
+    assert which_way_picture.PICTURE.read_text() == which_way_picture.draw(), (
+        "python benchmarks/which_way_picture.py draws it again"
+    )
+    page = " ".join(re.sub(r"\]\([^)]*\)|\[", "", (DOCS / "index.md").read_text()).split())
+    for _, answer in which_way_picture.WAYS:
+        assert re.sub(r"\s+", " ", answer[0]).rstrip(",.") in page, answer
+
+
+def test_bars_of_all_pictures_begin_at_0() -> None:
+    """A bar is as long as its number, so pictures can be compared."""
+    for name in ("headline", "packed", *(f"results_{name}" for name in results_pictures.PICTURES)):
+        text = (DOCS / "images" / f"{name}.svg").read_text()
+        first = {re.search(r'x="([\d.]+)"', tick)[1] for tick in re.findall(r'<text class="tick"[^>]*>0<', text)}
+        kinds = "peer|ours" if name in ("headline", "packed") else "first|second|loss"
+        bars = re.findall(rf'<rect class="(?:{kinds})" x="([\d.]+)" y="(?!4")', text)
+        assert bars and {float(x) for x in bars} == {float(x) for x in first}, name
 
 
 @pytest.mark.parametrize("name", ["attention", "dropout", "empty_rows", "gpu_code", "sums"])

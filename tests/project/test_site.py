@@ -9,9 +9,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -138,6 +138,20 @@ def test_every_public_exception_is_on_its_page() -> None:
         if isinstance(value := getattr(module, name), type) and issubclass(value, Exception)
     }
     assert errors and errors == set(re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE))
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is missing: `make setup` installs it")
+def test_the_first_page_names_the_repository_before_its_first_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_from_file_location("outside_files", ROOT / "tools/site/outside_files.py")
+    hook = module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"), meta={})
+    text = (DOCS / "index.md").read_text()
+    monkeypatch.setenv("TRANSFORMER_FAST_URL", "https://host/owner/name")
+    first, _, _ = hook.on_page_markdown(text, page).partition("![")
+    assert "[Repository](https://host/owner/name)" in first and "```python" in first and "    pip install" in first
+    monkeypatch.delenv("TRANSFORMER_FAST_URL")
+    assert "[Repository]" not in hook.on_page_markdown(text, page)
 
 
 def test_nothing_of_the_site_comes_from_another_host() -> None:

@@ -55,8 +55,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Turn the links of a page from paths of the repository into paths of the site."""
+    """Turn the links of a page from paths of the repository into paths of the site. The first page names the repository."""
     here = repository_path(page.file.src_uri)
+    if here == "docs/index.md" and (url := os.environ.get("TRANSFORMER_FAST_URL")):
+        markdown = markdown.replace("[Install](", f"[Repository]({url}). [Install](", 1)
     if here.startswith("benchmarks/results/"):  # a record: found by the page that links to it
         page.meta["search"] = {"exclude": True}
         if not markdown.startswith("# "):
