@@ -1,11 +1,14 @@
-"""Draws the pictures of docs/masks.md: the passed tensor, cell by cell, and the keys that each
-query then sees. :class:`transformer_fast.AttentionMask` computes the right-hand side.
+"""Draws the pictures of docs/masks.md, for light and dark pages: the passed tensor, cell by cell, and the visible keys.
+
+:class:`transformer_fast.AttentionMask` computes the right-hand side.
 
 python benchmarks/mask_pictures.py
 """
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from headline import ROOT
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, ListedColormap
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from transformer_fast import AttentionMask, attention
-from transformer_fast.cli.plots import INK, QUIET, WEIGHTS, cell_text, new_figure, save
+from transformer_fast.cli.plots import INK, QUIET, WEIGHTS, cell_text, new_figure
 from transformer_fast.dialects import tensorflow
 
 FOLDER = ROOT / "docs" / "images"
@@ -31,6 +35,17 @@ LENGTHS = torch.tensor([5, 3])
 """The batch in every picture: two sentences of five and three tokens, padded to five."""
 KEEP = torch.arange(5) < LENGTHS[:, None]
 CELL = 0.34
+ON_PALE, ON_DARK = "#23262c", "#fefefe"
+"""Colours of numbers in cells that have one colour on light and dark pages."""
+VARIABLES = {
+    INK: ("ink", "#e6edf3"),
+    QUIET: ("quiet", "#9198a1"),
+    "#ffffff": ("paper", "#161b22"),
+    "#0b4f8a": ("seen", "#58a6ff"),
+    "#d6e6f5": ("hint", "#1f3a5f"),
+    RULE: ("rule", "#3d444d"),
+}
+"""Colours of a light page: their names in the pictures, and their values on a dark page."""
 
 
 class Given(NamedTuple):
@@ -53,8 +68,8 @@ class Line(NamedTuple):
 
 def draw(folder: Path) -> list[Path]:
     """Draw one picture for each dialect, and one of a query without keys, into ``folder``; returns the paths."""
-    pictures = [_lines(folder / f"mask_{name}.png", lines()) for name, lines in DIALECTS.items()]
-    return [*pictures, _bias_picture(folder / "mask_distance.png"), _empty_row_picture(folder / "mask_empty_row.png")]
+    pictures = [_lines(folder / f"mask_{name}.svg", lines()) for name, lines in DIALECTS.items()]
+    return [*pictures, _bias_picture(folder / "mask_distance.svg"), _empty_row_picture(folder / "mask_empty_row.svg")]
 
 
 def _keep_masks() -> list[Line]:
@@ -259,13 +274,28 @@ def _lines(path: Path, lines: list[Line]) -> Path:
             x = left + given_width
             write(x - arrow - 0.6, y + 1, "\u2192", QUIET, 22)
             write(left, top + title + 0.15, "what you pass", QUIET, 8)
-            write(x, top + title + 0.15, "dark: the keys that each query sees", QUIET, 8)
+            write(x, top + title + 0.15, "blue: the keys that each query sees", QUIET, 8)
         first, _ = line.seen[0]
         for name, seen in line.seen:
             _cells(panel(x, y, seen), seen, SEEN, "query" if name == first else "", "key", name)
             x += seen.shape[1] + gap
         top += height
-    return save(figure, path)
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    """Write a figure as SVG whose colours are those of the page: light, or dark by a media query."""
+    shown = io.StringIO()
+    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(shown, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = shown.getvalue()
+    for colour, (name, _) in VARIABLES.items():
+        text = text.replace(colour, f"var(--{name})")
+    light = "; ".join(f"--{name}: {colour}" for colour, (name, _) in VARIABLES.items())
+    dark = "; ".join(f"--{name}: {colour}" for name, colour in VARIABLES.values())
+    style = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
+    path.write_text(re.sub(r"(<svg [^>]*>)", rf"\1\n{style}", text[text.index("<svg") :], count=1))
+    return path
 
 
 def _short(value: bool | int | float) -> str:
@@ -280,10 +310,9 @@ def _cells(axes: Axes, table: Tensor, colors: Colormap, rows: str, columns: str,
     """Draw values from 0 to 1 as cells with lines between them, and name the axes; an unnamed axis has no column
     numbers."""
     height, width = table.shape
-    axes.imshow(table.numpy(), cmap=colors, vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks([n - 0.5 for n in range(width + 1)], minor=True)
-    axes.set_yticks([n - 0.5 for n in range(height + 1)], minor=True)
-    axes.grid(which="minor", color=RULE, linewidth=0.8)
+    edges = [n - 0.5 for n in range(width + 1)], [n - 0.5 for n in range(height + 1)]
+    axes.pcolormesh(*edges, table.numpy(), cmap=colors, vmin=0, vmax=1, edgecolors=RULE, linewidth=0.8)
+    axes.set_ylim(height - 0.5, -0.5)
     axes.set_xticks(range(width), range(width) if columns else [""] * width)
     axes.set_yticks(range(height), range(height))
     axes.tick_params(which="both", length=0, labelsize=7, labelcolor=QUIET, pad=1)
@@ -309,11 +338,11 @@ def _bias_picture(path: Path) -> Path:
     for axes, (name, mask) in zip(panels, masks.items(), strict=True):
         added = (mask.added(5, 5)[0, 0] + 0.0).masked_fill(~mask.dense(5, 5)[0, 0].expand(5, 5), -torch.inf)
         for (row, column), value in np.ndenumerate(added.numpy()):
-            cell_text(axes, row, column, _short(float(value)), INK if value > -1.2 else "white", size=8)
+            cell_text(axes, row, column, _short(float(value)), ON_PALE if value > -1.2 else ON_DARK, size=8)
         shade = (added.clamp(min=-2.5) / -2.5).clamp(0, 1)
         _cells(axes, shade, colormaps[WEIGHTS], "query" if axes is panels[0] else "", "key", name)
         axes.set_aspect("equal")
-    return save(figure, path)
+    return _save(figure, path)
 
 
 def _empty_row_picture(path: Path) -> Path:
@@ -329,12 +358,12 @@ def _empty_row_picture(path: Path) -> Path:
         weights = attention(q, k, k, keep, empty_rows=empty_rows, return_weights=True)[1][0, 0]
         for (row, column), weight in np.ndenumerate(weights.numpy()):
             shown = f"{weight:.2f}".lstrip("0") if weight else "0"
-            color = "white" if weight > 0.5 else INK if weight else QUIET
+            color = ON_DARK if weight > 0.5 else ON_PALE
             cell_text(axes, row, column, shown, color, size=8)
         _cells(axes, weights, colormaps[WEIGHTS], "", "key", f'empty_rows="{empty_rows}"')
     for axes in panels:
         axes.set_aspect("equal")
-    return save(figure, path)
+    return _save(figure, path)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from headline import ROOT, STYLE, TICKS, axis, svg
 FOLDER = ROOT / "docs" / "images"
 WIDTH, BAR, ROW, LINE, LEFT, RIGHT = 460, 11, 46, 17, 4, 34
 COLOURS = """
-  .first { fill: #2da44e } .second { fill: #8bd5a0 } .loss { fill: #d4622a } .line { stroke: #57606a; stroke-dasharray: 2 3 }
-  .small { font-size: 11px }
+  .first { fill: #2da44e } .second { fill: #8bd5a0 } .loss { fill: #d4622a }
+  .line { stroke: #57606a; stroke-dasharray: 2 3 } .small { font-size: 11px }
   @media (prefers-color-scheme: dark) {
     .first { fill: #3fb950 } .second { fill: #1f7a35 } .loss { fill: #f0883e } .line { stroke: #8b949e }
   }

@@ -9,12 +9,12 @@ from headline import ROOT, svg
 
 PICTURE = ROOT / "docs" / "images" / "which_way.svg"
 WAYS = (
-    (("A model: Hugging Face,", "torch.nn, a classic text?"), ("tfast.accelerate(model,", "               packed=True)")),
+    (("Hugging Face, torch.nn,", "a classic text?"), ("tfast.accelerate(model,", "      packed=True)")),
     (("DDP, FSDP, Trainer or", "torch.compile around it?"), ("the same line, before", "the wrapper")),
     (("Code that calls torch's SDPA?",), ("with tfast.functional():",)),
-    (("Attention of your own:", "q, k and v are there?"), ("tfast.attention(q, k, v, mask,", "                dropout_p=0.1)")),
-    (("A class of your own that a", "fast one replaces?"), ("tfast.register(MyAttention,", "    Fast, check=inputs)")),
-    (("No model yet?",), ("tfast.Transformer(...,", "               packed=True)")),
+    (("Attention of your own:", "q, k and v are there?"), ("tfast.attention(q, k, v, mask,", "      dropout_p=0.1)")),
+    (("A class of your own that a", "fast one replaces?"), ("tfast.register(MyAttention,", "      Fast, check=inputs)")),
+    (("No model yet?",), ("tfast.Transformer(...,", "      packed=True)")),
     (("A GPU?",), ("the same lines, with triton", "installed")),
 )  # fmt: skip
 """Question, and what to write, in lines of text."""

@@ -3,6 +3,7 @@
 import math
 
 import matplotlib.figure
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -95,3 +96,15 @@ def test_positional_picture(tmp_path, figures):
     table = positional_table(200, 128)
     for axes, first in ((sines, 0), (cosines, 1)):
         np.testing.assert_array_equal(axes.images[0].get_array(), table[:, first::2].T)
+
+
+def test_a_dark_picture_has_a_dark_ground_and_light_words(tmp_path, figures):
+    plots.positional_picture(tmp_path / "light.png")
+    plots.positional_picture(tmp_path / "dark.png", dark=True)
+    light, dark = (matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] for name in ("light", "dark"))
+    assert light[:20, :20].min() == 1 and dark[:20, :20].max() < 0.2
+    words = [text for text in figures[1].findobj(matplotlib.text.Text) if text.get_text()]
+    assert words and all(min(matplotlib.colors.to_rgb(text.get_color())) > 0.5 for text in words)
+    assert [line.get_ydata().tolist() for line in figures[1].axes[0].lines] == [
+        line.get_ydata().tolist() for line in figures[0].axes[0].lines
+    ]

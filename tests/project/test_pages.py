@@ -239,17 +239,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_pictures_of_the_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures, save = [], matplotlib.figure.Figure.savefig
 
-    def record(figure: matplotlib.figure.Figure, path: Path, **options: object) -> None:
+    def record(figure: matplotlib.figure.Figure, path: io.StringIO, **options: object) -> None:
         figures.append(figure)
-        save(figure, path, **options | {"dpi": 20})
+        save(figure, path, **options)
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", record)
     paths = mask_pictures.draw(tmp_path)
-    assert {p.name for p in paths} == {p.name for p in (DOCS / "images").glob("mask_*.png")}
+    assert {p.name for p in paths} == {p.name for p in (DOCS / "images").glob("mask_*.svg")}
     pages = (DOCS / "masks.md").read_text()
     assert all(f"images/{p.name}" in pages for p in paths)
     seen = {
-        path.stem: [axes.images[0].get_array() for axes in figure.get_axes()]
+        path.stem: [axes.collections[0].get_array() for axes in figure.get_axes()]
         for path, figure in zip(paths, figures, strict=True)
     }
     padding = AttentionMask.lengths(torch.tensor([5, 3]))

@@ -55,7 +55,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Turn the links of a page from paths of the repository into paths of the site. The first page names the repository."""
+    """Turn the links of a page from paths of the repository into paths of the site; home names the repository."""
     here = repository_path(page.file.src_uri)
     if here == "docs/index.md" and (url := os.environ.get("TRANSFORMER_FAST_URL")):
         markdown = markdown.replace("[Install](", f"[Repository]({url}). [Install](", 1)

@@ -13,6 +13,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--model", metavar="DIR", help="folder of a trained model; draws its attention too")
     command.add_argument("--text", help="sentence to translate, with --model")
+    command.add_argument("--dark", action="store_true", help="draw on a dark ground")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from .plots import attention_picture, positional_picture
 
     out = Path(args.out)
-    print(positional_picture(out / "positional_encoding.png"))
+    print(positional_picture(out / "positional_encoding.png", args.dark))
     if args.model:
         from ..translation import load_trained
         from ..translation.translator import Translator
@@ -34,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
         trained = load_trained(args.model, device=args.device)
         translator = Translator(trained.model, trained.tokenizer, config=trained.generation)
         ids = translator.decode_ids([args.text])[0]
-        print(attention_picture(out / "attention.png", trained.model, trained.tokenizer, args.text, ids))
+        print(attention_picture(out / "attention.png", trained.model, trained.tokenizer, args.text, ids, args.dark))
     return 0

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure, FigureBase, SubFigure
 from matplotlib.image import AxesImage
+from matplotlib.text import Text
 from torch import Tensor, nn
 
 from .. import ops
@@ -26,6 +27,8 @@ SIGNED = "RdBu_r"  # white at zero
 PICTURED = 80
 """Maximum number of pieces per sentence in a picture; 800 pieces would exhaust the memory."""
 CURVES = ("#0b4f8a", "#7fb2e5", "#b3450d", "#f2a65a")  # sine dark and cosine light, a hue for each frequency
+DARK = {INK: "#e6edf3", QUIET: "#9198a1", "#0b4f8a": "#1f6feb", "#b3450d": "#db6d28"}
+"""Colours of a dark picture, by those of a light one."""
 
 
 @torch.inference_mode()
@@ -63,11 +66,17 @@ def cross_attention(model: nn.Module, src: Tensor, trg: Tensor) -> list[Tensor]:
 
 
 def attention_picture(
-    path: str | os.PathLike[str], model: nn.Module, tokenizer: AnyTokenizer, source: str, translation: Sequence[int]
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    tokenizer: AnyTokenizer,
+    source: str,
+    translation: Sequence[int],
+    dark: bool = False,
 ) -> Path:
     """Draw the cross-attention of one translation: its heads' mean, large, and every head of every layer, small.
 
-    source: the sentence. translation: its target ids, without BOS and EOS. Returns the path of the PNG.
+    source: the sentence. translation: its target ids, without BOS and EOS. dark: draw on a dark ground. Returns the
+    path of the PNG.
     Raises ValueError for more than `PICTURED` pieces of either.
     """
     device = next(model.parameters()).device
@@ -94,7 +103,7 @@ def attention_picture(
     _alignment(left, sharpest.mean(dim=0), read, written)
     right.suptitle("every head", color=QUIET)
     _heads(right, layers)
-    return save(figure, path)
+    return save(figure, path, dark)
 
 
 def _alignment(figure: SubFigure, weights: Tensor, read: list[str], written: list[str]) -> None:
@@ -131,14 +140,14 @@ def _heads(figure: SubFigure, layers: list[Tensor]) -> None:
                 axes.set_title(f"layer {column + 1}", color=QUIET, fontsize=10)
 
 
-def positional_picture(path: str | os.PathLike[str]) -> Path:
+def positional_picture(path: str | os.PathLike[str], dark: bool = False) -> Path:
     """Draw the positional encoding: dimensions 4 to 7 of d = 20 over 100 positions as curves, and the table of
-    d = 128 as a heat map, its sines and cosines apart. Returns the path of the PNG."""
+    d = 128 as a heat map, its sines and cosines apart. dark: draw on a dark ground. Returns the path of the PNG."""
     figure = new_figure(11, 7.6)
     top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1.15))
     _curves(top)
     _heat_maps(bottom)
-    return save(figure, path)
+    return save(figure, path, dark)
 
 
 def _curves(figure: SubFigure) -> None:
@@ -206,9 +215,32 @@ def _weights(axes: Axes, weights: Tensor) -> AxesImage:
     return axes.imshow(weights.numpy(), cmap=WEIGHTS, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure as PNG; its folder is made where it is missing."""
+def save(figure: Figure, path: str | os.PathLike[str], dark: bool = False) -> Path:
+    """Write a figure as PNG, on a light or a dark ground; its folder is made where it is missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if dark:
+        _darken(figure)
     figure.savefig(path, dpi=144)
     return path
+
+
+def _darken(figure: Figure) -> None:
+    """Turn a figure dark: ground, words and lines. Heat maps and the numbers in their cells stay as they are."""
+    ground, words, rule = "#0d1117", DARK[QUIET], "#30363d"
+    in_cells = {id(text) for axes in figure.axes if axes.images for text in axes.texts}
+    for part in figure.findobj(FigureBase):
+        part.set_facecolor(ground)
+    for axes in figure.axes:
+        axes.set_facecolor(ground)
+        axes.tick_params(which="both", labelcolor=words)
+        axes.grid(visible=None, color=rule)
+        for spine in axes.spines.values():
+            spine.set_edgecolor(rule)
+        for line in axes.lines:
+            line.set_color(DARK.get(str(line.get_color()), line.get_color()))
+        for line in axes.get_legend().get_lines() if axes.get_legend() else ():
+            line.set_color(DARK.get(str(line.get_color()), line.get_color()))
+    for text in figure.findobj(Text):
+        if id(text) not in in_cells:
+            text.set_color(DARK.get(str(text.get_color()), words))
