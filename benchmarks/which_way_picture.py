@@ -13,7 +13,7 @@ WAYS = (
     (("DDP, FSDP, Trainer or", "torch.compile around it?"), ("the same line, before", "the wrapper")),
     (("Code that calls torch's SDPA?",), ("with tfast.functional():",)),
     (("Attention of your own:", "q, k and v are there?"), ("tfast.attention(q, k, v, mask,", "      dropout_p=0.1)")),
-    (("A class of your own that a", "fast one replaces?"), ("tfast.register(MyAttention,", "      Fast, check=inputs)")),
+    (("A class of your own that a", "fast one replaces?"), ("tfast.register(MyAttention,", "      Fast, check=...)")),
     (("No model yet?",), ("tfast.Transformer(...,", "      packed=True)")),
     (("A GPU?",), ("the same lines, with triton", "installed")),
 )  # fmt: skip

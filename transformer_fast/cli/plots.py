@@ -234,7 +234,8 @@ def _darken(figure: Figure) -> None:
     for axes in figure.axes:
         axes.set_facecolor(ground)
         axes.tick_params(which="both", labelcolor=words)
-        axes.grid(visible=None, color=rule)
+        for line in (*axes.get_xgridlines(), *axes.get_ygridlines()):
+            line.set_color(rule)
         for spine in axes.spines.values():
             spine.set_edgecolor(rule)
         for line in axes.lines:
