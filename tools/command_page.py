@@ -70,14 +70,19 @@ def row(action: argparse.Action) -> str:
             "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
         )
         value = {"+": f" {name} [{name} ...]", "*": f" [{name} ...]", "?": f" [{name}]"}.get(action.nargs, f" {name}")
-    names = "`, `".join(f"{option}{value}" for option in action.option_strings) or value.strip()
+    names = [f"{option}{value}" for option in action.option_strings] or [value.strip()]
     text = " ".join((action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%").split())
-    return f"| `{cell(names)}` | {cell(text)} |\n"
+    return f"| {', '.join(map(code, names))} | {cell(text)} |\n"
+
+
+def code(text: str) -> str:
+    """Mark a text as code of a table cell; Markdown would show the backslash before a bar."""
+    return f"<code>{cell(text)}</code>" if "|" in text else f"`{cell(text)}`"
 
 
 def cell(text: str) -> str:
     """Escape a text for a table cell."""
-    return text.replace("<", "&lt;").replace("|", r"\|")
+    return text.replace("<", "&lt;").replace("|", "&#124;")
 
 
 def sentence(text: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from transformer_fast import AttentionMask, attention
+from transformer_fast import AttentionMask, attention, layers
 
 B, H, LQ, LK = 3, 2, 5, 7
 
@@ -285,3 +285,6 @@ def test_a_mask_of_numpy_is_told_how_to_become_a_tensor():
     q = torch.randn(1, 1, 3, 4)
     with pytest.raises(TypeError, match=r"got ndarray; torch\.from_numpy\(mask\) makes a tensor of it"):
         attention(q, q, q, numpy.triu(numpy.ones((1, 3, 3)), 1) == 0)
+    layer, x = layers.MultiHeadAttention(1, 4), torch.randn(1, 3, 4)
+    with pytest.raises(TypeError, match=r"got ndarray; torch\.from_numpy\(mask\) makes a tensor of it"):
+        layer(x, x, x, numpy.triu(numpy.ones((1, 3, 3)), 1) == 0)

@@ -230,6 +230,12 @@ def test_the_picture_of_results_is_what_the_records_say(name: str) -> None:
     assert path.read_text() == results_pictures.draw(name), "python benchmarks/results_pictures.py draws it again"
 
 
+@of_pages(WRITTEN)
+def test_no_code_shows_a_backslash_before_a_bar(page: Path) -> None:
+    """In a table of the site ``a \\| b`` shows the backslash; ``<code>a &#124; b</code>`` does not."""
+    assert not re.findall(r"`[^`\n]*\\\|[^`\n]*`", without_blocks(page))
+
+
 @of_pages([*WRITTEN, *LABORATORY])
 def test_links_lead_somewhere(page: Path) -> None:
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", without_blocks(page)):

@@ -33,6 +33,14 @@ LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="https?:|<link[^>]* rel="(
 """URLs that a page loads from another host."""
 
 
+def hook(name: str) -> ModuleType:
+    """Load a file of tools/site."""
+    spec = spec_from_file_location(name, ROOT / f"tools/site/{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def public_modules() -> Iterator[ModuleType]:
     """Yield each module that has ``__all__``, and its names."""
     yield transformer_fast
@@ -140,18 +148,35 @@ def test_every_public_exception_is_on_its_page() -> None:
     assert errors and errors == set(re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE))
 
 
+@pytest.mark.skipif(find_spec("griffe") is None, reason="griffe is missing: `make setup` installs it")
+def test_each_argument_has_a_row_of_its_own() -> None:
+    """A docstring may join names ("q, k, v: ..."); the site shows one row per argument, with its default."""
+    griffe, tool = importlib.import_module("griffe"), hook("docstrings")
+    loaded = {"search_paths": [str(ROOT)], "extensions": griffe.load_extensions(tool.MarkdownDocstrings)}
+    package, rows, joined = griffe.load("transformer_fast", **loaded), {}, []
+    for module in tool.modules(package):
+        for member in module.members.values():
+            if member.is_alias or not member.docstring:
+                continue
+            for section in member.docstring.parse("google", warnings=False):
+                if section.kind.value == "parameters":
+                    rows[member.path] = {row.name: row.default for row in section.value}
+                    joined += [(member.path, row.name) for row in section.value if "," in row.name]
+    assert len(rows) > 100 and not joined
+    embedding = rows["transformer_fast.dialects.bert.BERTEmbedding"]  # its docstring says "vocab_size, embed_size: ..."
+    assert embedding["vocab_size"] is None and embedding["embed_size"] == "512"
+
+
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is missing: `make setup` installs it")
 def test_the_first_page_names_the_repository_before_its_first_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = spec_from_file_location("outside_files", ROOT / "tools/site/outside_files.py")
-    hook = module_from_spec(spec)
-    spec.loader.exec_module(hook)
+    tool = hook("outside_files")
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"), meta={})
     text = (DOCS / "index.md").read_text()
     monkeypatch.setenv("TRANSFORMER_FAST_URL", "https://host/owner/name")
-    first, _, _ = hook.on_page_markdown(text, page).partition("![")
+    first, _, _ = tool.on_page_markdown(text, page).partition("![")
     assert "[Repository](https://host/owner/name)" in first and "```python" in first and "    pip install" in first
     monkeypatch.delenv("TRANSFORMER_FAST_URL")
-    assert "[Repository]" not in hook.on_page_markdown(text, page)
+    assert "[Repository]" not in tool.on_page_markdown(text, page)
 
 
 def test_nothing_of_the_site_comes_from_another_host() -> None:

@@ -18,6 +18,8 @@ OPTION = re.compile(r"_option\((.+?), (?:f?['\"])(.*?)['\"][,)]", re.DOTALL)
 RULE = re.compile(r"=+(?: +=+)+")
 RESULT = re.compile(r"^(Returns|Yields):\n( +)(?=\S)", re.MULTILINE)
 """The head of a result. An empty type in front of the text makes Griffe take the type of the signature."""
+JOINED = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*)")
+"""Entry of a section of arguments that has several names."""
 EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 """The head of an example. Griffe has such a section under another name, and lets it keep its title."""
 
@@ -50,7 +52,7 @@ def rewrite(obj: griffe.Object) -> None:
     """Turn the docstrings of an object and of all in it into Markdown; their summaries become one line."""
     if obj.docstring:
         text = RESULT.sub(r"\1:\n\2: ", ROLE.sub(lambda match: link(match, obj), obj.docstring.value))
-        text = EXAMPLE.sub("Examples: Example:", text)
+        text = with_one_name_per_line(EXAMPLE.sub("Examples: Example:", text))
         summary, gap, rest = text.partition("\n\n")
         lines = [*([summary] if RULE.search(summary) else [" ".join(summary.split())]), gap.strip("\n")]
         obj.docstring.value = "\n".join(with_tables([*lines, *rest.splitlines()]))
@@ -101,6 +103,36 @@ def full_name(name: str, obj: griffe.Object) -> str:
         except griffe.NameResolutionError:
             scope = scope.parent
     return ""
+
+
+def with_one_name_per_line(text: str) -> str:
+    """Return a docstring whose sections of arguments name one argument per entry: "q, k: text" becomes two entries."""
+    out: list[str] = []
+    names: list[str] = []
+    entry: list[str] = []
+
+    def close() -> None:
+        for name in names:
+            out.extend([f"    {name}: {entry[0]}", *entry[1:]])
+        names.clear()
+        entry.clear()
+
+    inside = False
+    for line in text.splitlines():
+        if not line.startswith(" ") and line.strip():
+            close()
+            inside = line in ("Args:", "Attributes:")
+        joined = JOINED.fullmatch(line) if inside else None
+        if joined or (names and re.match(r" {4}\S", line)):
+            close()
+        if joined:
+            names, entry = joined[1].split(", "), [joined[2]]
+        elif names:
+            entry.append(line)
+        else:
+            out.append(line)
+    close()
+    return "\n".join(out)
 
 
 def with_tables(lines: list[str]) -> list[str]:

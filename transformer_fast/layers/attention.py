@@ -47,7 +47,8 @@ def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None:
     if mask is None or isinstance(mask, AttentionMask | PackedMask):
         return mask
     if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: expected a tensor, an AttentionMask or None, got {type(mask).__name__}")
+        hint = "; torch.from_numpy(mask) makes a tensor of it" if hasattr(mask, "__array__") else ""
+        raise TypeError(f"mask: expected a tensor, an AttentionMask or None, got {type(mask).__name__}{hint}")
     if mask.dim() != 3:
         hint = "; give a (B, L) padding mask as mask.unsqueeze(1)" if mask.dim() == 2 else ""
         raise ValueError(f"mask: expected a keep mask (B, 1, Lk) or (B, Lq, Lk), got shape {tuple(mask.shape)}{hint}")
