@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+from torch._dynamo.utils import counters
+
+import transformer_fast as tfast
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SEARCHED = ("Trainer", "nanoGPT", "reproducible", "OMP_NUM_THREADS", "Troubleshooting", "torch.compile", "MALLOC_")
@@ -27,3 +32,16 @@ def test_the_messages_are_those_of_the_code() -> None:
 
 def test_a_search_finds_the_page() -> None:
     assert not [word for word in SEARCHED if word not in PAGE]
+
+
+def test_a_compiled_model_is_swapped() -> None:
+    """The page says so: its modules are swapped, and it compiles again."""
+    model = torch.compile(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Dropout(0.1)).eval(), backend="eager")
+    x = torch.randn(3, 8)
+    before = model(x)
+    graphs = counters["stats"]["unique_graphs"]
+    report = tfast.accelerate(model)
+    assert len(report.swapped) == 2
+    torch.testing.assert_close(model(x), before)
+    assert counters["stats"]["unique_graphs"] > graphs
+    assert "A compiled model compiles again" in PAGE and "Modules are not swapped" not in PAGE
