@@ -155,9 +155,13 @@ def test_each_argument_has_a_row_of_its_own() -> None:
     loaded = {"search_paths": [str(ROOT)], "extensions": griffe.load_extensions(tool.MarkdownDocstrings)}
     package, rows, joined = griffe.load("transformer_fast", **loaded), {}, []
     for module in tool.modules(package):
-        for member in module.members.values():
+        for member in (module, *module.members.values()):
             if member.is_alias or not member.docstring:
                 continue
+            cells = [
+                cell for line in member.docstring.value.splitlines() if line[:1] == "|" for cell in line.split("|")
+            ]
+            assert all(cell.count("<autoref") == cell.count("</autoref>") for cell in cells), "a cell cuts a link"
             for section in member.docstring.parse("google", warnings=False):
                 if section.kind.value == "parameters":
                     rows[member.path] = {row.name: row.default for row in section.value}

@@ -11,6 +11,7 @@ from pathlib import Path
 import arm_check
 import progress
 import pytest
+import wheel_all
 from pages import PAGES
 
 import noxfile
@@ -93,3 +94,8 @@ def test_the_row_of_the_oldest_torch_has_older_packages_and_all_others_the_pins(
     assert oldest[:2] == ["torch==2.11.*", "triton==3.6.*"] and noxfile.OLDER["numpy"] in oldest
     assert newest[0] == f"torch=={noxfile.NEWEST_TORCH}" and "triton" not in " ".join(newest)
     assert set(pinned) <= {*noxfile.pinned().values()} and len(pinned) > 10
+
+
+def test_the_newest_torch_is_in_the_wheel_and_on_the_page() -> None:
+    assert wheel_all.TORCHES[-1] == noxfile.NEWEST_TORCH.rpartition(".")[0]
+    assert f"{noxfile.NEWEST_TORCH} in" in (ROOT / "docs/install.md").read_text()

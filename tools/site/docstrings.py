@@ -51,11 +51,12 @@ def shadowed(package: griffe.Module) -> Iterator[str]:
 def rewrite(obj: griffe.Object) -> None:
     """Turn the docstrings of an object and of all in it into Markdown; their summaries become one line."""
     if obj.docstring:
-        text = RESULT.sub(r"\1:\n\2: ", ROLE.sub(lambda match: link(match, obj), obj.docstring.value))
+        text = RESULT.sub(r"\1:\n\2: ", obj.docstring.value)
         text = with_one_name_per_line(EXAMPLE.sub("Examples: Example:", text))
         summary, gap, rest = text.partition("\n\n")
         lines = [*([summary] if RULE.search(summary) else [" ".join(summary.split())]), gap.strip("\n")]
-        obj.docstring.value = "\n".join(with_tables([*lines, *rest.splitlines()]))
+        text = "\n".join(with_tables([*lines, *rest.splitlines()]))  # before links, which are longer than columns
+        obj.docstring.value = ROLE.sub(lambda match: link(match, obj), text)
     if isinstance(obj, griffe.Function):
         for parameter in list(obj.parameters):
             parameter.default = plain_default(parameter.default)
