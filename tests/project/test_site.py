@@ -102,6 +102,14 @@ def test_every_page_is_in_the_navigation_and_the_other_way_round() -> None:
     assert all((DOCS / name).exists() or (ROOT / name.replace("readme", "README")).exists() for name in named)
 
 
+def test_a_reader_has_few_pages_to_choose_from() -> None:
+    """How-tos stand in five groups; a new one takes the place of another or becomes a part of one."""
+    groups = dict(re.findall(r"^  - (.+):\n((?:      .*\n)+)", NAVIGATION, re.MULTILINE))
+    how_tos = ("Start", "Speed up a model", "Attention", "GPU", "Translate and deploy")
+    assert [*groups] == [*how_tos, "Learn", "Reference", "Results", "Develop"]
+    assert sum(len(groups[name].splitlines()) for name in how_tos) <= 22
+
+
 def test_every_page_of_the_reference_is_in_its_table() -> None:
     index = (REFERENCE / "index.md").read_text()
     assert {path.name for path in REFERENCE.glob("*.md")} - {"index.md"} == set(re.findall(r"\]\((\w+\.md)\)", index))
