@@ -103,7 +103,7 @@ def test_every_page_is_in_the_navigation_and_the_other_way_round() -> None:
 
 
 def test_a_reader_has_few_pages_to_choose_from() -> None:
-    """How-tos stand in five groups; a new one takes the place of another or becomes a part of one."""
+    """Five groups hold the how-tos; a new one takes the place of another or becomes a part of one."""
     groups = dict(re.findall(r"^  - (.+):\n((?:      .*\n)+)", NAVIGATION, re.MULTILINE))
     how_tos = ("Start", "Speed up a model", "Attention", "GPU", "Translate and deploy")
     assert [*groups] == [*how_tos, "Learn", "Reference", "Results", "Develop"]
