@@ -40,10 +40,10 @@ class MarkdownDocstrings(griffe.Extension):
 
 
 def shadowed(package: griffe.Module) -> Iterator[str]:
-    """Yield the names in ``__all__`` that a package imports from modules of the same names."""
+    """Yield the names in ``__all__`` that a package imports from modules of the same names that have no other name."""
     for name in map(str, package.exports or ()):
         member = package.members.get(name)
-        is_file = isinstance(member, griffe.Module) and not member.is_init_module
+        is_file = isinstance(member, griffe.Module) and not member.is_init_module and len(member.exports or ()) < 2
         if is_file and package.imports.get(name) == f"{member.path}.{name}":
             yield name
 
