@@ -35,8 +35,7 @@ struct AttentionParams {
   OptionalSymInt window;          // ... and from i + window on
   std::optional<double> softcap;  // scaled scores s become softcap * tanh(s / softcap) before biases are added
   double scale = 1, dropout_p = 0;
-  OptionalTensor seed;                // int64 (1,), with dropout
-  std::optional<int64_t> seed_value;  // the seed as an int, for launchers only
+  OptionalTensor seed;  // int64 (1,), with dropout
   bool zero_empty_rows = false;
   bool by_triton = false;  // whether the Triton kernels compute the call
   PackedBatch packed;

@@ -5,6 +5,7 @@
 #include "by_triton.h"
 #include "eager_call.h"
 #include "operator.h"
+#include "seed.h"
 
 #include <string>
 #include <type_traits>
@@ -70,8 +71,9 @@ using Packed = Flat<function, const Tensor&, const Tensor&, c10::SymInt, c10::Sy
 // Calls an op by the dispatcher: the packed op for a packed batch, else the padded op.
 template <auto function, typename... Inputs>
 auto dispatch(const char* name, const char* packed_name, const AttentionParams& p, const Inputs&... inputs) {
+  const OptionalTensor seed = seed_beside(first(inputs...), p.seed);
   const auto call = [&](const auto& op, const auto&... keys) {
-    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.distance_bias,
+    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, seed, p.zero_empty_rows, p.distance_bias,
               p.query_ids, p.key_ids, p.sinks, p.softcap);
   };
   if (p.is_packed()) {

@@ -2,7 +2,6 @@
 #include "attention.h"
 #include "attention_checks.h"
 #include "operator.h"
-#include "seed.h"
 
 #include <algorithm>
 #include <string>
@@ -44,11 +43,10 @@ AttentionParams read_options(Arguments& arguments, bool by_triton, py::handle ca
   params.causal = arguments.optional_integer(causal), params.window = arguments.optional_integer(window);
   params.scale = scale.is_none() ? 0 : arguments.number(scale);
   params.dropout_p = arguments.probability(dropout_p);
-  const Seed given = read_seed(arguments, by_triton, seed);
-  params.seed = given.tensor, params.seed_value = given.number;
+  params.seed = arguments.optional_tensor(seed);
   params.zero_empty_rows = is_text(empty_rows, "zero");
   arguments.require(params.zero_empty_rows || is_text(empty_rows, "uniform"));
-  arguments.require(params.dropout_p == 0 || given);
+  arguments.require(params.dropout_p == 0 || params.seed);
   params.by_triton = by_triton;
   return params;
 }

@@ -129,7 +129,7 @@ void check_arguments(const Checks& check, const AttentionParams& params, const T
   check("q", q).floating().rank(rank, packed ? "(Tq, H, D)" : "(B, H, Lq, D)");
   check("k", k).rank(rank, packed ? "(Tk, Hkv, D)" : "(B, Hkv, Lk, D)");
   check_heads(check, q, "k", k, "v", v, 1);
-  check.dropout(q, params.dropout_p, params.seed);
+  check.dropout(q, params.dropout_p, params.seed, "dropout_p", /*on_host=*/true);
   if (packed) {
     check("cu_seqlens_q", params.packed.cu_seqlens_q).rank(1, "(sequences + 1,)");
     const SymInt boundaries = params.packed.cu_seqlens_q->sym_size(0);

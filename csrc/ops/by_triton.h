@@ -13,7 +13,7 @@ namespace transformer_fast {
 inline std::atomic<bool> launches_on_cpu{false};
 // True while the process has chosen the backend "triton"; transformer_fast/backends.py sets it.
 inline std::atomic<bool> triton_is_chosen{false};
-// Kernels of the forward, true for those in Triton, while its backward runs in this thread.
+// Kernels of a call, true for those in Triton, while its door or its backward runs in this thread.
 inline thread_local std::optional<bool> kernels_of_forward;
 
 // True if the Triton kernels compute a call whose first tensor is x.
@@ -22,7 +22,7 @@ inline bool runs_on_triton(const at::Tensor& x) {
   return launches_on_cpu && kernels_of_forward.value_or(triton_is_chosen);
 }
 
-// The scope of a backward, which takes the kernels of its forward.
+// The scope of a door, which was told the kernels, or of a backward, which takes those of its forward.
 class KernelsOfForward {
  public:
   explicit KernelsOfForward(bool by_triton) : before_(std::exchange(kernels_of_forward, by_triton)) {}

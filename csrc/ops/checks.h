@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/SymBool.h>
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/util/Exception.h>
@@ -14,11 +15,19 @@
 #include <algorithm>
 #include <initializer_list>
 #include <optional>
+#include <set>
+#include <string>
 #include <string_view>
 
 namespace transformer_fast {
 
-inline bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+inline bool holds(const c10::SymBool& condition) {
+  const std::optional<bool> known = condition.maybe_as_bool();
+  return known ? *known : condition.expect_true(__FILE__, __LINE__);
+}
+
+// The name of a type in Python.
+inline std::string dtype_name(at::ScalarType type) { return "torch." + std::string(c10::getDtypeNames(type).first); }
 
 // A tensor argument of an op, which outlives this object. All checks of a missing tensor hold.
 class Argument {
@@ -39,12 +48,22 @@ class Argument {
 
   const Argument& type(std::initializer_list<at::ScalarType> types) const {
     if (!tensor_.defined()) return *this;
-    TORCH_CHECK_TYPE(std::find(types.begin(), types.end(), tensor_.scalar_type()) != types.end(), op_, ": ", name_,
-                     " must be a tensor of ", at::ArrayRef<at::ScalarType>(types), ", got ", tensor_.scalar_type());
-    return *this;
+    const at::ScalarType type = tensor_.scalar_type();
+    if (std::find(types.begin(), types.end(), type) != types.end()) return *this;
+    std::string expected;
+    for (const at::ScalarType other : std::set<at::ScalarType>(types))
+      expected += (expected.empty() ? "" : " or ") + dtype_name(other);
+    TORCH_CHECK_TYPE(false, op_, ": ", name_, " must be a tensor of ", expected, ", got ", dtype_name(type));
   }
   const Argument& type_of(const at::Tensor& other) const { return type({other.scalar_type()}); }
-  const Argument& floating() const { return type({at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}); }
+  // float64, float32, float16 or bfloat16.
+  const Argument& floating() const {
+    if (!tensor_.defined()) return *this;
+    const at::ScalarType type = tensor_.scalar_type();
+    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op_, ": ",
+                     name_, " must be a float tensor, got ", dtype_name(type));
+    return *this;
+  }
   const Argument& integer() const { return type({at::kLong, at::kInt}); }
 
   const Argument& on_device_of(const at::Tensor& other) const {
@@ -81,7 +100,7 @@ class Argument {
     if (!tensor_.defined()) return *this;
     bool fitting = tensor_.dim() == static_cast<int64_t>(expected.size());
     for (size_t dim = 0; fitting && dim < expected.size(); ++dim) {
-      const c10::SymInt size = tensor_.sym_size(dim);
+      const c10::SymInt& size = tensor_.sym_sizes()[dim];
       const c10::SymBool equal = size.sym_eq(expected[dim]);
       fitting = holds(broadcasts ? equal.sym_or(size.sym_eq(1)) : equal);
     }
@@ -112,12 +131,14 @@ struct Checks {
     require(p >= 0 && p <= 1, name, " must lie in [0, 1], got ", p);
   }
 
-  // Dropout of x; the seed is read where p is above 0.
-  void dropout(const at::Tensor& x, double p, const std::optional<at::Tensor>& seed,
-               const char* name = "dropout_p") const {
+  // Dropout of x; the seed is read where p is above 0. `on_host`: it may be on the host, whatever the device of x.
+  void dropout(const at::Tensor& x, double p, const std::optional<at::Tensor>& seed, const char* name = "dropout_p",
+               bool on_host = false) const {
     probability(name, p);
+    if (p == 0) return;
     const Argument argument = (*this)("seed", seed);
-    if (p > 0) argument.given("with dropout").type({at::kLong}).on_device_of(x).sizes({1});
+    argument.given("with dropout").type({at::kLong}).sizes({1});
+    if (!(on_host && seed->is_cpu())) argument.on_device_of(x);
   }
 };
 

@@ -1,16 +1,13 @@
 // A linear layer and the label-smoothed cross entropy of its logits: the op of torch.ops.transformer_fast, from schema
-// to kernel. transformer_fast/ops/cross_entropy.py documents and checks the arguments. Below it, an eager call for
+// to kernel. transformer_fast/ops/cross_entropy.py documents the arguments. Below it, an eager call for
 // logits that exist.
 //
 // The logits are made in chunks of rows. Each chunk gives its losses. If a gradient is requested, the gradient of the
 // logits overwrites the chunk and is multiplied into the other gradients at once. Ignored rows are left out.
 #include "../cpu/kernels.h"
 #include "../triton/python_function.h"
-#include "by_triton.h"
-#include "eager_call.h"
 #include "linear.h"
-#include "node.h"
-#include "operator.h"
+#include "op.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
@@ -36,25 +33,20 @@ namespace {
 using eager::needs_gradient, eager::Needs, eager::or_undefined, eager::requires_grad;
 using torch::autograd::variable_list;
 
-// Gradients of x, weight and bias, (0,) if not requested. The caller must multiply all gradients by `scale`, a number.
-constexpr const char* kSchema =
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, float smoothing, SymInt ignore_index, "
-    "bool mean, bool[3] gradients, SymInt chunk_elements) -> "
-    "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)";
-
 // The loss; the gradients of x, weight and bias, undefined if not requested; and the scale of the gradients. The
 // gradient of bias, and the gradient of weight if it was summed over chunks, are in the type of the arithmetic.
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// x (..., d), weight (vocabulary, d), bias (vocabulary,), target (...).
 void check_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                double smoothing, const c10::SymInt&, bool, const std::array<bool, 3>&, const c10::SymInt&) {
+                double label_smoothing, const c10::SymInt&, bool, const std::array<bool, 3>&, const c10::SymInt&) {
   constexpr Checks check{"linear_cross_entropy"};
-  check("x", x).floating().rank(2, "(rows, d)");
+  check("x", x).floating().rank_at_least(1, "(..., d)");
   check("weight", weight).type_of(x).on_device_of(x).rank(2, "(vocabulary, d)");
-  check("weight", weight).sizes({weight.sym_size(0), x.sym_size(1)});
+  check("weight", weight).sizes({weight.sym_size(0), x.sym_size(-1)});
   check("bias", bias).type_of(x).on_device_of(x).sizes({weight.sym_size(0)});
-  check("target", target).type({at::kLong}).on_device_of(x).sizes({x.sym_size(0)});
-  check.probability("smoothing", smoothing);
+  check("target", target).type({at::kLong}).on_device_of(x).sizes(x.sym_sizes().slice(0, x.dim() - 1));
+  check.probability("label_smoothing", label_smoothing);
 }
 
 // Computes the losses from `start` on, of logits (rows, vocabulary), contiguous. If requested, the gradient of their
@@ -132,6 +124,12 @@ FiveTensors of_counted(const Tensor& x, const Tensor& weight, const OptionalTens
   return {mean ? losses.mean() : losses.sum(), grad_x, grad_weight, grad_bias, scale_tensor};
 }
 
+// x as rows (rows, d), and target (rows,).
+Tensor as_rows(const Tensor& x) {
+  return x.dim() == 2 ? x : x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
+}
+Tensor flat(const Tensor& target) { return target.dim() == 1 ? target : target.reshape(-1); }
+
 // x (rows, d), weight (vocabulary, d), bias (vocabulary,), target (rows,) int64. The loss is the sum over the rows
 // whose target is not ignore_index, or their mean. Logits in memory at a time: `chunk_elements`, at least those of 64
 // rows.
@@ -154,16 +152,17 @@ FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor&
                     c10::SymInt chunk_elements) {
   const int64_t ignored = ignore_index.guard_int(__FILE__, __LINE__),
                 chunk = chunk_elements.guard_int(__FILE__, __LINE__);
-  if (runs_on_triton(x)) {
-    static const PythonFunction launcher("transformer_fast.triton.cross_entropy", "linear_cross_entropy");
-    return std::tuple_cat(launcher.tensors<5>(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk));
-  }
-  const auto [loss, grad_x, grad_weight, grad_bias, scale] =
-      compute(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk);
+  const Tensor rows = as_rows(x), targets = flat(target);
+  static const PythonFunction launcher("transformer_fast.triton.cross_entropy", "linear_cross_entropy");
+  auto [loss, grad_x, grad_weight, grad_bias, scale] =
+      runs_on_triton(x)
+          ? std::tuple_cat(launcher.tensors<5>(rows, weight, bias, targets, smoothing, ignored, mean, gradients, chunk))
+          : compute(rows, weight, bias, targets, smoothing, ignored, mean, gradients, chunk);
   const auto or_empty = [](const Tensor& gradient, const at::TensorOptions& options) {
     return gradient.defined() ? gradient.to(options) : at::empty({0}, options);
   };
   const auto wide = loss.options();
+  if (gradients[0]) grad_x = grad_x.view(x.sizes());
   return {loss, or_empty(grad_x, x.options()), or_empty(grad_weight, wide), or_empty(grad_bias, wide),
           scale.defined() ? scale : at::ones({}, wide)};
 }
@@ -231,9 +230,7 @@ FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const O
   auto& [loss, grad_x, grad_weight, grad_bias, scale] = results;
   if (direct) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor rows = x.dim() == 2 ? x : x.reshape({target.numel(), x.size(-1)});
-    const Tensor targets = target.dim() == 1 ? target : target.reshape(-1);
-    results = compute(rows, weight, bias, targets, smoothing, ignore_index.expect_int(), mean, needs,
+    results = compute(as_rows(x), weight, bias, flat(target), smoothing, ignore_index.expect_int(), mean, needs,
                       chunk_elements.expect_int());
     if (needs[0]) grad_x = grad_x.view(x.sizes());
   } else {
@@ -292,9 +289,17 @@ struct CrossEntropy {
   }
 };
 
+void check_logits(const Tensor& logits, const Tensor& target, double label_smoothing, int64_t, bool) {
+  constexpr Checks check{"cross_entropy"};
+  check("logits", logits).floating().rank(2, "(rows, vocabulary)").require(logits.numel() > 0, "of at least one row");
+  check("target", target).type({at::kLong}).on_device_of(logits).sizes({logits.sym_size(0)});
+  check.probability("label_smoothing", label_smoothing);
+}
+
 // The mean or the sum of the cross entropy of logits (rows, vocabulary) with target (rows,) int64, plain CPU tensors.
 // Rows whose target is ignore_index are left out. Undefined if another target is outside the vocabulary.
-Tensor loss_of_logits(const Tensor& logits, const Tensor& target_, double smoothing, int64_t ignore_index, bool mean) {
+Tensor loss_of_logits(bool, const Tensor& logits, const Tensor& target_, double smoothing, int64_t ignore_index,
+                      bool mean) {
   const bool records = needs_gradient(logits);
   Tensor loss, gradient, scale;
   {
@@ -323,60 +328,17 @@ Tensor loss_of_logits(const Tensor& logits, const Tensor& target_, double smooth
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<check_loss, forward, forward_meta, Dispatched<recorded>::call>(m, kSchema);
+  // Gradients of x, weight and bias, (0,) if not requested. The caller must multiply all gradients by `scale`, a number.
+  define_op<"linear_cross_entropy", check_loss, forward, forward_meta, recorded, eager::DoorOptions{.autocasts = true}>(
+      m,
+      "(Tensor x, Tensor weight, Tensor? bias, Tensor target, float label_smoothing, SymInt ignore_index, bool mean, "
+      "bool[3] gradients, SymInt chunk_elements) -> "
+      "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)");
+  eager::Door<"cross_entropy", check_logits, loss_of_logits, eager::DoorOptions{.autocasts = true}>::add(
+      "(Tensor logits, Tensor target, float label_smoothing, int ignore_index, bool mean)");
 }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCUDA>); }
 
 }  // namespace cross_entropy_op
-
-// The eager fast path.
-namespace eager {
-namespace {
-
-py::object linear_cross_entropy(py::handle x_, py::handle weight_, py::handle bias_, py::handle target_,
-                                py::handle smoothing_, py::handle ignore_index_, py::handle reduction,
-                                py::handle chunk_elements_) {
-  Arguments arguments;
-  const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_), target = arguments.tensor(target_);
-  const OptionalTensor bias = arguments.optional_floating(bias_);
-  const double smoothing = arguments.probability(smoothing_);
-  const int64_t ignore_index = arguments.integer(ignore_index_), chunk_elements = arguments.integer(chunk_elements_);
-  const bool mean = is_text(reduction, "mean");
-  arguments.require(mean || is_text(reduction, "sum"));
-  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
-    return py::none();
-  arguments.require(x.size(-1) == weight.size(1) && x.scalar_type() == weight.scalar_type());
-  arguments.require(target.scalar_type() == at::kLong && target.sizes() == x.sizes().slice(0, x.dim() - 1));
-  if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
-  if (!arguments.ok()) return py::none();
-
-  return computed([&] {
-    return std::get<0>(
-        cross_entropy_op::recorded(true, x, weight, bias, target, smoothing, ignore_index, mean, {}, chunk_elements));
-  });
-}
-
-py::object cross_entropy(py::handle logits_, py::handle target_, py::handle smoothing_, py::handle ignore_index_,
-                         py::handle reduction) {
-  Arguments arguments;
-  const Tensor logits = arguments.floating(logits_), target = arguments.tensor(target_);
-  const double smoothing = arguments.probability(smoothing_);
-  const int64_t ignore_index = arguments.integer(ignore_index_);
-  const bool mean = is_text(reduction, "mean");
-  arguments.require(mean || is_text(reduction, "sum"));
-  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || logits.dim() != 2 || logits.numel() == 0)
-    return py::none();
-  if (target.scalar_type() != at::kLong || target.sizes() != logits.sizes().slice(0, 1)) return py::none();
-
-  return computed([&] { return cross_entropy_op::loss_of_logits(logits, target, smoothing, ignore_index, mean); });
-}
-
-PYTHON_MODULE_FRAGMENT(m) {
-  m.def("linear_cross_entropy", &linear_cross_entropy);
-  m.def("cross_entropy", &cross_entropy);
-}
-
-}  // namespace
-}  // namespace eager
 }  // namespace transformer_fast

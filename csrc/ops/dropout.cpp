@@ -1,11 +1,8 @@
 // y = [residual +] dropout([relu] (x [+ bias])): the op of torch.ops.transformer_fast, from schema to kernel.
-// transformer_fast/ops/dropout.py documents and checks the arguments.
+// transformer_fast/ops/dropout.py documents the arguments.
 #include "../cpu/kernels.h"
 #include "../triton/launch_rows.h"
-#include "by_triton.h"
-#include "eager_call.h"
-#include "node.h"
-#include "operator.h"
+#include "op.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
@@ -30,8 +27,8 @@ void check_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTe
                    const OptionalTensor& seed) {
   kChecks("x", x).floating().rank_at_least(1, "(..., d)");
   kChecks("bias", bias).floating().on_device_of(x).sizes({x.sym_size(-1)});
-  kChecks("residual", residual).like(x);
-  kChecks.dropout(x, p, seed, "p");
+  kChecks("residual", residual).floating().on_device_of(x).sizes(x.sym_sizes());
+  kChecks.dropout(x, p, seed, "p", /*on_host=*/true);
 }
 
 void check_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p, const OptionalTensor& seed,
@@ -39,12 +36,20 @@ void check_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, 
   kBackwardChecks("grad_out", grad_out).floating().rank_at_least(1, "(..., d)");
   kBackwardChecks("y", y).like(grad_out);
   if (relu) kBackwardChecks("y", y).given("with relu");
-  kBackwardChecks.dropout(grad_out, p, seed, "p");
+  kBackwardChecks.dropout(grad_out, p, seed, "p", /*on_host=*/true);
 }
 
-Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
+// x in the type of the residual, which that of the result is.
+Tensor as_residual(const Tensor& x, const OptionalTensor& residual) {
+  return residual ? in_type(x, residual->scalar_type()) : x;
+}
+
+Tensor forward(const Tensor& given, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
                const OptionalTensor& seed) {
-  if (runs_on_triton(x)) return launch_dropout(x, bias, residual, relu, p, {seed, {}});
+  // The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
+  if (relu && residual) return residual->add(forward(as_residual(given, residual), bias, std::nullopt, true, p, seed));
+  const Tensor x = as_residual(given, residual);
+  if (runs_on_triton(x)) return launch_dropout(x, bias, residual, relu, p, seed);
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
@@ -62,7 +67,7 @@ Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
                                     const OptionalTensor& seed, bool has_bias) {
   if (runs_on_triton(grad_out)) {
-    const auto [grad_x, grad_bias] = launch_dropout_backward(grad_out, y, relu, p, {seed, {}}, has_bias);
+    const auto [grad_x, grad_bias] = launch_dropout_backward(grad_out, y, relu, p, seed, has_bias);
     return {grad_x, grad_bias.defined() ? grad_bias : at::empty({0}, grad_x.options().dtype(at::kFloat))};
   }
   const Tensor gradient = grad_out.contiguous(), output = relu ? y->contiguous() : Tensor();
@@ -80,9 +85,9 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor
   return {out, grad_bias};
 }
 
-Tensor forward_meta(const Tensor& x, const OptionalTensor&, const OptionalTensor&, bool, double,
+Tensor forward_meta(const Tensor& x, const OptionalTensor&, const OptionalTensor& residual, bool, double,
                     const OptionalTensor&) {
-  return meta_tensor(x, x.sym_sizes());
+  return meta_tensor(residual ? *residual : x, x.sym_sizes());
 }
 
 std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_out, const OptionalTensor&, bool, double,
@@ -100,7 +105,6 @@ struct Dropout {
     double p;
     std::optional<at::ScalarType> bias;
     bool by_triton;
-    std::optional<int64_t> seed;
   };
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
@@ -110,7 +114,7 @@ struct Dropout {
     const bool direct = eager::is_plain_eager(grads, by_triton) && eager::is_plain_eager(saved, by_triton);
     const KernelsOfForward same(by_triton);
     const OptionalTensor y = or_none(saved[kY]);
-    const Seed seed{or_none(saved[kSeed]), options.seed};
+    const OptionalTensor seed = or_none(saved[kSeed]);
     Tensor grad_x, grad_bias;
     if (direct && by_triton) {
       const at::AutoDispatchBelowADInplaceOrView below;
@@ -118,88 +122,41 @@ struct Dropout {
           std::tuple_cat(launch_dropout_backward(grads[0], y, options.relu, options.p, seed, needs[1]));
     } else {
       std::tie(grad_x, grad_bias) = below_autograd<"dropout_backward", dropout_op::backward>(
-          direct, grads[0], y, options.relu, options.p, seed.on_device_of(grads[0]), needs[1]);
+          direct, grads[0], y, options.relu, options.p, direct ? seed : seed_beside(grads[0], seed), needs[1]);
     }
     return {grad_x, needs[1] ? in_type(grad_bias, *options.bias) : Tensor(), grads[0]};
   }
 };
 
-// Records the result of a call for autograd.
-Tensor with_history(Tensor out, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
-                    double p, const Seed& seed, bool by_triton) {
+// `direct`: true if the kernel may be called without the dispatcher.
+Tensor recorded(bool direct, const Tensor& given, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
+                double p, const OptionalTensor& seed) {
+  const Tensor x = as_residual(given, residual);
+  if (direct && p == 0 && !bias) {  // without a mask to make, plain PyTorch is one or two passes already
+    const Tensor out = relu ? x.relu() : x;
+    return residual ? residual->add(out) : out;
+  }
+  if (relu && residual) return residual->add(recorded(direct, x, bias, std::nullopt, true, p, seed));
+  const Tensor out = below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed);
   // With ReLU, the elements with a positive output pass a gradient, so only the output is saved.
   if (needs_gradient(x, bias, residual))
-    eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed.tensor)},
-                           {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, by_triton, seed.number},
-                           x, bias, residual);
+    eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
+                           {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, runs_on_triton(x)}, x,
+                           bias, residual);
   return out;
-}
-
-// `direct`: true if the kernel may be called without the dispatcher.
-Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
-                double p, const OptionalTensor& seed) {
-  return with_history(below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed), x, bias, residual,
-                      relu, p, {seed, {}}, runs_on_triton(x));
-}
-
-// The Triton kernels without the dispatcher.
-Tensor launched(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
-                const Seed& seed) {
-  const auto result = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return launch_dropout(x, bias, residual, relu, p, seed);
-  };
-  return with_history(result(), x, bias, residual, relu, p, seed, /*by_triton=*/true);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<check_forward, forward, forward_meta, Dispatched<recorded>::call>(
-      m, "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed) -> Tensor");
+  define_op<"dropout", check_forward, forward, forward_meta, recorded>(
+      m, "(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed) -> Tensor");
   // The gradient of the bias is in the type of the arithmetic; (0,) without a bias.
-  define<check_backward, backward, backward_meta, eager::Undifferentiable<"dropout_backward", backward>::call>(
+  define_backward<"dropout_backward", check_backward, backward, backward_meta>(
       m,
-      "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias) "
+      "(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias) "
       "-> (Tensor grad_x, Tensor grad_bias)");
 }
 
 }  // namespace dropout_op
-
-// The eager fast path.
-namespace eager {
-namespace {
-
-py::object dropout(bool by_triton, py::handle x_, py::handle p_, py::handle bias_, py::handle residual_,
-                   py::handle relu_, py::handle seed_) {
-  Arguments arguments(by_triton);
-  const Tensor x = arguments.floating(x_);
-  const OptionalTensor bias = arguments.optional_floating(bias_), residual = arguments.optional_floating(residual_);
-  const Seed seed = read_seed(arguments, by_triton, seed_);
-  const double p = arguments.probability(p_);
-  const bool relu = arguments.boolean(relu_);
-  if (!arguments.ok() || x.dim() == 0 || (p > 0 && !seed)) return py::none();
-  if (residual && (residual->sizes() != x.sizes() || residual->scalar_type() != x.scalar_type())) return py::none();
-  if (bias && (bias->dim() != 1 || bias->size(0) != x.size(-1))) return py::none();
-  for (const OptionalTensor* t : {&bias, &residual})
-    if (*t && (*t)->device() != x.device()) return py::none();
-  if (p == 0 && !bias && !relu && !residual) return py::reinterpret_borrow<py::object>(x_);
-
-  return computed([&] {
-    if (p == 0 && !bias) {  // without a mask to make, plain PyTorch is one or two passes already
-      const Tensor out = relu ? x.relu() : x;
-      return residual ? residual->add(out) : out;
-    }
-    // The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
-    const OptionalTensor added = relu ? std::nullopt : residual;
-    const Tensor out = by_triton ? dropout_op::launched(x, bias, added, relu, p, seed)
-                                 : dropout_op::recorded(true, x, bias, added, relu, p, seed.tensor);
-    return relu && residual ? residual->add(out) : out;
-  });
-}
-
-PYTHON_MODULE_FRAGMENT(m) { m.def("dropout", &dropout); }
-
-}  // namespace
-}  // namespace eager
 }  // namespace transformer_fast

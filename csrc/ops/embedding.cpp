@@ -1,12 +1,10 @@
 // embed, add_positional and the positional table: the ops of torch.ops.transformer_fast, from schema to kernel.
-// transformer_fast/ops/embedding.py documents and checks the arguments. embedding_cpu.cpp calls the CPU kernels; the
+// transformer_fast/ops/embedding.py documents the arguments. embedding_cpu.cpp calls the CPU kernels; the
 // GPU kernels are in csrc/cuda.
 #include "embedding.h"
 
 #include "../embedding_checks.h"
-#include "eager_call.h"
-#include "node.h"
-#include "operator.h"
+#include "op.h"
 #include "tensors.h"
 
 #include <ATen/TensorOperators.h>
@@ -21,16 +19,6 @@ namespace {
 
 using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
-
-constexpr const char* kEmbed =
-    "embed(Tensor ids, Tensor weight, Tensor? table, float scale, SymInt offset, Tensor? offsets, int? padding_idx, "
-    "float dropout_p, Tensor? seed, bool deterministic) -> Tensor";
-constexpr const char* kEmbedBackward =
-    "embed_backward(Tensor grad_out, Tensor ids, SymInt num_embeddings, float scale, int? padding_idx, "
-    "float dropout_p, Tensor? seed, bool deterministic) -> Tensor";
-constexpr const char* kAddPositional =
-    "add_positional(Tensor x, Tensor? table, SymInt offset, Tensor? offsets, float dropout_p, Tensor? seed) -> Tensor";
-constexpr const char* kPositionalTable = "fill_positional_table(Tensor(a!) table) -> ()";
 
 Tensor embed_meta(const Tensor& ids, const Tensor& weight, const OptionalTensor&, double, c10::SymInt,
                   const OptionalTensor&, std::optional<int64_t>, double, const OptionalTensor&, bool) {
@@ -152,109 +140,23 @@ Tensor recorded_add_positional(bool direct, const Tensor& x, const OptionalTenso
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(kEmbed);
-  m.def(kEmbedBackward);
-  m.def(kAddPositional);
-  m.def(kPositionalTable);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("embed", Checked<check_embed, embed>::call);
-  m.impl("embed_backward", Checked<check_embed_backward, embed_backward>::call);
-  m.impl("add_positional", Checked<check_add_positional, add_positional>::call);
-  m.impl("fill_positional_table", Checked<check_positional_table, fill_positional_table>::call);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
-  m.impl("embed", Checked<check_embed, embed_meta>::call);
-  m.impl("embed_backward", Checked<check_embed_backward, embed_backward_meta>::call);
-  m.impl("add_positional", Checked<check_add_positional, add_positional_meta>::call);
-  m.impl("fill_positional_table", check_positional_table);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
-  m.impl("embed", Dispatched<recorded_embed>::call);
-  m.impl("embed_backward", eager::Undifferentiable<"embed_backward", embed_backward>::call);
-  m.impl("add_positional", Dispatched<recorded_add_positional>::call);
+  constexpr auto kCPU = c10::DispatchKey::CPU;
+  define_op<"embed", check_embed, embed, embed_meta, recorded_embed, {}, kCPU>(
+      m,
+      "(Tensor ids, Tensor weight, Tensor? table, float scale, SymInt offset, Tensor? offsets, int? padding_idx, "
+      "float dropout_p, Tensor? seed, bool deterministic) -> Tensor");
+  define_backward<"embed_backward", check_embed_backward, embed_backward, embed_backward_meta, kCPU>(
+      m,
+      "(Tensor grad_out, Tensor ids, SymInt num_embeddings, float scale, int? padding_idx, float dropout_p, "
+      "Tensor? seed, bool deterministic) -> Tensor");
+  define_op<"add_positional", check_add_positional, add_positional, add_positional_meta, recorded_add_positional, {},
+            kCPU>(m,
+                  "(Tensor x, Tensor? table, SymInt offset, Tensor? offsets, float dropout_p, Tensor? seed) -> Tensor");
+  m.def("fill_positional_table(Tensor(a!) table) -> ()");
+  constexpr auto fill = Checked<check_positional_table, fill_positional_table>::call;
+  m.impl("fill_positional_table", torch::dispatch(kCPU, TORCH_FN(fill)));
+  m.impl("fill_positional_table", torch::dispatch(c10::DispatchKey::Meta, TORCH_FN(check_positional_table)));
 }
 
 }  // namespace embedding_op
-
-// The eager fast paths.
-namespace eager {
-namespace {
-
-bool table_fits(const Tensor& table, const Tensor& x, int64_t offset, int64_t length) {
-  return (table.scalar_type() == at::kFloat || table.scalar_type() == x.scalar_type()) && table.dim() == 2 &&
-         table.size(1) == x.size(-1) && offset >= 0 && table.size(0) - offset >= length;
-}
-
-// First positions of sequences: one number for all of them, or one per sequence.
-struct Offset {
-  int64_t common = 0;
-  OptionalTensor each;
-
-  Offset(Arguments& arguments, py::handle given) {
-    if (THPVariable_Check(given.ptr()))
-      each = arguments.tensor(given);
-    else
-      common = arguments.integer(given);
-  }
-
-  bool fits(at::IntArrayRef sequences) const {
-    return !each ||
-           ((each->scalar_type() == at::kLong || each->scalar_type() == at::kInt) && each->sizes() == sequences);
-  }
-};
-
-}  // namespace
-
-py::object embed(py::handle ids_, py::handle weight_, py::handle table_, py::handle scale_, py::handle offset_,
-                 py::handle padding_idx_, py::handle dropout_p_, py::handle seed_) {
-  Arguments arguments;
-  const Tensor ids = arguments.tensor(ids_), weight = arguments.floating(weight_);
-  const OptionalTensor table = arguments.optional_floating(table_), seed = arguments.optional_tensor(seed_);
-  const double scale = arguments.number(scale_), dropout_p = arguments.probability(dropout_p_);
-  const Offset offset(arguments, offset_);
-  std::optional<int64_t> padding_idx = arguments.optional_integer(padding_idx_);
-  if (!arguments.ok() || ids.dim() == 0 || weight.dim() != 2) return py::none();
-  const int64_t vocabulary = weight.size(0);
-  arguments.require(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt);
-  arguments.require(offset.common >= 0 && (dropout_p == 0 || seed));
-  arguments.require(offset.fits(ids.sizes().slice(0, ids.dim() - 1)));
-  if (table) arguments.require(table_fits(*table, weight, offset.common, ids.size(-1)));
-  if (padding_idx) {
-    arguments.require(-vocabulary <= *padding_idx && *padding_idx < vocabulary);
-    if (*padding_idx < 0) *padding_idx += vocabulary;
-  }
-  if (!arguments.ok()) return py::none();
-
-  return computed([&] {
-    return embedding_op::recorded_embed(true, ids, weight, table, scale, offset.common, offset.each, padding_idx,
-                                        dropout_p, seed, /*deterministic=*/true);
-  });
-}
-
-py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, py::handle dropout_p_,
-                          py::handle seed_) {
-  Arguments arguments;
-  const Tensor x = arguments.floating(x_), table = arguments.floating(table_);
-  const OptionalTensor seed = arguments.optional_tensor(seed_);
-  const Offset offset(arguments, offset_);
-  const double dropout_p = arguments.probability(dropout_p_);
-  if (!arguments.ok() || x.dim() < 2 || !table_fits(table, x, offset.common, x.size(-2)) || (dropout_p > 0 && !seed) ||
-      !offset.fits(x.sizes().slice(0, x.dim() - 2)))
-    return py::none();
-
-  return computed([&] {
-    return embedding_op::recorded_add_positional(true, x, table, offset.common, offset.each, dropout_p, seed);
-  });
-}
-
-PYTHON_MODULE_FRAGMENT(m) {
-  m.def("embed", &embed);
-  m.def("add_positional", &add_positional);
-}
-
-}  // namespace eager
 }  // namespace transformer_fast

@@ -6,9 +6,7 @@
 #include "linear.h"
 
 #include "../cpu/kernels.h"
-#include "eager_call.h"
-#include "node.h"
-#include "operator.h"
+#include "op.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -144,6 +142,7 @@ Tensor grad_weight_meta(const Tensor& grad, const Tensor& x) {
 
 // `direct`: true if the libraries may be called without the dispatcher.
 Tensor recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  if (direct && !onednn_is_faster(x, weight)) return at::linear(x, weight, bias);
   const Tensor out = below_autograd<"linear", linear_forward>(direct, x, weight, bias);
   if (needs_gradient(x, weight, bias))
     eager::record<Linear>({out},
@@ -155,11 +154,10 @@ Tensor recorded(bool direct, const Tensor& x, const Tensor& weight, const Option
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<check_forward, linear_forward, forward_meta, Dispatched<recorded>::call>(
-      m, "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  define<check_grad_weight, linear_grad_weight, grad_weight_meta,
-         eager::Undifferentiable<"linear_grad_weight", linear_grad_weight>::call>(
-      m, "linear_grad_weight(Tensor grad, Tensor x) -> Tensor");
+  define_op<"linear", check_forward, linear_forward, forward_meta, recorded, eager::DoorOptions{.autocasts = true}>(
+      m, "(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  define_backward<"linear_grad_weight", check_grad_weight, linear_grad_weight, grad_weight_meta>(
+      m, "(Tensor grad, Tensor x) -> Tensor");
 }
 
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu) {
@@ -197,34 +195,12 @@ Tensor linear_grad_weight(const Tensor& grad, const Tensor& x) {
   return transposed(onednn_linear(transposed(input), gradient.t(), {}));
 }
 
-// The eager fast path.
-namespace eager {
-namespace {
-
-py::object linear(py::handle x_, py::handle weight_, py::handle bias_) {
-  Arguments arguments;
-  const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
-  const OptionalTensor bias = arguments.optional_floating(bias_);
-  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
-    return py::none();
-  arguments.require(x.size(-1) == weight.size(1) && x.scalar_type() == weight.scalar_type());
-  if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
-  if (!arguments.ok()) return py::none();
-
-  return computed([&] {
-    return onednn_is_faster(x, weight) ? recorded(/*direct=*/true, x, weight, bias) : at::linear(x, weight, bias);
-  });
-}
-
 PYTHON_MODULE_FRAGMENT(m) {
-  m.def("linear", &linear);
-  m.def("onednn_is_faster", py::overload_cast<int64_t, int64_t, int64_t>(&onednn_is_faster),
+  m.def("onednn_is_faster", pybind11::overload_cast<int64_t, int64_t, int64_t>(&onednn_is_faster),
         "Returns True if float32 matrices (rows, in) and (in, out) go to oneDNN, False for PyTorch's own product.");
   m.def("send_products_to_onednn", &send_products_to_onednn,
         "Whether large products of float32 matrices go to oneDNN from now on; None: where it is faster. Returns the "
         "choice before.");
 }
 
-}  // namespace
-}  // namespace eager
 }  // namespace transformer_fast

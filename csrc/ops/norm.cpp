@@ -1,13 +1,10 @@
 // LayerNorm, Norm and RMSNorm, alone or of residual + dropout(x): the op of torch.ops.transformer_fast, from schema to
-// kernel. transformer_fast/ops/norm.py documents and checks the arguments.
+// kernel. transformer_fast/ops/norm.py documents the arguments.
 #include "norm.h"
 
 #include "../cpu/kernels.h"
 #include "../triton/launch_rows.h"
-#include "by_triton.h"
-#include "eager_call.h"
-#include "node.h"
-#include "operator.h"
+#include "op.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -136,20 +133,24 @@ c10::SymInt rows_in(const Tensor& x) {
 void check_rows(const Checks& check, const Tensor& x, const OptionalTensor& weight, std::string_view kind,
                 double dropout_p, const OptionalTensor& seed) {
   const int64_t least = norm_kind(kind) == NormKind::kStd ? 2 : 1;
-  check("x", x).floating().rank_at_least(1, "(..., d)");
-  check("x", x).require(holds(x.sym_size(-1).sym_ge(least)), "(..., d) with d of at least ", least);
-  check("weight", weight).floating().on_device_of(x).sizes({x.sym_size(-1)});
-  check.dropout(x, dropout_p, seed);
+  const Argument rows = check("x", x).floating().rank_at_least(1, "(..., d)");
+  const c10::SymInt& d = x.sym_sizes().back();
+  rows.require(holds(d.sym_ge(least)), "(..., d) with d of at least ", least, " for kind \"", kind, "\"");
+  check("weight", weight).floating().on_device_of(x).sizes({d});
+  check.dropout(x, dropout_p, seed, "dropout_p", /*on_host=*/true);
 }
 
 void check_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                    const OptionalTensor& bias, double, std::string_view kind, double dropout_p,
                    const OptionalTensor& seed) {
   check_rows(kChecks, x, weight, kind, dropout_p, seed);
-  kChecks("residual", residual).like(x);
+  kChecks("residual", residual).floating().on_device_of(x).sizes(x.sym_sizes());
   kChecks("bias", bias).floating().on_device_of(x).sizes({x.sym_size(-1)});
-  kChecks.require(!bias || has_mean(kind), "bias must be None for kind \"", kind, "\"");
-  kChecks.require(dropout_p == 0 || residual, "residual must be a tensor where dropout_p is above 0");
+  kChecks("bias", bias).require(!bias || has_mean(kind), "None for kind \"", kind, "\"");
+  kChecks.require(dropout_p == 0 || residual,
+                  "residual must be a tensor with dropout, which drops elements of x in "
+                  "residual + dropout(x); dropout_p is ",
+                  dropout_p);
 }
 
 void check_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
@@ -171,24 +172,46 @@ Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
   return tensor.defined() ? tensor : at::empty({0}, options);
 }
 
+// True if x must get the type of the residual, which that of the results is. With dropout, the Triton kernels read x of
+// 16 bits beside a float32 residual as it is.
+bool differs(const Tensor& x, const OptionalTensor& residual, double dropout_p) {
+  if (!residual || x.scalar_type() == residual->scalar_type()) return false;
+  const bool widens = dropout_p > 0 && x.element_size() == 2 && residual->scalar_type() == at::kFloat;
+  return !(widens && runs_on_triton(x));
+}
+
+// The results of the op; undefined where missing. Without `statistics` the CPU kernels keep no mean and no rstd.
+FourTensors compute(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                    const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
+                    const OptionalTensor& seed, bool statistics) {
+  if (runs_on_triton(x))
+    return std::tuple_cat(launch_norm(x, residual, weight, bias, eps, std::string(kind), dropout_p, seed));
+  Tensor mean, rstd;
+  if (statistics) {
+    const auto options = x.options().dtype(arithmetic_type(x));
+    const int64_t rows = x.numel() / x.size(-1);
+    mean = at::empty({has_mean(kind) ? rows : 0}, options), rstd = at::empty({rows}, options);
+  }
+  const auto pointer = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
+  const auto [out, summed] =
+      norm_forward(x, residual, weight, bias, eps, norm_kind(kind), dropout_p, seed, pointer(mean), pointer(rstd));
+  return {out, summed, mean, rstd};
+}
+
 FourTensors forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                     const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                     const OptionalTensor& seed) {
-  const auto options = x.options().dtype(arithmetic_type(x));
-  if (runs_on_triton(x)) {
-    const auto [out, summed, mean, rstd] =
-        launch_norm(x, residual, weight, bias, eps, std::string(kind), dropout_p, {seed, {}});
-    return {out, or_empty(summed, x.options()), or_empty(mean, options), rstd};
-  }
-  const int64_t rows = x.numel() / x.size(-1);
-  const Tensor mean = at::empty({has_mean(kind) ? rows : 0}, options), rstd = at::empty({rows}, options);
-  const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, norm_kind(kind), dropout_p, seed,
-                                          mean.mutable_data_ptr(), rstd.mutable_data_ptr());
-  return {out, or_empty(summed, x.options()), mean, rstd};
+  if (differs(x, residual, dropout_p))
+    return forward(x.to(residual->scalar_type()), residual, weight, bias, eps, kind, dropout_p, seed);
+  const auto [out, summed, mean, rstd] =
+      compute(x, residual, weight, bias, eps, kind, dropout_p, seed, /*statistics=*/true);
+  const auto options = out.options();
+  return {out, or_empty(summed, options), or_empty(mean, options.dtype(arithmetic_type(out))), rstd};
 }
 
-FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const OptionalTensor&, const OptionalTensor&,
-                         double, std::string_view kind, double, const OptionalTensor&) {
+FourTensors forward_meta(const Tensor& given, const OptionalTensor& residual, const OptionalTensor&,
+                         const OptionalTensor&, double, std::string_view kind, double, const OptionalTensor&) {
+  const Tensor& x = residual ? *residual : given;
   const c10::SymInt rows = rows_in(x);
   const auto statistics = [&](const c10::SymInt& count) { return meta_tensor(x, {count}, arithmetic_type(x)); };
   return {meta_tensor(x, x.sym_sizes()), residual ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}),
@@ -201,7 +224,7 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
   const FourTensors results =
       runs_on_triton(x)
           ? std::tuple_cat(launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std::string(kind),
-                                                dropout_p, {seed, {}}, has_bias, x.scalar_type()))
+                                                dropout_p, seed, has_bias, x.scalar_type()))
           : gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), norm_kind(kind),
                       dropout_p, seed, {true, weight.has_value(), has_bias});
   const auto& [grad_x, grad_residual, grad_weight, grad_bias] = results;
@@ -233,7 +256,6 @@ struct LayerNorm {
     std::optional<at::ScalarType> bias;
     bool by_triton;
     at::ScalarType x;  // the type of x; that of the rows that were normed may be another
-    std::optional<int64_t> seed;
   };
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
@@ -244,17 +266,17 @@ struct LayerNorm {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Tensor &x = saved[kX], &mean = saved[kMean], &rstd = saved[kRstd];
     const OptionalTensor weight = or_none(saved[kWeight]);
-    const Seed seed{or_none(saved[kSeed]), options.seed};
+    const OptionalTensor seed = or_none(saved[kSeed]);
     const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
     FourTensors results;
     if (!direct)
       results = op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd,
-                                                               options.kind, options.dropout_p, seed.on_device_of(x),
+                                                               options.kind, options.dropout_p, seed_beside(x, seed),
                                                                options.bias.has_value());
     else if (!by_triton)
       results = gradients(grad_out, grad_summed, x, weight, mean, rstd, norm_kind(options.kind), options.dropout_p,
-                          seed.tensor, {needs[0] || needs[1], needs[2], needs[3]});
+                          seed, {needs[0] || needs[1], needs[2], needs[3]});
     else
       results = std::tuple_cat(launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, options.kind,
                                                     options.dropout_p, seed, options.bias.has_value(), options.x));
@@ -269,103 +291,43 @@ struct LayerNorm {
   }
 };
 
-// Records the results of a call for autograd.
-FourTensors with_history(FourTensors results, const Tensor& x, const OptionalTensor& residual,
-                         const OptionalTensor& weight, const OptionalTensor& bias, std::string_view kind,
-                         double dropout_p, const Seed& seed, bool by_triton) {
-  if (!needs_gradient(x, residual, weight, bias)) return results;
-  const auto& [out, summed, mean, rstd] = results;
-  eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
-                           {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed.tensor)},
-                           {std::string(kind), dropout_p, residual.has_value(),
-                            bias ? std::optional(bias->scalar_type()) : std::nullopt, by_triton, x.scalar_type(),
-                            seed.number},
-                           x, residual, weight, bias);
-  return results;
-}
-
-// `direct`: true if the kernel may be called without the dispatcher.
+// `direct`: true if the kernel may be called without the dispatcher. Missing results are then undefined.
 FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                      const OptionalTensor& seed) {
-  return with_history(
-      below_autograd<"layer_norm", forward>(direct, x, residual, weight, bias, eps, kind, dropout_p, seed), x, residual,
-      weight, bias, kind, dropout_p, {seed, {}}, runs_on_triton(x));
-}
-
-// The Triton kernels without the dispatcher. With dropout, x may have 16 bits beside a float32 residual.
-FourTensors launched(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                     const OptionalTensor& bias, double eps, const char* kind, double dropout_p, const Seed& seed) {
-  const auto results = [&] {
+  if (differs(x, residual, dropout_p))
+    return recorded(direct, x.to(residual->scalar_type()), residual, weight, bias, eps, kind, dropout_p, seed);
+  const bool records = needs_gradient(x, residual, weight, bias);
+  FourTensors results;
+  {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return std::tuple_cat(launch_norm(x, residual, weight, bias, eps, kind, dropout_p, seed));
-  };
-  return with_history(results(), x, residual, weight, bias, kind, dropout_p, seed, /*by_triton=*/true);
+    results = direct ? compute(x, residual, weight, bias, eps, kind, dropout_p, seed, /*statistics=*/records)
+                     : op<"layer_norm", forward>()(x, residual, weight, bias, eps, kind, dropout_p, seed);
+  }
+  if (!records) return results;
+  const auto& [out, summed, mean, rstd] = results;
+  eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
+                           {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)},
+                           {std::string(kind), dropout_p, residual.has_value(),
+                            bias ? std::optional(bias->scalar_type()) : std::nullopt, runs_on_triton(x),
+                            x.scalar_type()},
+                           x, residual, weight, bias);
+  return results;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<check_forward, forward, forward_meta, Dispatched<recorded>::call>(
+  define_op<"layer_norm", check_forward, forward, forward_meta, recorded, eager::DoorOptions{.results = 2}>(
       m,
-      "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, str kind, float dropout_p, "
-      "Tensor? seed) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)");
-  define<check_backward, backward, backward_meta, eager::Undifferentiable<"layer_norm_backward", backward>::call>(
+      "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, str kind, float dropout_p, Tensor? seed) "
+      "-> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)");
+  define_backward<"layer_norm_backward", check_backward, backward, backward_meta>(
       m,
-      "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-      "str kind, float dropout_p, Tensor? seed, bool has_bias) "
+      "(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, str kind, "
+      "float dropout_p, Tensor? seed, bool has_bias) "
       "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
 }
 
 }  // namespace norm_op
-
-// The eager fast path.
-namespace eager {
-namespace {
-
-py::object layer_norm(bool by_triton, py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_,
-                      py::handle kind_, py::handle residual_, py::handle dropout_p_, py::handle seed_) {
-  Arguments arguments(by_triton);
-  const Tensor x = arguments.floating(x_);
-  const OptionalTensor weight = arguments.optional_floating(weight_), bias = arguments.optional_floating(bias_);
-  const OptionalTensor residual = arguments.optional_floating(residual_);
-  const Seed seed = read_seed(arguments, by_triton, seed_);
-  const double eps = arguments.number(eps_), dropout_p = arguments.probability(dropout_p_);
-  const NamedKind* const known = find_kind([&](const char* name) { return is_text(kind_, name); });
-  if (!arguments.ok() || x.dim() == 0) return py::none();
-  const int64_t d = x.size(-1);
-  arguments.require(known && d > (known->kind == NormKind::kStd ? 1 : 0) && !(known->kind == NormKind::kRms && bias));
-  for (const OptionalTensor* t : {&weight, &bias})
-    if (*t) arguments.require((*t)->dim() == 1 && (*t)->size(0) == d && (*t)->device() == x.device());
-  if (residual) {
-    const bool widens = by_triton && dropout_p > 0 && x.element_size() == 2 && residual->scalar_type() == at::kFloat;
-    const bool fits = residual->scalar_type() == x.scalar_type() || widens;
-    arguments.require(fits && residual->sizes() == x.sizes() && residual->device() == x.device());
-  }
-  arguments.require(dropout_p == 0 || (residual && seed));
-  if (!arguments.ok()) return py::none();
-
-  Tensor out, summed;
-  if (by_triton) {
-    std::tie(out, summed, std::ignore, std::ignore) =
-        norm_op::launched(x, residual, weight, bias, eps, known->name, dropout_p, seed);
-  } else {
-    const py::gil_scoped_release no_gil;
-    if (needs_gradient(x, residual, weight, bias)) {
-      std::tie(out, summed, std::ignore, std::ignore) =
-          norm_op::recorded(true, x, residual, weight, bias, eps, known->name, dropout_p, seed.tensor);
-    } else {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      const NormResult result =
-          norm_forward(x, residual, weight, bias, eps, known->kind, dropout_p, seed.tensor, nullptr, nullptr);
-      out = result.out, summed = result.summed;
-    }
-  }
-  return residual ? py::make_tuple(wrap(out), wrap(summed)) : wrap(out);
-}
-
-PYTHON_MODULE_FRAGMENT(m) { m.def("layer_norm", &layer_norm); }
-
-}  // namespace
-}  // namespace eager
 }  // namespace transformer_fast

@@ -78,14 +78,15 @@ struct Checked<check, function> {
   }
 };
 
-// Declares an op: its schema, the check of its arguments, its implementation on every device, on the meta device, and
-// for autograd.
-template <auto check, auto implementation, auto meta, auto autograd>
+// Declares an op: its schema, the check of its arguments, its implementation on every device or on one, on the meta
+// device, and for autograd.
+template <auto check, auto implementation, auto meta, auto autograd,
+          c10::DispatchKey key = c10::DispatchKey::CompositeExplicitAutograd>
 void define(torch::Library& m, const std::string& schema) {
   m.def(schema.c_str());
   const std::string name = schema.substr(0, schema.find('('));
   constexpr auto checked = Checked<check, implementation>::call, checked_meta = Checked<check, meta>::call;
-  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(checked)));
+  m.impl(name.c_str(), torch::dispatch(key, TORCH_FN(checked)));
   m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Meta, TORCH_FN(checked_meta)));
   m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, TORCH_FN(autograd)));
 }

@@ -1,34 +1,28 @@
-// The seed of one dropout mask, in calls that need no dispatcher.
+// The seed of one dropout mask: int64 (1,), on the device of what is dropped or on the host.
 #pragma once
 
-#include "eager_call.h"
-
-#include <ATen/ops/full.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 
 namespace transformer_fast {
 
-// int64 (1,) on the device, or a number, which needs no kernel to get there; or none.
+// A seed as the launchers of kernels take it: one on the host is a number, which needs no kernel to get to the device.
 struct Seed {
   std::optional<at::Tensor> tensor;
   std::optional<int64_t> number;
 
-  explicit operator bool() const { return tensor || number; }
-
-  // As a tensor on the device of x.
-  std::optional<at::Tensor> on_device_of(const at::Tensor& x) const {
-    return number ? at::full({1}, *number, x.options().dtype(at::kLong)) : tensor;
+  Seed(const std::optional<at::Tensor>& seed) {
+    if (seed && seed->is_cpu())
+      number = *seed->const_data_ptr<int64_t>();
+    else
+      tensor = seed;
   }
 };
 
-namespace eager {
-
-// A number is taken by the Triton kernels only.
-inline Seed read_seed(Arguments& arguments, bool by_triton, py::handle seed) {
-  if (PyLong_CheckExact(seed.ptr()) && by_triton) return {{}, arguments.integer(seed)};
-  return {arguments.optional_tensor(seed), {}};
+// The seed on the device of x, for calls of the dispatcher: a graph has all tensors on one device.
+inline std::optional<at::Tensor> seed_beside(const at::Tensor& x, const std::optional<at::Tensor>& seed) {
+  return seed && seed->device() != x.device() ? std::optional(seed->to(x.device())) : seed;
 }
 
-}  // namespace eager
 }  // namespace transformer_fast

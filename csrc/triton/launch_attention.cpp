@@ -1,5 +1,6 @@
 #include "launch_attention.h"
 
+#include "../ops/seed.h"
 #include "launch_cache.h"
 #include "python_function.h"
 
@@ -34,10 +35,8 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   for (const OptionalTensor& input : inputs) call.input(input);
   const auto tensors = AttentionParams::tensor_fields(params);
   for (size_t i = 0; i < AttentionParams::kNames.size(); ++i) call.input(*tensors[i]);
-  if (params.seed_value)
-    call.input(*params.seed_value);
-  else
-    call.input(params.seed);
+  const Seed seed(params.seed);
+  seed.number ? call.input(*seed.number) : call.input(seed.tensor);
   if (packed) call.input(params.packed.cu_seqlens_q);
   if (packed) call.input(params.packed.cu_seqlens_k);
   if (packed) call.input(params.packed.seqused_k);
@@ -69,7 +68,8 @@ py::object python_params(const AttentionParams& params) {
     fields[AttentionParams::kNames[i]] = PythonFunction::object(*tensors[i]);
   fields["causal"] = known(params.causal), fields["window"] = known(params.window), fields["softcap"] = params.softcap;
   fields["scale"] = params.scale, fields["dropout_p"] = params.dropout_p;
-  fields["seed"] = params.seed_value ? py::object(py::int_(*params.seed_value)) : PythonFunction::object(params.seed);
+  const Seed seed(params.seed);
+  fields["seed"] = seed.number ? py::object(py::int_(*seed.number)) : PythonFunction::object(seed.tensor);
   fields["zero_empty_rows"] = params.zero_empty_rows;
   if (const PackedBatch& packed = params.packed; params.is_packed())
     fields["packed"] =

@@ -1,14 +1,17 @@
-"""Eager fast path on the CPU (csrc/ops/eager_call.h): the dispatcher's results, and only for supported calls."""
+"""Doors of the ops on the CPU (csrc/ops/op.h): the dispatcher's results for plain calls, errors for wrong ones, and no
+result for a call that somebody observes."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from op_calls import Call, Draw, assert_equal, attention_calls, by_dispatcher, calls, token_calls
 from subprocesses import program
+from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -157,11 +160,13 @@ class Subclass(torch.Tensor):
 def test_what_somebody_watches_is_declined():
     x, native = torch.randn(3, 8), extension.module()
 
-    def called(argument):
-        return native.layer_norm(False, argument, None, None, 1e-5, "layer", None, 0.0, None)
+    def called(argument, eps=1e-5):
+        return native.layer_norm(False, argument, None, None, None, eps, "layer", 0.0, None)
 
-    for argument in (x.as_subclass(Subclass), torch.randn(3, 8, device="meta"), x.to_sparse(), x.int(), None, [1.0]):
+    for argument in (x.as_subclass(Subclass), torch.randn(3, 8, device="meta"), x.to_sparse()):
         assert called(argument) is None
+    for eps in (numpy.float32(1e-5), torch.tensor(1e-5), fx.Proxy(fx.Graph().placeholder("eps"))):
+        assert called(x, eps) is None
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta")):  # modes: operators, functions
         with mode:
             assert called(x) is None
@@ -171,6 +176,27 @@ def test_what_somebody_watches_is_declined():
     with forward_ad.dual_level():
         assert called(forward_ad.make_dual(x, x)) is None
     assert called(x) is not None
+
+
+WRONG = {
+    "x must be a tensor, got NoneType": {"x": None},
+    "x must be a tensor, got list": {"x": [1.0]},
+    "x must be a float tensor, got torch.int32": {"x": torch.ones(3, 8, dtype=torch.int32)},
+    "residual must be a tensor, got int": {"residual": 3},
+    "eps must be a number, got 'small'": {"eps": "small"},
+    "eps must be a number, got True": {"eps": True},
+    "kind must be a string, got None": {"kind": None},
+    "dropout_p must be a number, got None": {"dropout_p": None},
+    "seed must be a tensor, got int": {"seed": 7},
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_a_wrong_argument_is_named(says):
+    given = {"x": torch.randn(3, 8), "residual": None, "weight": None, "bias": None, "eps": 1e-5, "kind": "layer"}
+    given |= {"dropout_p": 0.0, "seed": None, **WRONG[says]}
+    with pytest.raises(TypeError, match=f"^layer_norm: {says}$"):
+        extension.module().layer_norm(False, *given.values())
 
 
 @pytest.mark.parametrize("name", taken())
@@ -196,6 +222,6 @@ from transformer_fast import extension
 _C = extension.module()
 x = torch.ones(2, 8)
 with torch.inference_mode():
-    assert _C.layer_norm(False, x, None, None, 1e-5, "layer", None, 0.0, None) is not None
-assert _C.layer_norm(False, x, torch.nn.Parameter(torch.ones(8)), None, 1e-5, "layer", None, 0.0, None) is not None
+    assert _C.layer_norm(False, x, None, None, None, 1e-5, "layer", 0.0, None) is not None
+assert _C.layer_norm(False, x, None, torch.nn.Parameter(torch.ones(8)), None, 1e-5, "layer", 0.0, None) is not None
 """)

@@ -289,9 +289,11 @@ def layer(name, seed=2**40):
         "dropout backward": lambda: ops.dropout_backward(x, y, True, *dropped, True),
         "loss": lambda: cross_entropy_rows(x, target, 0.1, -100, True),
         "norm, seed on the host": lambda: extension.layer_norm(
-            True, x, weight, bias, 1e-5, "layer", y, dropped[0], seed
+            True, x, y, weight, bias, 1e-5, "layer", dropped[0], torch.tensor([seed])
         ),
-        "dropout, seed on the host": lambda: extension.dropout(True, x, dropped[0], bias, y, False, seed),
+        "dropout, seed on the host": lambda: extension.dropout(
+            True, x, bias, y, False, dropped[0], torch.tensor([seed])
+        ),
     }
     tensors = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "seed": drawn}
     return calls[name], tensors | {"target": target}

@@ -248,10 +248,12 @@ def test_a_captured_graph_draws_its_seed_on_the_device(monkeypatch):
 
     drawn = torch.tensor([5])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(seeds, "draw_seed", lambda device: drawn)
-    assert seeds.draw_launch_seed(torch.device("cuda"), as_number=True) is drawn
+    asked: list[torch.device] = []
+    monkeypatch.setattr(seeds, "draw_seed", lambda device: asked.append(device) or drawn)
+    assert seeds.draw_launch_seed(torch.device("cuda")) is drawn
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert isinstance(seeds.draw_launch_seed(torch.device("cuda"), as_number=True), int)
+    assert seeds.draw_launch_seed(torch.device("cuda")) is drawn
+    assert asked == [torch.device("cuda"), torch.device("cpu")]
 
 
 def test_new_lengths_compile_nothing(on_a_gpu):
@@ -292,19 +294,22 @@ def test_a_wrong_call_raises_the_same_where_launches_are_checked_in_cpp(on_a_gpu
     assert not on_a_gpu
 
 
-def test_a_mode_that_records_a_call_gets_a_tensor_as_seed():
-    """A number would be the same one in each run of the recorded graph. A mode that only watches gets the number that a
-    recomputation outside of it gets."""
+def test_a_mode_that_records_a_call_records_the_draw():
+    """Each run of the recorded graph draws anew. A mode that only watches gets the seed that a recomputation outside of
+    it gets."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils.flop_counter import FlopCounterMode
 
     from transformer_fast.ops import seeds
 
     def drawn(x: torch.Tensor) -> torch.Tensor:
-        return x + seeds.as_tensor(seeds.draw_launch_seed(x.device, as_number=True), x)
+        return x + seeds.draw_launch_seed(x.device)
 
     for settings in ({}, {"tracing_mode": "fake"}):
         recorded = make_fx(drawn, **settings)(torch.zeros(1, dtype=torch.int64))
         assert not torch.equal(*(recorded(torch.zeros(1, dtype=torch.int64)) for _ in range(2)))
+    torch.manual_seed(3)
     with FlopCounterMode(display=False):
-        assert isinstance(seeds.draw_launch_seed(torch.device("cpu"), as_number=True), int)
+        watched = seeds.draw_launch_seed(torch.device("cpu"))
+    torch.manual_seed(3)
+    assert torch.equal(watched, seeds.draw_launch_seed(torch.device("cpu")))

@@ -59,7 +59,7 @@ def test_every_function_has_a_valid_call() -> None:
 @pytest.mark.parametrize(("name", "argument"), arguments())
 def test_the_error_names_the_argument(name: str, argument: str) -> None:
     function: Callable[..., Any] = getattr(ops, name)
-    text = argument in ("empty_rows", "kind", "layout", "reduction", "return_weights")  # one of several
+    text = argument in ("empty_rows", "layout", "reduction", "return_weights")  # one of several
     with pytest.raises(ValueError if text else TypeError, match=rf"\b{argument}\b"):
         function(**VALID[name] | {argument: Wrong()})
 

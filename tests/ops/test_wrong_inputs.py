@@ -140,25 +140,25 @@ NORM_AND_DROPOUT = rows(
     ValueError,
     {
         r"layer_norm: x must be \(\.\.\., d\)": lambda: NORM(torch.tensor(1.0), None, None),
-        r"d of at least 1, got shape \(2, 0\)": lambda: NORM(X[:, :0], None, None),
-        r'kind must be "layer", "std" or "rms", got \'batch\'': lambda: NORM(X, V, V, kind="batch"),
-        r'kind="rms" has no bias: give None, got a bias \(8,\)': lambda: NORM(X, V, V, kind="rms"),
-        r'kind="std" needs d of at least 2 .* got x \(2, 1\)': lambda: NORM(X[:, :1], None, None, kind="std"),
-        r"weight .* \(8,\) for x \(2, 8\), got \(7,\)": lambda: NORM(X, V[:7], V),
-        r"bias .* \(8,\) for x \(2, 8\), got \(1, 8\)": lambda: NORM(X, V, V[None]),
-        r"residual \(1, 8\) and x \(2, 8\)": lambda: NORM(X, V, V, residual=X[:1]),
+        r"d of at least 1 for kind \"layer\", got shape \[2, 0\]": lambda: NORM(X[:, :0], None, None),
+        'kind must be "layer", "std" or "rms", got "batch"': lambda: NORM(X, V, V, kind="batch"),
+        r'bias must be None for kind "rms", got shape \[8\]': lambda: NORM(X, V, V, kind="rms"),
+        r'd of at least 2 for kind "std", got shape \[2, 1\]': lambda: NORM(X[:, :1], None, None, kind="std"),
+        r"layer_norm: weight must be of shape \[8\], got shape \[7\]": lambda: NORM(X, V[:7], V),
+        r"layer_norm: bias must be of shape \[8\], got shape \[1, 8\]": lambda: NORM(X, V, V[None]),
+        r"layer_norm: residual must be of shape \[2, 8\], got shape \[1, 8\]": lambda: NORM(X, V, V, residual=X[:1]),
         r"dropout_p must lie in \[0, 1\], got 1.5": lambda: NORM(X, V, V, residual=X, dropout_p=1.5),
-        "dropout_p = 0.1 needs a residual": lambda: NORM(X, V, V, dropout_p=0.1),
-        "x is on cpu but weight on meta": lambda: NORM(X, V.to(META), V),
+        "residual must be a tensor with dropout.* dropout_p is 0.1": lambda: NORM(X, V, V, dropout_p=0.1),
+        "layer_norm: weight must be on cpu, got meta": lambda: NORM(X, V.to(META), V),
         "d_model of at least 2, got 1": lambda: layers.Norm(1),
         r"dropout: x must be \(\.\.\., d\)": lambda: dropout(torch.tensor(1.0), 0.1),
-        r"p must lie in \[0, 1\], got 2.0": lambda: dropout(X, 2.0),
+        r"p must lie in \[0, 1\], got 2": lambda: dropout(X, 2.0),
         r"p must lie in \[0, 1\], got -0.1": lambda: dropout(X, -0.1),
         r"p must lie in \[0, 1\], got nan": lambda: dropout(X, float("nan")),
-        r"residual \(2, 7\) and x \(2, 8\)": lambda: dropout(X, 0.1, residual=X[:, :7]),
-        r"bias must be .* \(8,\) for x \(2, 8\), got \(7,\)": lambda: dropout(X, 0.1, bias=V[:7]),
-        "x is on cpu but bias on meta": lambda: dropout(X, 0.1, bias=V.to(META)),
-        "x is on cpu but residual on meta": lambda: dropout(X, 0.1, residual=X.to(META)),
+        r"dropout: residual must be of shape \[2, 8\], got shape \[2, 7\]": lambda: dropout(X, 0.1, residual=X[:, :7]),
+        r"dropout: bias must be of shape \[8\], got shape \[7\]": lambda: dropout(X, 0.1, bias=V[:7]),
+        "dropout: bias must be on cpu, got meta": lambda: dropout(X, 0.1, bias=V.to(META)),
+        "dropout: residual must be on cpu, got meta": lambda: dropout(X, 0.1, residual=X.to(META)),
     },
 )
 
@@ -168,8 +168,8 @@ LOSS = tfast.linear_cross_entropy
 LOSSES = rows(
     TypeError,
     {
-        "int64, or float for .*, got torch.int32": lambda: LOSS(ROWS, W, None, IDS.int()),
-        "weight must have the dtype of x": lambda: LOSS(ROWS, W.double(), None, IDS),
+        "target must be a tensor of torch.int64, got torch.int32": lambda: LOSS(ROWS, W, None, IDS.int()),
+        "weight must be a tensor of torch.float32, got torch.float64": lambda: LOSS(ROWS, W.double(), None, IDS),
         "class_weight must have the dtype of x, torch.float32, got torch.float64": lambda: LOSS(
             ROWS, W, None, IDS, class_weight=W[:, 0].double()
         ),
@@ -178,18 +178,16 @@ LOSSES = rows(
 ) | rows(
     ValueError,
     {
-        r"\(2, 5\) for x \(2, 5, 8\).*\(2, 4\)": lambda: LOSS(ROWS, W, None, IDS[:, :4]),
+        r"target must be of shape \[2, 5\], got shape \[2, 4\]": lambda: LOSS(ROWS, W, None, IDS[:, :4]),
         "\"sum\", got 'max'": lambda: LOSS(ROWS, W, None, IDS, reduction="max"),
-        r"probabilities, must be \(2, 5, 11\)": lambda: LOSS(ROWS, W, None, ROWS),
+        r"target, as probabilities, must be of shape \(2, 5, 11\), got \(2, 5, 8\)": lambda: LOSS(ROWS, W, None, ROWS),
         "got 0": lambda: LOSS(ROWS, W, None, torch.rand(2, 5, 11), ignore_index=0),
-        r"class_weight must be \(vocabulary,\) = \(11,\), got \(8,\)": lambda: LOSS(
-            ROWS, W, None, IDS, class_weight=ROWS[0, 0]
-        ),
+        r"class_weight must be of shape \(11,\), got \(8,\)": lambda: LOSS(ROWS, W, None, IDS, class_weight=ROWS[0, 0]),
         r"expected class_weight.detach\(\)": lambda: LOSS(
             ROWS, W, None, IDS, class_weight=torch.ones(11, requires_grad=True)
         ),
-        r"weight \(vocabulary, d\).*\(1, 11, 8\)": lambda: LOSS(ROWS, W[None], None, IDS),
-        r"\[0, 1\], got 2.0": lambda: LOSS(ROWS, W, None, IDS, label_smoothing=2.0),
+        r"weight must be \(vocabulary, d\), got shape \[1, 11, 8\]": lambda: LOSS(ROWS, W[None], None, IDS),
+        r"label_smoothing must lie in \[0, 1\], got 2": lambda: LOSS(ROWS, W, None, IDS, label_smoothing=2.0),
     },
 )
 
@@ -201,12 +199,14 @@ EMBEDDING = (
         TypeError,
         {
             "ids must be a tensor, got list": lambda: embed([1, 2], E),
-            "ids must be int64 or int32, got torch.float32": lambda: embed(WORDS.float(), E),
-            "ids must be int64 or int32, got torch.int16": lambda: embed(WORDS.short(), E),
+            "ids must be a tensor of torch.int32 or torch.int64, got torch.float32": lambda: embed(WORDS.float(), E),
+            "ids must be a tensor of torch.int32 or torch.int64, got torch.int16": lambda: embed(WORDS.short(), E),
             "weight must be a float tensor": lambda: embed(WORDS, E.long()),
-            "table must be float32 .*got torch.float16": lambda: embed(WORDS, E, T.half()),
+            "table must be a tensor of torch.float32, got torch.float16": lambda: embed(WORDS, E, T.half()),
             "table must be a tensor, got list": lambda: embed(WORDS, E, [1]),
-            "must be int64 or int32, got torch.float32": lambda: embed(WORDS, E, T, offset=torch.zeros(2)),
+            "offsets must be a tensor of torch.int32 or torch.int64, got torch.float32": lambda: embed(
+                WORDS, E, T, offset=torch.zeros(2)
+            ),
             "x must be a float tensor": lambda: add_positional(WORDS, T),
             "x must be a tensor, got list": lambda: add_positional([1.0], T),
         },
@@ -214,24 +214,28 @@ EMBEDDING = (
     | rows(
         ValueError,
         {
-            r"weight must be \(vocabulary, d\).*\(1, 4, 6\)": lambda: embed(WORDS, E[None]),
-            r"weight.*\(6,\)": lambda: embed(WORDS, E[0]),
-            "weight is on meta but ids on cpu": lambda: embed(WORDS, E.to(META)),
-            "weight is on cpu but table on meta": lambda: embed(WORDS, E, T.to(META)),
-            r"d = 6 of weight, got shape \(5, 5\)": lambda: embed(WORDS, E, T[:, :5]),
-            r"got shape \(1, 5, 6\)": lambda: embed(WORDS, E, T[None]),
-            "offset 3 .* length 3 needs 6 positions, it has 5": lambda: embed(WORDS, E, T, offset=3),
+            r"weight must be \(vocabulary, d\).*\[1, 4, 6\]": lambda: embed(WORDS, E[None]),
+            r"weight.*\[6\]": lambda: embed(WORDS, E[0]),
+            "ids must be on meta, got cpu": lambda: embed(WORDS, E.to(META)),
+            "table must be on cpu, got meta": lambda: embed(WORDS, E, T.to(META)),
+            r"embed: table must be of shape \[5, 6\], got shape \[5, 5\]": lambda: embed(WORDS, E, T[:, :5]),
+            r"table must be \(positions, d\), got shape \[1, 5, 6\]": lambda: embed(WORDS, E, T[None]),
+            r"embed: table must be of at least 3 \+ 3 positions, got shape \[5, 6\]": lambda: embed(
+                WORDS, E, T, offset=3
+            ),
             "offset must be at least 0, got -1": lambda: embed(WORDS, E, T, offset=-1),
-            r"one number for each sequence, \(2,\) for ids \(2, 3\), got shape \(3,\)": lambda: embed(
+            r"embed: offsets must be of shape \[2\], got shape \[3\]": lambda: embed(
                 WORDS, E, T, offset=torch.zeros(3, dtype=torch.long)
             ),
-            "ids is on cpu but offset on meta": lambda: embed(WORDS, E, T, offset=WORDS[:, 0].to(META)),
+            "offsets must be on cpu, got meta": lambda: embed(WORDS, E, T, offset=WORDS[:, 0].to(META)),
             r"embed: dropout_p must lie in \[0, 1\], got 1.5": lambda: embed(WORDS, E, dropout_p=1.5),
             "dropout_p must lie in .* got nan": lambda: embed(WORDS, E, dropout_p=float("nan")),
-            r"padding_idx must lie in \[-4, 4\).*got 4": lambda: embed(WORDS, E, padding_idx=4),
+            r"padding_idx must lie in \[0, 4\).*got 4": lambda: embed(WORDS, E, padding_idx=4),
             r"x must be \(..., length, d\)": lambda: add_positional(Y[0, 0], T),
-            "add_positional.*5": lambda: add_positional(Y, T[:, :5]),
-            "offset 4 .* length 3 needs 7 positions, it has 5": lambda: add_positional(Y, T, 4),
+            r"add_positional: table must be of shape \[5, 6\], got shape \[5, 5\]": lambda: add_positional(Y, T[:, :5]),
+            r"add_positional: table must be of at least 4 \+ 3 positions, got shape \[5, 6\]": lambda: add_positional(
+                Y, T, 4
+            ),
             "add_positional: dropout_p must lie": lambda: add_positional(Y, T, 0, -0.1),
             "length >= 0": lambda: positional_table(-1, 4),
             "d_model >= 1": lambda: positional_table(4, 0),

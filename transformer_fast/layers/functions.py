@@ -91,9 +91,12 @@ def cross_entropy(
     given = weight, size_average, reduce
     if any(option is not None for option in given) or not isinstance(input, Tensor) or input.dim() != 2:
         return None
-    if input.shape[1] < FEW_CLASSES or not (direct := eager.native()):
+    if input.shape[1] < FEW_CLASSES or reduction not in ("mean", "sum") or not (door := eager.native()):
         return None
-    loss = direct.cross_entropy(input, target, label_smoothing, ignore_index, reduction)
+    try:
+        loss = door.cross_entropy(False, input, target, label_smoothing, ignore_index, reduction == "mean")
+    except (TypeError, ValueError):  # PyTorch raises its own error
+        return None
     return None if loss is None else loss.to(input.dtype)
 
 

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..target_checks import check_targets
+from .argument_types import check_number
 
 _ARGUMENTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, float smoothing, SymInt ignore_index, "
-    "SymInt chunk_elements"
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, float label_smoothing, "
+    "SymInt ignore_index, SymInt chunk_elements"
 )
 _NAME, _BACKWARD_NAME = "linear_cross_entropy_rows", "linear_cross_entropy_rows_backward"
 _LIBRARY = torch.library.Library("transformer_fast", "FRAGMENT")
@@ -115,7 +116,7 @@ def _gradients(
     )
 
 
-def _check(
+def check(
     op: str,
     x: Tensor,
     weight: Tensor,
@@ -123,37 +124,54 @@ def _check(
     target: Tensor,
     class_weight: Tensor | None,
     smoothing: float,
+    any_dtype: bool = False,
 ) -> None:
-    """Raise unless dtypes, devices and sizes are those that :func:`_losses` documents."""
+    """Raise unless dtypes, devices and sizes are those that :func:`_losses` documents, for x (..., d).
+
+    Args:
+        op: the name in the messages.
+        any_dtype: True if autocast will give the tensors one dtype.
+    """
     for name, given in (("x", x), ("weight", weight), ("target", target)):
         if not isinstance(given, Tensor):  # None passes the dispatcher
             raise TypeError(f"{op}: {name} must be a tensor, got {type(given).__name__}")
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"{op}: x must be a float tensor (rows, d), got {x.dtype} {tuple(x.shape)}")
-    rows, d = x.shape
+    if x.dim() < 1 or not x.is_floating_point():
+        raise ValueError(f"{op}: x must be a float tensor (..., d), got {x.dtype} {tuple(x.shape)}")
+    *rows, d = x.shape
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight must be (vocabulary, d), got shape {tuple(weight.shape)}")
     vocabulary = weight.shape[0]
     shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "weight": (weight, (vocabulary, d)),
         "bias": (bias, (vocabulary,)),
-        "target": (target, (rows, vocabulary) if target.is_floating_point() else (rows,)),
+        "target": (target, (*rows, vocabulary) if target.is_floating_point() else tuple(rows)),
         "class_weight": (class_weight, (vocabulary,)),
     }
     for name, (t, shape) in shapes.items():
         if t is None:
             continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
         if t.shape != shape:
-            raise ValueError(f"{op}: {name} must be of shape {shape}, got {tuple(t.shape)}")
+            what = ", as probabilities," if name == "target" and t.is_floating_point() else ""
+            raise ValueError(f"{op}: {name}{what} must be of shape {shape}, got {tuple(t.shape)}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} must be on {x.device}, got {t.device}")
-        if name in ("weight", "bias") and t.dtype != x.dtype:
+        if name in ("weight", "bias") and t.dtype != x.dtype and not any_dtype:
             raise TypeError(f"{op}: {name} must be of {x.dtype}, got {t.dtype}")
         if not t.is_floating_point() and (name != "target" or t.dtype != torch.int64):
-            expected = "int64 or floats" if name == "target" else "floats"
+            expected = "int64, or float for probabilities" if name == "target" else "float"
             raise TypeError(f"{op}: {name} must be a tensor of {expected}, got {t.dtype}")
+    check_number(op, "label_smoothing", smoothing)
     if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(f"{op}: smoothing must lie in [0, 1], got {smoothing}")
+        raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {smoothing}")
+
+
+def _check(op: str, x: Tensor, *others: Any) -> None:
+    """Raise unless a call is of the op's layout, x (rows, d)."""
+    check(op, x, *others)
+    if x.dim() != 2:
+        raise ValueError(f"{op}: x must be (rows, d), got shape {tuple(x.shape)}")
 
 
 def _check_grad(grad: Tensor, x: Tensor) -> None:

@@ -32,8 +32,8 @@ def layer_norm(
     LayerNorm is PyTorch's own operator, because other runtimes have a kernel for it.
     """
     refuse_dropout("layer_norm", dropout_p)
-    summed = x if residual is None else residual + x
-    if kind != "layer" or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+    summed = x if residual is None else residual + x.to(residual.dtype)
+    if kind != "layer" or any(t is not None and t.dtype != summed.dtype for t in (weight, bias)):
         out = reference.norm.layer_norm(summed, weight, bias, eps, kind=kind)
     else:
         out = F.layer_norm(summed, summed.shape[-1:], weight, bias, eps)
@@ -52,6 +52,7 @@ def dropout(
 ) -> Tensor:
     """Compute ``[residual +] [relu] (x [+ bias])`` (..., d)."""
     refuse_dropout("dropout", p)
+    x = x if residual is None else x.to(residual.dtype)
     return reference.dropout.dropout(x, 0.0, None, bias=bias, residual=residual, relu=relu)
 
 
@@ -86,7 +87,7 @@ def linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    smoothing: float,
+    label_smoothing: float,
     ignore_index: int,
     mean: bool,
     gradients: list[bool],
@@ -100,7 +101,7 @@ def linear_cross_entropy(
         )
     reduction = "mean" if mean else "sum"
     loss = reference.cross_entropy.linear_cross_entropy(
-        x, weight, bias, target, label_smoothing=smoothing, ignore_index=ignore_index, reduction=reduction
+        x, weight, bias, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction
     )
     return loss, x.new_empty(0), weight.new_empty(0), weight.new_empty(0), torch.zeros_like(loss)
 
@@ -111,7 +112,7 @@ def linear_cross_entropy_rows(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    smoothing: float,
+    label_smoothing: float,
     ignore_index: int,
     chunk_elements: int,
 ) -> Tensor:
@@ -122,7 +123,7 @@ def linear_cross_entropy_rows(
         bias,
         target,
         class_weight=class_weight,
-        label_smoothing=smoothing,
+        label_smoothing=label_smoothing,
         ignore_index=ignore_index,
         reduction="none",
     )

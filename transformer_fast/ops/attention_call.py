@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class Call:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0.0
-    seed: Tensor | int | None = None
+    seed: Tensor | None = None
     empty_rows: str = "zero"
     return_weights: bool | str = False
     return_logsumexp: bool = False
@@ -78,7 +79,7 @@ class Call:
             window=self.mask.window_offset,
             scale=scale_of(self.op, self.q, self.scale),
             dropout_p=self.dropout_p,
-            seed=seeds.as_tensor(self.seed, self.q),
+            seed=seeds.on_device_of(self.q, self.seed),
             zero_empty_rows=self.empty_rows == "zero",
             **parts,
         )
@@ -138,7 +139,9 @@ def by_reference(
 
 def dropped(weights: Tensor, params: AttentionParams) -> Tensor:
     """Weights (B, H, Lq, Lk) after dropout."""
-    if params.dropout_p == 0.0 or not isinstance(params.seed, Tensor):
+    if params.dropout_p == 0.0 or params.seed is None:
         return weights
-    kept = reference.dropout.attention_keep(params.seed, params.dropout_p, *weights.shape)
+    given = params.seed
+    seed = given if isinstance(given, Tensor) else torch.full((1,), given, device=weights.device)
+    kept = reference.dropout.attention_keep(seed, params.dropout_p, *weights.shape)
     return (weights * reference.dropout.rescale(params.dropout_p)).masked_fill(~kept, 0.0)

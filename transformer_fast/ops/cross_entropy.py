@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import backends, reference
 from . import _cross_entropy_rows as _rows  # the import registers its ops
 from . import _plain, eager
-from .argument_types import check_int, check_number
+from .argument_types import check_int
 from .registry import Case, Draw, Op, implementation, register
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
@@ -25,6 +25,8 @@ CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 device."""
 
 REDUCTIONS = ("none", "mean", "sum")
+NO_GRADIENTS = (False, False, False)
+"""Gradients that a call of the op requests; autograd requests those that it needs."""
 
 
 def linear_cross_entropy(
@@ -84,15 +86,18 @@ def linear_cross_entropy(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"linear_cross_entropy: dtype must be a float dtype, got {dtype}")
-    if class_weight is None and (direct := eager.native()):
-        args = x, weight, bias, target, label_smoothing, ignore_index, reduction, CHUNK_ELEMENTS["cpu"]
-        if (loss := direct.linear_cross_entropy(*args)) is not None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f'linear_cross_entropy: reduction must be "none", "mean" or "sum", got {reduction!r}')
+    probabilities = isinstance(target, Tensor) and target.is_floating_point()
+    by_class = class_weight is None and not probabilities and reduction != "none"
+    if by_class and (door := eager.native()):
+        options = label_smoothing, ignore_index, reduction == "mean", NO_GRADIENTS, CHUNK_ELEMENTS["cpu"]
+        loss = door.linear_cross_entropy(False, x, weight, bias, target, *options)
+        if loss is not None:
             return loss.to(x.dtype if dtype is None else dtype)
     autocast = eager.autocast_enabled(x)
-    tensors = {"x": x, "weight": weight, "bias": bias, "target": target, "class_weight": class_weight}
-    _check_tensors(tensors, autocast)
-    _check_shapes(x, weight, bias, target, class_weight)
-    _check_options(target, class_weight, label_smoothing, ignore_index, reduction)
+    if not by_class:
+        _check(x, weight, bias, target, class_weight, label_smoothing, ignore_index, autocast)
     if dtype is None:
         dtype = _result_dtype(x, target, autocast)
     backend = backends.resolve("linear_cross_entropy", x.device, x.dtype)
@@ -108,17 +113,14 @@ def linear_cross_entropy(
             reduction=reduction,
         )
         return loss.to(dtype)
+    chunk_elements = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cpu"])
+    if by_class:
+        op = implementation("linear_cross_entropy", backend)
+        options = label_smoothing, ignore_index, reduction == "mean", NO_GRADIENTS, chunk_elements
+        return op(x, weight, bias, target, *options)[0].to(dtype)
     shape = x.shape[:-1]
-    probabilities = target.is_floating_point()
     rows = x.reshape(-1, x.shape[-1])
     target = target.reshape(-1, weight.shape[0]) if probabilities else target.reshape(-1)
-    chunk_elements = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cpu"])
-    options = float(label_smoothing), ignore_index
-    if class_weight is None and not probabilities and reduction != "none":
-        no_gradients = [False] * 3  # autograd requests the gradients that it needs
-        op = implementation("linear_cross_entropy", backend)
-        given = rows, weight, bias, target, *options, reduction == "mean", no_gradients, chunk_elements
-        return op(*given)[0].to(dtype)
     if autocast:
         rows, weight, bias = (
             _rows.autocast(rows),
@@ -127,7 +129,7 @@ def linear_cross_entropy(
         )
     op = implementation("linear_cross_entropy_rows", backend)
     # Several float32 tensors of the size of a chunk's logits are in memory at a time.
-    losses = op(rows, weight, bias, target, class_weight, *options, chunk_elements // 4)
+    losses = op(rows, weight, bias, target, class_weight, float(label_smoothing), ignore_index, chunk_elements // 4)
     if reduction == "none":
         return losses.reshape(shape).to(dtype)
     loss = losses.sum()
@@ -155,68 +157,30 @@ def _result_dtype(x: Tensor, target: Tensor, autocast: bool) -> torch.dtype:
     return torch.promote_types(dtype, target.dtype) if target.is_floating_point() else dtype
 
 
-def _check_tensors(tensors: dict[str, Tensor | None], autocast: bool) -> None:
-    x = tensors["x"]
-    for name, t in tensors.items():
-        if t is None and name in ("bias", "class_weight"):
-            continue
-        if not isinstance(x, Tensor) or not isinstance(t, Tensor):
-            raise TypeError(f"linear_cross_entropy: {name} must be a tensor, got {type(t).__name__}")
-        if t.device != x.device:
-            raise ValueError(f"linear_cross_entropy: x is on {x.device} but {name} on {t.device}")
-        if name == "target":
-            if t.dtype != torch.int64 and not t.is_floating_point():
-                raise TypeError(
-                    f"linear_cross_entropy: target must be int64, or float for probabilities, got {t.dtype}"
-                )
-        elif not t.is_floating_point():
-            raise TypeError(f"linear_cross_entropy: {name} must be a float tensor, got {t.dtype}")
-        elif t.dtype != x.dtype and not autocast:
-            raise TypeError(f"linear_cross_entropy: {name} must have the dtype of x, {x.dtype}, got {t.dtype}")
-
-
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None) -> None:
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"linear_cross_entropy: expected x (..., d) and weight (vocabulary, d), got x {tuple(x.shape)} and weight "
-            f"{tuple(weight.shape)}"
-        )
-    vocabulary = weight.shape[:1]
-    if target.is_floating_point():
-        expected, kind = x.shape[:-1] + vocabulary, "target, as probabilities,"
-    else:
-        expected, kind = x.shape[:-1], "target"
-    if target.shape != expected:
-        raise ValueError(
-            f"linear_cross_entropy: {kind} must be {tuple(expected)} for x {tuple(x.shape)}, got {tuple(target.shape)}"
-        )
-    for name, t in (("bias", bias), ("class_weight", class_weight)):
-        if t is not None and t.shape != vocabulary:
-            raise ValueError(
-                f"linear_cross_entropy: {name} must be (vocabulary,) = ({weight.shape[0]},), got {tuple(t.shape)}"
-            )
-
-
-def _check_options(
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
     label_smoothing: float,
     ignore_index: int,
-    reduction: str,
+    autocast: bool,
 ) -> None:
-    check_number("linear_cross_entropy", "label_smoothing", label_smoothing)
-    check_int("linear_cross_entropy", "ignore_index", ignore_index)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"linear_cross_entropy: label_smoothing must lie in [0, 1], got {label_smoothing}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f'linear_cross_entropy: reduction must be "none", "mean" or "sum", got {reduction!r}')
+    """Raise unless a call of the op of rows is valid: by the op's own check, and for what the op does not know."""
+    name = "linear_cross_entropy"
+    check_int(name, "ignore_index", ignore_index)
+    _rows.check(name, x, weight, bias, target, class_weight, label_smoothing, any_dtype=autocast)
     if target.is_floating_point() and ignore_index >= 0:
         raise ValueError(
-            "linear_cross_entropy: targets that are probabilities have no ignore_index; expected a negative one, got "
-            f"{ignore_index}"
+            f"{name}: targets that are probabilities have no ignore_index; expected a negative one, got {ignore_index}"
         )
-    if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError("linear_cross_entropy: class_weight has no gradient: expected class_weight.detach()")
+    if class_weight is None:
+        return
+    if class_weight.dtype != x.dtype and not autocast:
+        raise TypeError(f"{name}: class_weight must have the dtype of x, {x.dtype}, got {class_weight.dtype}")
+    if class_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: class_weight has no gradient: expected class_weight.detach()")
 
 
 def wide_loss(x: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 A call of PyTorch's dispatcher from Python takes some microseconds: on a small tensor, longer than the kernel. The
 dispatcher is only needed for tracing, tensor subclasses and modes. So a public function first passes the whole call to
-the extension (csrc/ops/eager_call.h). The extension returns None for a call that needs the dispatcher.
+the door of its op (csrc/ops/op.h), which raises for a wrong call and returns None for one that needs the dispatcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def native() -> Any | None:
     """The extension if it may take a whole call; None if a call is being compiled or another backend was requested.
-    Functions of the extension return None for tensors that are not plain CPU tensors."""
+    The extension's doors return None for tensors that are not plain CPU tensors."""
     if torch.compiler.is_compiling() or backends.current() not in ("auto", "native"):
         return None
     return extension.module()
@@ -30,27 +30,27 @@ def native() -> Any | None:
 
 def fast_path(
     function: str, x: Any, dropout_p: float = 0.0, plain: bool = True
-) -> tuple[Any | None, bool, Tensor | int | None]:
+) -> tuple[Any | None, bool, Tensor | None]:
     """Begin a call of a public function.
 
     Args:
         function: its name.
-        x: the first argument of the call.
+        x: the argument whose device and dtype choose the kernels.
         plain: False if the call has parts that the extension's function does not take.
 
     Returns:
         The extension if it may take the whole call, else None; True if Triton kernels compute the op; and the seed of
-        the call's dropout, an int only if Triton kernels compute it, None without dropout.
+        the call's dropout, None without dropout.
     """
     if not isinstance(x, Tensor):
-        return None, False, None
+        return native(), False, None
     taken, by_triton = None, False
     if plain and not torch.compiler.is_compiling():
         asked = backends.current()
-        by_triton = _runs_on_triton(asked, function, x.device, x.dtype)
+        by_triton = not (x.is_cpu and asked != "triton") and _runs_on_triton(asked, function, x.device, x.dtype)
         if by_triton or asked in ("auto", "native"):
             taken = extension.module()
-    return taken, by_triton, seeds.draw_launch_seed(x.device, by_triton) if dropout_p != 0.0 else None
+    return taken, by_triton, seeds.draw_launch_seed(x.device) if dropout_p != 0.0 else None
 
 
 @functools.cache

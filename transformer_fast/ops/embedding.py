@@ -13,7 +13,7 @@ from .. import backends, reference
 from ..tracing import refuse_torchscript
 from ..triton import configs
 from . import _plain, eager, seeds
-from .argument_types import check_int, check_number
+from .argument_types import check_int
 from .registry import Case, Draw, Op, implementation, register
 from .unknown_names import unknown_names
 
@@ -68,25 +68,14 @@ def embed(
         options = {"scale": scale, "offset": offset, "padding_idx": padding_idx, "dropout_p": dropout_p}
         return embed(ids.unsqueeze(0), weight, table, **options).squeeze(0)  # type: ignore[arg-type]
     seed = seeds.draw_seed(weight.device) if dropout_p != 0.0 and isinstance(weight, Tensor) else None
-    if direct := eager.native():
-        result = direct.embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed)
+    offset, offsets = (0, offset) if isinstance(offset, Tensor) else (offset, None)
+    if isinstance(padding_idx, int) and isinstance(weight, Tensor) and -weight.shape[0] <= padding_idx < 0:
+        padding_idx += weight.shape[0]
+    if door := eager.native():
+        result = door.embed(False, ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, True)
         if result is not None:
             return result
-    _check_ids_and_weight(ids, weight)
-    offset, offsets = _split_offset("embed", offset, "ids", ids, ids.shape[:-1])
-    if table is not None:
-        _check_table("embed", table, "weight", weight, offset, ids.shape[-1])
-    _check_options("embed", offset, dropout_p)
-    check_number("embed", "scale", scale)
-    if padding_idx is not None:
-        check_int("embed", "padding_idx", padding_idx)
-        vocabulary = weight.shape[0]
-        if not -vocabulary <= padding_idx < vocabulary:
-            raise ValueError(
-                f"embed: padding_idx must lie in [{-vocabulary}, {vocabulary}) for weight {tuple(weight.shape)}, "
-                f"got {padding_idx}"
-            )
-        padding_idx %= vocabulary
+    refuse_torchscript("embed")
     backend = backends.resolve("embed", weight.device, weight.dtype)
     if backend == "reference":
         return reference.embedding.embed(
@@ -104,9 +93,14 @@ def embed(
 
 
 def eager_embed(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor | None:
-    """Compute ``weight[ids]`` as :func:`embed` does, for plain CPU tensors in eager mode; None for any other call."""
-    direct = eager.native()
-    return direct.embed(ids, weight, None, 1.0, 0, padding_idx, 0.0, None) if direct else None
+    """Compute ``weight[ids]`` as :func:`embed` does, for a valid call of plain CPU tensors in eager mode; None for any
+    other call, so that PyTorch's own module raises its own errors."""
+    if not (door := eager.native()):
+        return None
+    try:
+        return door.embed(False, ids, weight, None, 1.0, 0, None, padding_idx, 0.0, None, True)
+    except (TypeError, ValueError):
+        return None
 
 
 def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p: float = 0.0) -> Tensor:
@@ -123,26 +117,28 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     Raises:
         TypeError, ValueError, IndexError: as for :func:`embed`.
     """
+    if table is None:
+        raise TypeError("add_positional: table must be a tensor, got NoneType")
     seed = seeds.draw_seed(x.device) if dropout_p != 0.0 and isinstance(x, Tensor) else None
-    if direct := eager.native():
-        result = direct.add_positional(x, table, offset, dropout_p, seed)
+    offset, offsets = (0, offset) if isinstance(offset, Tensor) else (offset, None)
+    if door := eager.native():
+        result = door.add_positional(False, x, table, offset, offsets, dropout_p, seed)
         if result is not None:
             return result
-    if not isinstance(x, Tensor):
-        raise TypeError(f"add_positional: x must be a tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"add_positional: x must be a float tensor, got {x.dtype}")
-    if x.dim() < 2:
-        raise ValueError(f"add_positional: x must be (..., length, d), got shape {tuple(x.shape)}")
-    offset, offsets = _split_offset("add_positional", offset, "x", x, x.shape[:-2])
-    _check_table("add_positional", table, "x", x, offset, x.shape[-2])
-    _check_options("add_positional", offset, dropout_p)
-    if dropout_p == 0.0 and offsets is None and x.dtype == table.dtype:  # one pass in plain PyTorch already
+    refuse_torchscript("add_positional")
+    if dropout_p == 0.0 and offsets is None and _is_one_sum(x, table, offset):
         return (x + table[offset : offset + x.shape[-2]]).contiguous()
     backend = backends.resolve("add_positional", x.device, x.dtype)
     if backend == "reference":
         return reference.embedding.add_positional(x, table, offset if offsets is None else offsets, dropout_p, seed)
     return implementation("add_positional", backend)(x, table, offset, offsets, dropout_p, seed)
+
+
+def _is_one_sum(x: Tensor, table: Tensor, offset: int) -> bool:
+    """Return True if plain PyTorch adds a table in one pass, with the op's result."""
+    if x.dim() < 2 or table.dim() != 2 or x.dtype != table.dtype or not x.is_floating_point():
+        return False
+    return offset >= 0 and table.shape[1] == x.shape[-1] and table.shape[0] >= offset + x.shape[-2]
 
 
 def positional_table(length: int, d_model: int, *, layout: str = "interleaved") -> Tensor:
@@ -184,66 +180,6 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
         return reference.embedding.positional_table(length, d_model)
     torch.ops.transformer_fast.fill_positional_table(table)
     return table
-
-
-def _check_ids_and_weight(ids: Tensor, weight: Tensor) -> None:
-    for name, t in (("ids", ids), ("weight", weight)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"embed: {name} must be a tensor, got {type(t).__name__}")
-    if ids.dtype != torch.int64 and ids.dtype != torch.int32:
-        raise TypeError(f"embed: ids must be int64 or int32, got {ids.dtype}")
-    if not weight.is_floating_point():
-        raise TypeError(f"embed: weight must be a float tensor, got {weight.dtype}")
-    if weight.dim() != 2:
-        raise ValueError(f"embed: weight must be (vocabulary, d), got shape {tuple(weight.shape)}")
-    if ids.device != weight.device:
-        raise ValueError(f"embed: weight is on {weight.device} but ids on {ids.device}")
-
-
-def _check_table(op: str, table: Tensor, name: str, x: Tensor, offset: int, length: int) -> None:
-    if not isinstance(table, Tensor):
-        raise TypeError(f"{op}: table must be a tensor, got {type(table).__name__}")
-    if table.dtype != torch.float32 and table.dtype != x.dtype:
-        raise TypeError(f"{op}: table must be float32 or the dtype of {name}, {x.dtype}; got {table.dtype}")
-    if table.dim() != 2 or table.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: table must be (positions, d) with the d = {x.shape[-1]} of {name}, got shape {tuple(table.shape)}"
-        )
-    if table.device != x.device:
-        raise ValueError(f"{op}: {name} is on {x.device} but table on {table.device}")
-    if table.shape[0] < offset + length:
-        raise ValueError(
-            f"{op}: table is too short: offset {offset} + length {length} needs {offset + length} positions, "
-            f"it has {table.shape[0]}"
-        )
-
-
-def _split_offset(
-    op: str, offset: int | Tensor, name: str, x: Tensor, sequences: torch.Size
-) -> tuple[int, Tensor | None]:
-    """Split an offset into an int and a tensor with one additional offset per sequence, or None."""
-    refuse_torchscript(op)
-    if not isinstance(offset, Tensor):
-        check_int(op, "offset", offset, "an int or a tensor")
-        return offset, None
-    if offset.dtype != torch.int64 and offset.dtype != torch.int32:
-        raise TypeError(f"{op}: an offset tensor must be int64 or int32, got {offset.dtype}")
-    if offset.shape != sequences:
-        raise ValueError(
-            f"{op}: an offset tensor must hold one number for each sequence, {tuple(sequences)} for {name} "
-            f"{tuple(x.shape)}, got shape {tuple(offset.shape)}"
-        )
-    if offset.device != x.device:
-        raise ValueError(f"{op}: {name} is on {x.device} but offset on {offset.device}")
-    return 0, offset
-
-
-def _check_options(op: str, offset: int, dropout_p: float) -> None:
-    if offset < 0:
-        raise ValueError(f"{op}: offset must be at least 0, got {offset}")
-    check_number(op, "dropout_p", dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
 
 
 def _deterministic() -> bool:

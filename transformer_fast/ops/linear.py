@@ -36,8 +36,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError, RuntimeError: as ``F.linear``.
     """
     if isinstance(x, Tensor) and x.is_cpu:
-        if direct := eager.native():
-            result = direct.linear(x, weight, bias)
+        if door := eager.native():
+            try:
+                result = door.linear(False, x, weight, bias)
+            except (TypeError, ValueError):  # F.linear raises its own error
+                result = None
             if result is not None:
                 return result
         elif torch.compiler.is_compiling() and _compiles_to_op(x, weight, bias):

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from .. import backends, reference
 from . import _plain, eager, seeds
-from .argument_types import check_number
 from .registry import Case, Draw, Op, implementation, register
 from .unknown_names import unknown_names
 
-KINDS = ("layer", "std", "rms")
 _SHAPE = (int, tuple, list)
 
 
@@ -102,21 +100,24 @@ def layer_norm(
     """
     if unknown:
         raise unknown_names(layer_norm, unknown)
+    rows = x if residual is None else residual
     if eps is None:
-        eps = machine_epsilon(x if residual is None else residual)
-    extension, by_triton, seed = eager.fast_path("layer_norm", x, dropout_p)
-    if extension is not None:
-        result = extension.layer_norm(by_triton, x, weight, bias, eps, kind, residual, dropout_p, seed)
+        eps = machine_epsilon(rows)
+    door, by_triton, seed = eager.fast_path("layer_norm", rows, dropout_p)
+    if door is not None:
+        try:
+            result = door.layer_norm(by_triton, x, residual, weight, bias, eps, kind, dropout_p, seed)
+        except TypeError as error:
+            if isinstance(weight, _SHAPE):
+                raise TypeError(f"{error}; unlike torch's, this layer_norm takes no normalized_shape") from None
+            raise
         if result is not None:
             return result
-    seed = seeds.as_tensor(seed, x)
-    _check(x, weight, bias, eps, kind, residual, dropout_p)
-    if residual is not None and x.dtype != residual.dtype:
-        x = x.to(residual.dtype)
-    backend = backends.resolve("layer_norm", x.device, x.dtype)
+    seed = seeds.on_device_of(rows, seed)
+    backend = backends.resolve("layer_norm", rows.device, rows.dtype)
     if backend == "reference":
         return reference.norm.layer_norm(
-            x, weight, bias, eps, kind=kind, residual=residual, dropout_p=dropout_p, seed=seed
+            x.to(rows.dtype), weight, bias, eps, kind=kind, residual=residual, dropout_p=dropout_p, seed=seed
         )
     op = implementation("layer_norm", backend)
     out, summed, _, _ = op(x, residual, weight, bias, eps, kind, dropout_p, seed)
@@ -126,69 +127,20 @@ def layer_norm(
 def eager_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: str, residual: Tensor | None
 ) -> Any:
-    """Compute :func:`layer_norm` without dropout, for plain CPU tensors in eager mode; None for any other call."""
-    if not (direct := eager.native()):
+    """Compute :func:`layer_norm` without dropout, for a valid call of plain CPU tensors in eager mode; None for any
+    other call, so that PyTorch's own module raises its own errors."""
+    if not (door := eager.native()):
         return None
     if eps is None:
         eps = machine_epsilon(x if residual is None else residual)
-    return direct.layer_norm(False, x, weight, bias, eps, kind, residual, 0.0, None)
+    try:
+        return door.layer_norm(False, x, residual, weight, bias, eps, kind, 0.0, None)
+    except (TypeError, ValueError):
+        return None
 
 
 def machine_epsilon(rows: Any) -> float:
     return 2.0**-52 if getattr(rows, "dtype", None) == torch.float64 else 2.0**-23
-
-
-def _check(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    residual: Tensor | None,
-    dropout_p: float,
-) -> None:
-    if kind not in KINDS:
-        raise ValueError(f'layer_norm: kind must be "layer", "std" or "rms", got {kind!r}')
-    for name, t in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
-        if t is None and name != "x":
-            continue
-        if not isinstance(t, Tensor):
-            hint = (
-                "; unlike torch's, this layer_norm takes no normalized_shape"
-                if name == "weight" and isinstance(t, _SHAPE)
-                else ""
-            )
-            raise TypeError(f"layer_norm: {name} must be a tensor, got {type(t).__name__}{hint}")
-        if not t.is_floating_point():
-            raise TypeError(f"layer_norm: {name} must be a float tensor, got {t.dtype}")
-        if t.device != x.device:
-            raise ValueError(f"layer_norm: x is on {x.device} but {name} on {t.device}")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"layer_norm: x must be (..., d) with d of at least 1, got shape {tuple(x.shape)}")
-    d = x.shape[-1]
-    if kind == "std" and d == 1:
-        raise ValueError(
-            'layer_norm: kind="std" needs d of at least 2 (the unbiased deviation of one number is 0 / 0), got x '
-            f"{tuple(x.shape)}"
-        )
-    if kind == "rms" and bias is not None:
-        raise ValueError(f'layer_norm: kind="rms" has no bias: give None, got a bias {tuple(bias.shape)}')
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.shape != (d,):
-            raise ValueError(f"layer_norm: {name} must be (d,) = ({d},) for x {tuple(x.shape)}, got {tuple(t.shape)}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            "layer_norm: residual must have the shape of x, got residual "
-            f"{tuple(residual.shape)} and x {tuple(x.shape)}"
-        )
-    check_number("layer_norm", "eps", eps)
-    check_number("layer_norm", "dropout_p", dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"layer_norm: dropout_p must lie in [0, 1], got {dropout_p}")
-    if dropout_p > 0.0 and residual is None:
-        raise ValueError(
-            f"layer_norm: dropout_p = {dropout_p} needs a residual (dropout acts on x in residual + dropout(x))"
-        )
 
 
 def _cases(draw: Draw) -> Iterator[Case]:

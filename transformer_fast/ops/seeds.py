@@ -43,24 +43,21 @@ def _is_recorded() -> bool:
     return some and any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
 
 
-def draw_launch_seed(device: torch.device, as_number: bool) -> int | Tensor:
-    """Draw the seed of one dropout mask; with ``as_number`` the seed may be an int instead of a tensor.
+def draw_launch_seed(device: torch.device) -> Tensor:
+    """Draw the seed of one dropout mask on ``device``: int64 (1,), on the host if the host reads it.
 
-    An int is drawn on the host, from torch's CPU generator, which saves a kernel on the device. ``torch.manual_seed``
-    governs both generators. During CUDA graph capture and where the call is compiled or traced, the result is the
-    tensor of :func:`draw_seed`, because each replay must draw a new seed.
+    A seed on the host is drawn from torch's CPU generator. The kernels get its value as an argument, which saves a
+    kernel on the device. ``torch.manual_seed`` governs both generators. During CUDA graph capture and where the call is
+    compiled or traced, the result is that of :func:`draw_seed`, because each replay must draw a new seed.
     """
-    on_cuda = device.type == "cuda"
-    if _is_recorded() or not (as_number or on_cuda) or (on_cuda and torch.cuda.is_current_stream_capturing()):
+    if device.type != "cuda" or _is_recorded() or torch.cuda.is_current_stream_capturing():
         return draw_seed(device)
-    native = _native()
-    number = native.draw_number() if native else int(draw_seed(_CPU).item())
-    return number if as_number else torch.full((1,), number, dtype=torch.int64, device=device)
+    return draw_seed(_CPU)
 
 
-def as_tensor(seed: Tensor | int | None, on: Tensor) -> Tensor | None:
-    """The seed of :func:`draw_launch_seed` as int64 (1,) on the device of a tensor."""
-    return torch.full((1,), seed, dtype=torch.int64, device=on.device) if isinstance(seed, int) else seed
+def on_device_of(x: Tensor, seed: Tensor | None) -> Tensor | None:
+    """The seed of :func:`draw_launch_seed` on the device of ``x``, as graphs and the reference take it."""
+    return seed if seed is None or seed.device == x.device else seed.to(x.device)
 
 
 def _recorded_seed(device: torch.device) -> Tensor:

@@ -27,8 +27,5 @@ def fixed_dropout_seed(value: int) -> Iterator[Tensor]:
     def draw(device: torch.device) -> Tensor:
         return drawn.setdefault(device, torch.tensor([value], dtype=torch.int64, device=device))
 
-    def draw_for_launch(device: torch.device, as_number: bool) -> int | Tensor:
-        return value if as_number else draw(device)
-
-    with mock.patch.multiple(seeds, draw_seed=draw, draw_launch_seed=draw_for_launch):
+    with mock.patch.multiple(seeds, draw_seed=draw, draw_launch_seed=draw):
         yield torch.tensor([value], dtype=torch.int64)
