@@ -58,7 +58,7 @@ def test_padded(empty_rows: str) -> None:
         options |= {"distance_bias": drawn.maybe(torch.randn(1, H, Lq + Lk - 1))}
         expected = reference.attention.attention(q, k, v, **options, empty_rows=empty_rows)
         options["zero_empty_rows"] = empty_rows == "zero"
-        weights = plain.attention_weights(q, k, None, **options)
+        weights = plain.attention_weights(q, k, **options)
         torch.testing.assert_close((*plain.attention(q, k, v, **options), weights), (*expected[::2], expected[1]))
 
 

@@ -230,7 +230,7 @@ def test_layers_of_ours(name: str, dtype: torch.dtype) -> None:
         pairs = zip(samples.module_samples(name, True), module_truth(name, True), strict=True)
         for n, ((module, call), exact) in enumerate(pairs):
             if len(getattr(module, "normalized_shape", (1,))) > 1:  # our norms are over the last dimension only
-                with pytest.raises(ValueError, match=r"normalized_shape|weight must be \(d,\)"):
+                with pytest.raises(ValueError, match=r"normalized_shape|weight must be of shape"):
                     LAYERS[name](module)(*call[0])
                 continue
             ours = LAYERS[name](module).to(dtype)

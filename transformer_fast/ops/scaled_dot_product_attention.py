@@ -122,7 +122,7 @@ def _eager_result(
     extension, by_triton, _ = eager.fast_path("attention", q)
     if extension is None or dropout_p != 0.0 or CALL.get() is not None:
         return None
-    if q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (q.shape[1] != k.shape[1] and not enable_gqa):
         return None
