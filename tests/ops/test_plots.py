@@ -1,6 +1,8 @@
 """Pictures show the values that they are made from."""
 
 import math
+import subprocess
+import sys
 
 import matplotlib.figure
 import matplotlib.image
@@ -108,3 +110,11 @@ def test_a_dark_picture_has_a_dark_ground_and_light_words(tmp_path, figures):
     assert [line.get_ydata().tolist() for line in figures[1].axes[0].lines] == [
         line.get_ydata().tolist() for line in figures[0].axes[0].lines
     ]
+
+
+def test_plot_needs_no_package_of_translation(tmp_path):
+    """The page says that pictures need matplotlib alone."""
+    hide = "import sys; sys.modules.update(sentencepiece=None, sacrebleu=None, safetensors=None)"
+    program = f"{hide}; from transformer_fast import cli; sys.exit(cli.main(['plot', '--out', {str(tmp_path)!r}]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "positional_encoding.png").exists(), done.stderr

@@ -9,6 +9,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from matplotlib.text import Text
 from torch import Tensor, nn
 
 from .. import ops
-from ..translation.translator import AnyTokenizer
+
+if TYPE_CHECKING:
+    from ..translation.translator import AnyTokenizer  # needs sentencepiece, which pictures do not
 
 INK, QUIET = "#22252b", "#6b7280"
 WEIGHTS = "Blues"  # lightness shows the value: 0 is white, 1 is black
