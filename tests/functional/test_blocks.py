@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import transformer_fast as tfast
 from transformer_fast.function_mode import FunctionalMode, counted_calls, is_in_block
+from transformer_fast.inference import multihead
 from transformer_fast.layers import torch_modules
 from transformer_fast.layers.dropout import Dropout
 
@@ -186,8 +187,12 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return call
 
-    for name in ("eager_layer_norm", "eager_embed", "evaluated_heads"):
-        monkeypatch.setattr(torch_modules, name, counted(getattr(torch_modules, name)))
+    for room, name in (
+        (torch_modules, "eager_layer_norm"),
+        (torch_modules, "eager_embed"),
+        (multihead, "evaluated_heads"),
+    ):
+        monkeypatch.setattr(room, name, counted(getattr(room, name)))
     return served
 
 
