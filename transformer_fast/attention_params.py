@@ -140,6 +140,7 @@ class AttentionParams:
     @classmethod
     def from_keywords(cls, **options: Any) -> AttentionParams:
         """Inverse of :meth:`keywords`; arguments that are left out have their defaults."""
-        if "cu_seqlens_q" in options:
-            options["packed"] = PackedBatch(**{name: options.pop(name) for name in _SEQUENCES if name in options})
+        sequences = {name: options.pop(name) for name in _SEQUENCES if name in options}
+        if sequences.get("cu_seqlens_q") is not None:
+            options["packed"] = PackedBatch(**sequences)
         return cls(**options)

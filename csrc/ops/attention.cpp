@@ -1,14 +1,13 @@
-// Attention, of padded and of packed batches: the ops of torch.ops.transformer_fast, from schema to kernel. The eager
-// fast paths are in attention_eager.cpp, the op of the weights in attention_weights.cpp.
-// transformer_fast/ops/attention.py and attention_packed.py document and check what they take.
+// Attention, of padded and of packed batches: the ops of torch.ops.transformer_fast, from schema to kernel. The op of the
+// weights is in attention_weights.cpp. transformer_fast/ops/attention.py and attention_packed.py document what they take.
 #include "attention.h"
 
 #include "../triton/launch_attention.h"
 #include "attention_arguments.h"
 #include "attention_op_checks.h"
-#include "node.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -25,13 +24,11 @@ namespace {
 using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
 using TwoTensors = std::tuple<Tensor, Tensor>;
-using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-const std::string kForwardInputs = "(Tensor q, Tensor k, Tensor v, ";
-const std::string kBackwardInputs =
-    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? grad_logsumexp, ";
-const std::string kForwardResults = " -> (Tensor out, Tensor logsumexp)";
-const std::string kBackwardResults = " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)";
+// Places of the inputs that have gradients.
+enum : size_t { kQ, kK, kV, kBias, kDistanceBias, kSinks, kInputs };
+using Gradients = std::array<bool, kInputs>;
 
 AttentionGradients compute_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q,
                                     const Tensor& k, const Tensor& v, const AttentionResult& result,
@@ -42,79 +39,108 @@ AttentionGradients compute_backward(const AttentionParams& params, const Tensor&
   return grads;
 }
 
-template <Name name>
+// The name of the public function in errors.
+Checks checks(const AttentionParams& params) { return {params.is_packed() ? "attention_packed" : "attention"}; }
+
 void check_forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
-  check_arguments({name.text}, params, q, k, v);
+  check_arguments(checks(params), params, q, k, v);
 }
 
-template <Name name>
 void check_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                    const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp) {
-  const Checks check{name.text};
+                    const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp,
+                    const Gradients& needs) {
+  constexpr Checks check{"attention_backward"};
   check_arguments(check, params, q, k, v);
+  for (const auto& [name, tensor] : {std::pair("q", q), std::pair("k", k), std::pair("v", v)})
+    check(name, tensor).unit_stride();
+  check("v", v).sizes(k.sym_sizes());
   check("grad_out", grad_out).like(q).unit_stride();
   check("out", out).like(q).unit_stride();
   check_statistics(check, "logsumexp", logsumexp, q);
   check_statistics(check, "grad_logsumexp", grad_logsumexp, q);
+  if (needs[kBias]) check("bias", params.bias).given("whose gradient to compute");
+  if (needs[kDistanceBias]) check("distance_bias", params.distance_bias).given("whose gradient to compute");
+  if (needs[kSinks]) check("sinks", params.sinks).given("whose gradient to compute");
 }
 
-// The check of an op that computes the gradient of one argument.
-template <Name name, Name argument, OptionalTensor AttentionParams::* field>
-void check_gradient_of(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                       const Tensor& v, const Tensor& out, const Tensor& logsumexp,
-                       const OptionalTensor& grad_logsumexp) {
-  check_backward<name>(params, grad_out, q, k, v, out, logsumexp, grad_logsumexp);
-  Checks{name.text}(argument.text, params.*field).given("whose gradient to compute");
+// True if the kernels take these rows: without gaps, and as wide in the values as in the keys.
+bool fits_kernels(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const bool equal = v.sym_size(-1).sym_eq(q.sym_size(-1)).guard_bool(__FILE__, __LINE__);
+  return equal && is_dense(q) && is_dense(k) && is_dense(v);
+}
+
+// The results of compute(q, k, v) for rows that the kernels take. Zero columns change neither the scores nor the other
+// columns of the output.
+template <typename Compute>
+TwoTensors with_fitting_rows(const Tensor& q, const Tensor& k, const Tensor& v, const Compute& compute) {
+  const c10::SymInt D = q.sym_size(-1), Dv = v.sym_size(-1), widest = D.max(Dv);
+  check_head_dims({"attention"}, q, "k", k);  // before zero columns would hide a difference
+  const auto fitting = [&](const Tensor& x) {
+    const Tensor dense = is_dense(x) ? x : x.contiguous();
+    const c10::SymInt missing = widest - x.sym_size(-1);
+    return missing.sym_gt(0).guard_bool(__FILE__, __LINE__) ? at::constant_pad_nd_symint(dense, {0, missing}) : dense;
+  };
+  const auto [out, logsumexp] = compute(fitting(q), fitting(k), fitting(v));
+  const bool narrower = Dv.sym_lt(D).guard_bool(__FILE__, __LINE__);
+  return {narrower ? out.narrow_symint(-1, 0, Dv) : out, logsumexp};
 }
 
 TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
+  if (!fits_kernels(q, k, v)) {
+    const auto [out, logsumexp] = with_fitting_rows(
+        q, k, v, [&](const Tensor& q, const Tensor& k, const Tensor& v) { return forward(params, q, k, v); });
+    return {q.size(-1) == v.size(-1) ? out : out.contiguous(), logsumexp};
+  }
   const AttentionResult result =
-      (params.by_triton ? launch_attention : attention_forward)(q, k, v, params, /*training=*/false);
+      (params.by_triton ? launch_attention : attention_forward)(q, k, v, readable(params, q, k), /*training=*/false);
   return {result.out, result.logsumexp};
 }
 
-ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                      const Tensor& v, const Tensor& out, const Tensor& logsumexp,
-                      const OptionalTensor& grad_logsumexp) {
-  const auto grads = compute_backward(params, grad_out, q, k, v, {out, logsumexp, {}, {}, {}}, grad_logsumexp, {});
-  return {grads.q, grads.k, grads.v};
-}
-
-Tensor grad_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                 const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp) {
+SixTensors backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                    const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp,
+                    Gradients needs) {
+  const AttentionParams read = readable(params, q, k);
   const AttentionResult result{out, logsumexp, {}, {}, {}};
-  if (!params.by_triton) return attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
-  const GradientNeeds needs{.bias = true, .keys = false};
-  return launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs).bias;
+  AttentionGradients grads;
+  if (needs == Gradients{false, false, false, true, false, false} && !params.by_triton)
+    grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, read);  // by a kernel of its own
+  else
+    grads = compute_backward(read, grad_out, q, k, v, result, grad_logsumexp,
+                             {needs[kBias], needs[kDistanceBias], needs[kSinks], /*keys=*/needs[kK] || needs[kV]});
+  const auto requested = [&](size_t place, const Tensor& gradient, const OptionalTensor& input) {
+    return needs[place] ? gradient : at::empty({0}, (input ? *input : q).options());
+  };
+  return {requested(kQ, grads.q, q),
+          requested(kK, grads.k, k),
+          requested(kV, grads.v, v),
+          requested(kBias, grads.bias, params.bias),
+          requested(kDistanceBias, grads.distance_bias, params.distance_bias),
+          requested(kSinks, grads.sinks, params.sinks)};
 }
 
-Tensor grad_distance_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                          const Tensor& v, const Tensor& out, const Tensor& logsumexp,
-                          const OptionalTensor& grad_logsumexp) {
-  const AttentionResult result{out, logsumexp, {}, {}, {}};
-  const GradientNeeds needs{.distance_bias = true, .keys = false};
-  return compute_backward(params, grad_out, q, k, v, result, grad_logsumexp, needs).distance_bias;
-}
-
-TwoTensors forward_meta(const AttentionParams&, const Tensor& q, const Tensor&, const Tensor&) {
+TwoTensors forward_meta(const AttentionParams&, const Tensor& q, const Tensor&, const Tensor& v) {
+  const auto rows = q.sym_sizes().slice(0, q.dim() - 1);
   const at::ScalarType statistics = arithmetic_type(q);
-  if (q.dim() == 3) return {at::empty_like(q), meta_tensor(q, {q.sym_size(1), q.sym_size(0)}, statistics)};
-  return {at::empty_like(q), meta_tensor(q, q.sym_sizes().slice(0, 3), statistics)};
+  const Tensor logsumexp =
+      q.dim() == 3 ? meta_tensor(q, {rows[1], rows[0]}, statistics) : meta_tensor(q, rows, statistics);
+  const bool equal = v.sym_size(-1).sym_eq(q.sym_size(-1)).guard_bool(__FILE__, __LINE__);
+  if (equal && is_dense(q)) return {at::empty_like(q), logsumexp};
+  c10::SymDimVector sizes(rows);
+  sizes.push_back(v.sym_size(-1));
+  return {meta_tensor(q, sizes), logsumexp};
 }
 
-ThreeTensors backward_meta(const AttentionParams&, const Tensor&, const Tensor& q, const Tensor& k, const Tensor& v,
-                           const Tensor&, const Tensor&, const OptionalTensor&) {
-  return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
-}
-
-Tensor grad_bias_meta(const AttentionParams& params, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                      const Tensor&, const Tensor&, const OptionalTensor&) {
-  return meta_tensor(*params.bias, params.bias->sym_sizes());
-}
-
-Tensor grad_distance_bias_meta(const AttentionParams& params, const Tensor&, const Tensor&, const Tensor&,
-                               const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&) {
-  return at::empty_like(*params.distance_bias);
+SixTensors backward_meta(const AttentionParams& params, const Tensor&, const Tensor& q, const Tensor& k,
+                         const Tensor& v, const Tensor&, const Tensor&, const OptionalTensor&, Gradients needs) {
+  const auto requested = [&](size_t place, const OptionalTensor& input) {
+    return needs[place] ? at::empty_like(*input) : meta_tensor(input ? *input : q, {0});
+  };
+  return {requested(kQ, q),
+          requested(kK, k),
+          requested(kV, v),
+          needs[kBias] ? meta_tensor(*params.bias, params.bias->sym_sizes()) : requested(kBias, params.bias),
+          requested(kDistanceBias, params.distance_bias),
+          requested(kSinks, params.sinks)};
 }
 
 // True if the kernels may be called without the dispatcher: all tensors are plain, and no mode observes the call.
@@ -125,9 +151,7 @@ bool is_direct(const AttentionParams& params, const Tensors& tensors) {
 
 struct Attention {
   static constexpr const char* kName = "attention";
-  // Indices of the inputs; and of the saved tensors: q, k and v, the tensors of the arguments, and the forward's
-  // results.
-  enum : size_t { kQ, kK, kV, kBias, kDistanceBias, kSinks, kInputs };
+  // Indices of the saved tensors: q, k and v, the tensors of the arguments, and the forward's results.
   enum : size_t {
     kParams = kV + 1,
     kOut = kParams + AttentionParams::kTensors,
@@ -158,26 +182,21 @@ struct Attention {
       return {gradients.q, gradients.k, gradients.v, gradients.bias, gradients.distance_bias, gradients.sinks};
     }
     const KernelsOfForward same(params.by_triton);
-    variable_list gradients(kInputs);
-    if (needs[kQ] || needs[kK] || needs[kV])
-      std::tie(gradients[kQ], gradients[kK], gradients[kV]) =
-          dispatch<attention_op::backward>("attention_backward", "attention_packed_backward", params, grad_out, q, k, v,
-                                           result.out, result.logsumexp, grad_logsumexp);
-    if (needs[kBias])
-      gradients[kBias] = dispatch<grad_bias>("attention_grad_bias", "attention_packed_grad_bias", params, grad_out, q,
-                                             k, v, result.out, result.logsumexp, grad_logsumexp);
-    if (needs[kDistanceBias])
-      gradients[kDistanceBias] =
-          dispatch<grad_distance_bias>("attention_grad_distance_bias", "attention_packed_grad_distance_bias", params,
-                                       grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp);
-    if (needs[kSinks]) gradients[kSinks] = sinks_gradient(grad_out, result, grad_logsumexp, params);
+    Gradients requested;
+    for (size_t place = 0; place < kInputs; ++place) requested[place] = needs[place];
+    const auto all = dispatch<"attention_backward", attention_op::backward>(
+        params, grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp, requested);
+    variable_list gradients;
+    eager::append(gradients, all);
+    for (size_t place = 0; place < kInputs; ++place)
+      if (!requested[place]) gradients[place] = Tensor();
     return gradients;
   }
 };
 
-}  // namespace
-
-AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& params, const Tensor& q, const Tensor& k,
+// The op with its autograd node, for rows that the kernels take. `direct`: true if the kernels may be called without the
+// dispatcher. `outputs`: number of results of (out, logsumexp) that the caller gets.
+TwoTensors recorded_rows(const AttentionParams& params, bool direct, size_t outputs, const Tensor& q, const Tensor& k,
                          const Tensor& v) {
   const bool records = needs_gradient(q, k, v, params.bias, params.distance_bias, params.sinks);
   AttentionResult result;
@@ -186,9 +205,9 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
     if (direct)
       result = (params.by_triton ? launch_attention : attention_forward)(q, k, v, params, /*training=*/records);
     else
-      std::tie(result.out, result.logsumexp) = dispatch<forward>("attention", "attention_packed", params, q, k, v);
+      std::tie(result.out, result.logsumexp) = dispatch<"attention", forward>(params, q, k, v);
   }
-  if (!records) return result;
+  if (!records) return {result.out, result.logsumexp};
   eager::OpNode<Attention>::Saved saved = {q, k, v};
   const auto tensors = params.tensors();
   std::copy(tensors.begin(), tensors.end(), &saved[Attention::kParams]);
@@ -200,69 +219,51 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
   returned.resize(outputs);
   eager::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias, params.distance_bias,
                            params.sinks);
-  return result;
+  return {result.out, result.logsumexp};
 }
 
-namespace {
-
-TwoTensors forward_autograd(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const auto tensors = params.tensors();
-  const bool direct = is_direct(params, variable_list{q, k, v}) && is_direct(params, tensors);
-  if (direct)
-    params.is_packed() ? check_forward<"attention_packed">(params, q, k, v)
-                       : check_forward<"attention">(params, q, k, v);
-  const AttentionResult result = recorded(direct, 2, params, q, k, v);
-  return {result.out, result.logsumexp};
+// `by_door`: the caller gets the output alone, and all tensors are plain.
+TwoTensors recorded(AttentionParams params, bool by_door, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const bool direct = by_door || (is_direct(params, variable_list{q, k, v}) && is_direct(params, params.tensors()));
+  if (direct) {
+    PackedBatch& packed = params.packed;
+    if (packed.cu_seqlens_q && packed.max_seqlen_q == kUnknown)
+      packed.max_seqlen_q = longest_sequence(*packed.cu_seqlens_q);
+    if (packed.cu_seqlens_k && packed.max_seqlen_k == kUnknown)
+      packed.max_seqlen_k = longest_sequence(*packed.cu_seqlens_k);
+    check_forward(params, q, k, v);
+    make_readable(params, q, k);
+  }
+  const size_t outputs = by_door ? 1 : 2;
+  const auto compute = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+    return recorded_rows(params, direct, outputs, q, k, v);
+  };
+  return fits_kernels(q, k, v) ? compute(q, k, v) : with_fitting_rows(q, k, v, compute);
 }
 
 template <c10::DeviceType device>
 TwoTensors forward_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
   const NoAutocast<device> no_autocast;
-  return dispatch<forward>("attention", "attention_packed", params, autocast<device>(q), autocast<device>(k),
-                           autocast<device>(v));
-}
-
-// Defines an op of the backward: `arguments` is its schema without the name. Keys: Padded or Packed.
-template <template <auto> typename Keys, Name name, auto check, auto implementation, auto meta>
-void define_backward(torch::Library& m, const std::string& arguments) {
-  define<Keys<check>::call, Keys<implementation>::call, Keys<meta>::call,
-         eager::Undifferentiable<name, Keys<implementation>::call>::call>(m, name.text + arguments);
-}
-
-// Defines the ops of the backward of padded or of packed batches.
-template <template <auto> typename Keys, Name gradients, Name of_bias, Name of_distance_bias>
-void define_backwards(torch::Library& m, const std::string& arguments) {
-  define_backward<Keys, gradients, check_backward<gradients>, backward, backward_meta>(m, arguments + kBackwardResults);
-  define_backward<Keys, of_bias, check_gradient_of<of_bias, "bias", &AttentionParams::bias>, grad_bias, grad_bias_meta>(
-      m, arguments + " -> Tensor");
-  define_backward<Keys, of_distance_bias,
-                  check_gradient_of<of_distance_bias, "distance_bias", &AttentionParams::distance_bias>,
-                  grad_distance_bias, grad_distance_bias_meta>(m, arguments + " -> Tensor");
+  return dispatch<"attention", forward>(params, autocast<device>(q), autocast<device>(k), autocast<device>(v));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  const std::string padded = kMask + kOptions, packed = kSequences + kOptions;
-  define<Padded<check_forward<"attention">>::call, Padded<forward>::call, Padded<forward_meta>::call,
-         Padded<forward_autograd>::call>(m, "attention" + kForwardInputs + padded + kForwardResults);
-  define<Packed<check_forward<"attention_packed">>::call, Packed<forward>::call, Packed<forward_meta>::call,
-         Packed<forward_autograd>::call>(m, "attention_packed" + kForwardInputs + packed + kForwardResults);
-  define_backwards<Padded, "attention_backward", "attention_grad_bias", "attention_grad_distance_bias">(
-      m, kBackwardInputs + padded);
-  define_backwards<Packed, "attention_packed_backward", "attention_packed_grad_bias",
-                   "attention_packed_grad_distance_bias">(m, kBackwardInputs + packed);
+  define_op<"attention", Flat<check_forward>::call, Flat<forward>::call, Flat<forward_meta>::call, Flat<recorded>::call,
+            eager::DoorOptions{.casts = 3, .checks = false}>(m, "(Tensor q, Tensor k, Tensor v, " + kArguments +
+                                                                    " -> (Tensor out, Tensor logsumexp)");
+  // The gradients of the inputs in `needs`; (0,) for the others.
+  define_backward<"attention_backward", Flat<check_backward>::call, Flat<backward>::call, Flat<backward_meta>::call>(
+      m,
+      "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? grad_logsumexp, "
+      "bool[6] needs, " +
+          kArguments +
+          " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_distance_bias, "
+          "Tensor grad_sinks)");
 }
-
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
-  m.impl("attention", Padded<forward_autocast<at::kCPU>>::call);
-  m.impl("attention_packed", Packed<forward_autocast<at::kCPU>>::call);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
-  m.impl("attention", Padded<forward_autocast<at::kCUDA>>::call);
-  m.impl("attention_packed", Packed<forward_autocast<at::kCUDA>>::call);
-}
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("attention", Flat<forward_autocast<at::kCPU>>::call); }
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("attention", Flat<forward_autocast<at::kCUDA>>::call); }
 
 }  // namespace attention_op
 

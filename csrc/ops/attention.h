@@ -9,6 +9,8 @@
 
 namespace transformer_fast {
 
+constexpr int64_t kUnknown = -(int64_t{1} << 40);  // length of the longest sequence that was not given
+
 // Boundaries of the sequences of a packed batch.
 struct PackedBatch {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // int32 (sequences + 1,), rising from 0; none: the batch is not packed
@@ -76,7 +78,7 @@ struct AttentionResult {
   OptionalTensor saved_probs, saved_factors, kept_bits;
 };
 
-// The gradients of a call; gradients of biases and sinks only if needed.
+// The gradients of a call; those of biases and sinks only if needed.
 struct AttentionGradients {
   Tensor q, k, v, bias, distance_bias, sinks;
 };
@@ -105,12 +107,4 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
 // (B, H, Lq, Lk), recomputed from q and k.
 Tensor attention_weights(const Tensor& q, const Tensor& k, const AttentionParams& params);
 
-namespace attention_op {
-
-// The op with its autograd node. `direct`: true if the kernels may be called without the dispatcher. `outputs`: number
-// of results of (out, logsumexp) that the caller gets.
-AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& params, const Tensor& q, const Tensor& k,
-                         const Tensor& v);
-
-}  // namespace attention_op
 }  // namespace transformer_fast

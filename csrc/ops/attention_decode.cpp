@@ -1,12 +1,11 @@
 // Attention of a few new queries to a contiguous or paged cache: the op of torch.ops.transformer_fast, from schema to kernel.
-// transformer_fast/ops/attention_decode.py documents and checks the arguments. The op has no gradient.
+// transformer_fast/ops/attention_decode.py documents the arguments. The op has no gradient.
 #include "../triton/launch_cache.h"
 #include "../triton/python_function.h"
-#include "attention_checks.h"
+#include "attention_arguments.h"
 #include "attention_op_checks.h"
 #include "attention_tensors.h"
-#include "by_triton.h"
-#include "operator.h"
+#include "op.h"
 
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
@@ -22,12 +21,6 @@ namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
-constexpr const char* kSchema =
-    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, SymInt? causal, "
-    "SymInt? window, float scale, Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? "
-    "key_ids=None, "
-    "Tensor? sinks=None, float? softcap=None) -> (Tensor out, Tensor logsumexp)";
-
 // Few new queries q (B, H, Lq, D) against a cache (B, Hkv, S, D), or with a page table, int32 (B, pages of a sequence),
 // against one of pages (pages, page_size, Hkv, D).
 struct DecodeParams {
@@ -40,7 +33,6 @@ struct DecodeParams {
   OptionalTensor sinks = {};                    // fp32 or fp64 (H,)
   std::optional<double> softcap = {};
 
-  int64_t key_heads() const { return k.size(page_table ? 2 : 1); }
   int64_t capacity() const { return page_table ? page_table->size(1) * k.size(1) : k.size(2); }
   // Dimensions (pages, heads, ...): caches with and without pages are indexed alike.
   Tensor heads_first(const Tensor& cache) const { return page_table ? cache.transpose(1, 2) : cache; }
@@ -65,16 +57,18 @@ std::optional<Page> missing_page(const DecodeParams& call) {
 }
 
 void check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-           const OptionalTensor& page_table, const OptionalSymInt& causal, const OptionalSymInt& window, double scale,
-           const OptionalTensor& distance_bias, const OptionalTensor& query_ids, const OptionalTensor& key_ids,
-           const OptionalTensor& sinks, std::optional<double> softcap) {
+           const OptionalTensor& page_table, const OptionalSymInt& causal, const OptionalSymInt& window,
+           std::optional<double>, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+           const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
   const char* layout = page_table ? "(pages, page_size, Hkv, D) with a page table" : "(B, Hkv, S, D)";
   kChecks("q", q).floating().rank(4, "(B, H, Lq, D)");
   kChecks("k_cache", k_cache).rank(4, layout);
   attention_op::check_heads(kChecks, q, "k_cache", k_cache, "v_cache", v_cache, page_table ? 2 : 1);
+  kChecks("v_cache", v_cache).sizes(k_cache.sym_sizes());
+  if (runs_on_triton(q)) attention_op::check_head_dim(kChecks, "q", q);
   const c10::SymInt B = q.sym_size(0);
   kChecks("page_table", page_table).type({at::kInt}).on_device_of(q).rank(2, "(B, pages)");
-  kChecks("lengths", lengths).type({at::kInt}).on_device_of(q).sizes({B});
+  kChecks("lengths", lengths).integer().on_device_of(q).sizes({B});
   c10::SymInt capacity = k_cache.sym_size(2);
   if (page_table) {
     kChecks("page_table", page_table).sizes({B, page_table->sym_size(1)});
@@ -85,9 +79,9 @@ void check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const 
   attention_op::check_special(kChecks, q, {B, q.sym_size(1), q.sym_size(2), capacity}, {B, q.sym_size(2)},
                               {B, capacity}, distance_bias, query_ids, key_ids, sinks, softcap);
   if (!lengths.is_cpu()) return;
-  attention_op::check_within(kChecks, "lengths", lengths, capacity.expect_int());
+  attention_op::check_lengths(kChecks, lengths, capacity.expect_int(), "", ", the keys that the cache can hold");
   if (!page_table) return;
-  const auto missing = missing_page({q, k_cache, v_cache, lengths, page_table, causal, window, scale});
+  const auto missing = missing_page({q, k_cache, v_cache, lengths.to(at::kInt), page_table, causal, window, 1.0});
   kChecks.require(!missing, "page_table must name pages in [0, ", k_cache.size(0), ") of k_cache, got ",
                   missing ? missing->number : 0, " for sequence ", missing ? missing->sequence : 0);
 }
@@ -152,11 +146,14 @@ TwoTensors compute(const DecodeParams& params) {
 }
 
 TwoTensors forward(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                   const OptionalTensor& page_table, OptionalSymInt causal, OptionalSymInt window, double scale,
-                   const OptionalTensor& distance_bias, const OptionalTensor& query_ids, const OptionalTensor& key_ids,
-                   const OptionalTensor& sinks, std::optional<double> softcap) {
-  return (runs_on_triton(q) ? launch : compute)({q, k_cache, v_cache, lengths, page_table, causal, window, scale,
-                                                 distance_bias, query_ids, key_ids, sinks, softcap});
+                   const OptionalTensor& page_table, OptionalSymInt causal, OptionalSymInt window,
+                   std::optional<double> scale, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+                   const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
+  const auto dense = [](const Tensor& x) { return attention_op::is_dense(x) ? x : x.contiguous(); };
+  const Tensor counts = lengths.scalar_type() == at::kInt ? lengths : lengths.to(at::kInt);
+  return (runs_on_triton(q) ? launch : compute)({dense(q), dense(k_cache), dense(v_cache), counts, page_table, causal,
+                                                 window, scale ? *scale : attention_op::default_scale(q), distance_bias,
+                                                 query_ids, key_ids, sinks, softcap});
 }
 
 template <typename Signature>
@@ -164,13 +161,14 @@ struct Layers;
 template <typename... Rest>
 struct Layers<TwoTensors(const Tensor&, const Tensor&, const Tensor&, Rest...)> {
   static TwoTensors meta(const Tensor& q, const Tensor&, const Tensor&, Rest...) {
-    return {at::empty_like(q), meta_tensor(q, q.sym_sizes().slice(0, 3), arithmetic_type(q))};
+    return {attention_op::is_dense(q) ? at::empty_like(q) : meta_tensor(q, q.sym_sizes()),
+            meta_tensor(q, q.sym_sizes().slice(0, 3), arithmetic_type(q))};
   }
 
-  static TwoTensors autograd(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Rest... rest) {
+  static TwoTensors recorded(bool direct, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Rest... rest) {
     TORCH_CHECK(!eager::needs_gradient(q, k_cache, v_cache),
                 "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention");
-    return below_autograd<"attention_decode", forward>(false, q, k_cache, v_cache, rest...);
+    return below_autograd<"attention_decode", forward>(direct, q, k_cache, v_cache, rest...);
   }
 
   template <c10::DeviceType device>
@@ -184,68 +182,15 @@ using Decode = Layers<decltype(forward)>;
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def(kSchema); }
-TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
-  m.impl("attention_decode", Checked<check, forward>::call);
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  define_op<"attention_decode", check, forward, Decode::meta, Decode::recorded, eager::DoorOptions{.casts = 3}>(
+      m,
+      "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, SymInt? causal, SymInt? window, "
+      "float? scale=None, Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, "
+      "Tensor? sinks=None, float? softcap=None) -> (Tensor out, Tensor logsumexp)");
 }
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("attention_decode", Checked<check, Decode::meta>::call); }
-TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("attention_decode", Decode::autograd); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("attention_decode", Decode::autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("attention_decode", Decode::autocast<at::kCUDA>); }
 
 }  // namespace decode_op
-
-// The eager fast path.
-namespace eager {
-namespace {
-
-using decode_op::DecodeParams;
-
-bool shapes_fit(const DecodeParams& call) {
-  const Tensor &q = call.q, &k = call.k, &lengths = call.lengths;
-  if (q.dim() != 4 || k.dim() != 4 || call.v.dim() != 4 || !inputs_fit(q, k, call.v, call.key_heads())) return false;
-  const int64_t B = q.size(0);
-  if (lengths.dim() != 1 || lengths.size(0) != B || lengths.device() != q.device()) return false;
-  if (!call.page_table) return k.size(0) == B;
-  const Tensor& pages = *call.page_table;
-  return pages.dim() == 2 && pages.size(0) == B && pages.scalar_type() == at::kInt && pages.stride(1) == 1 &&
-         pages.device() == q.device();
-}
-
-}  // namespace
-
-py::object attention_decode(bool by_triton, py::handle q_, py::handle k_cache, py::handle v_cache, py::handle lengths,
-                            py::handle page_table, py::handle causal, py::handle window, py::handle scale) {
-  Arguments arguments(by_triton);
-  DecodeParams call{arguments.floating(q_),
-                    arguments.floating(k_cache),
-                    arguments.floating(v_cache),
-                    arguments.tensor(lengths),
-                    arguments.optional_tensor(page_table),
-                    arguments.optional_integer(causal),
-                    arguments.optional_integer(window),
-                    scale.is_none() ? 0 : arguments.number(scale)};
-  const Tensor& q = call.q;
-  if (!arguments.ok() || !shapes_fit(call)) return py::none();
-  if (needs_gradient(q, call.k, call.v) || (by_triton && !triton_takes(q))) return py::none();
-  const OptionalTensor narrow = int_lengths(call.lengths, call.capacity());
-  if (!narrow) return py::none();
-  call.lengths = *narrow;
-  if (call.page_table && call.page_table->is_cpu() && decode_op::missing_page(call)) return py::none();
-  if (scale.is_none()) call.scale = default_scale(q);
-
-  Tensor out;
-  if (by_triton) {
-    out = std::get<0>(decode_op::launch(call));
-  } else {
-    const py::gil_scoped_release no_gil;
-    const at::AutoDispatchBelowADInplaceOrView below;
-    out = std::get<0>(decode_op::compute(call));
-  }
-  return wrap(out);
-}
-
-PYTHON_MODULE_FRAGMENT(m) { m.def("attention_decode", &attention_decode); }
-
-}  // namespace eager
 }  // namespace transformer_fast

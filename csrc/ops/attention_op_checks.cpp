@@ -4,27 +4,30 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 namespace transformer_fast::attention_op {
 namespace {
 
 using c10::SymInt;
 
+constexpr int64_t kLargestHeadDim = 256;  // of the Triton kernels
+
 void check_padded(const Checks& check, const AttentionParams& params, const Tensor& q, const Sizes& sizes) {
   const std::array<SymInt, 4> scores = {sizes.B, sizes.H, sizes.Lq, sizes.Lk};
-  check("keep", params.keep).type({at::kBool}).on_device_of(q).broadcasts_to(scores);
-  check("bias", params.bias).floating().on_device_of(q).broadcasts_to(scores);
-  check("key_keep", params.key_keep).type({at::kBool}).on_device_of(q).broadcasts_to({sizes.B, sizes.H, 1, sizes.Lk});
+  if (params.keep) check("keep", params.keep).type({at::kBool}).on_device_of(q).broadcasts_to(scores);
+  if (params.bias) check("bias", params.bias).floating().on_device_of(q).broadcasts_to(scores);
   if (params.key_keep)
-    check("key_keep", params.key_keep)
-        .require(holds(params.key_keep->sym_size(3).sym_eq(sizes.Lk)), "(B, H, 1, Lk) with Lk = ", sizes.Lk);
+    check("key_keep", params.key_keep).type({at::kBool}).on_device_of(q).broadcasts_to({sizes.B, sizes.H, 1, sizes.Lk});
   if (const OptionalTensor& lengths = params.lengths) {
-    check("lengths", lengths).type({at::kInt}).on_device_of(q);
+    check("lengths", lengths).type({at::kLong, at::kInt, at::kShort, at::kChar, at::kByte}).on_device_of(q);
     if (lengths->dim() == 2)
-      check("lengths", lengths).sizes({sizes.B, sizes.Lq});
+      check("lengths", lengths).broadcasts_to({sizes.B, sizes.Lq});
     else
-      check("lengths", lengths).sizes({sizes.B});
-    if (lengths->is_cpu()) check_within(check, "lengths", *lengths, sizes.Lk.expect_int());
+      check("lengths", lengths).broadcasts_to({sizes.B});
+    if (lengths->is_cpu())
+      check_lengths(check, *lengths, sizes.Lk.expect_int(), "Lk = ", "",
+                    sizes.Lq == sizes.Lk ? sizes.H.expect_int() : 0);
   }
 }
 
@@ -43,13 +46,17 @@ void check_boundaries(const Checks& check, const char* name, at::ArrayRef<int32_
                 " must rise from 0 to the ", tokens, " tokens, got ", shown, more);
   for (size_t b = 0; b + 1 < starts.size(); ++b)
     check.require(starts[b + 1] - starts[b] <= longest, name, " must have sequences of at most ", longest,
-                  " tokens, as max_", name + std::string_view("cu_seqlens_").size(), " says, got ",
+                  " tokens, as max_seqlen_", name + std::string_view("cu_seqlens_").size(), " says, got ",
                   starts[b + 1] - starts[b]);
 }
 
 void check_packed(const Checks& check, const AttentionParams& params, const Tensor& q, const Tensor& k,
                   const Sizes& sizes) {
   const PackedBatch& packed = params.packed;
+  check("cu_seqlens_k", packed.cu_seqlens_k).given("with cu_seqlens_q");
+  for (const auto& [name, part] :
+       {std::pair("keep", params.keep), std::pair("key_keep", params.key_keep), std::pair("lengths", params.lengths)})
+    check.require(!part, name, " must be None for a packed batch");
   const Tensor &starts_q = *packed.cu_seqlens_q, &starts_k = *packed.cu_seqlens_k;
   for (const auto& [name, starts] : {std::pair("cu_seqlens_q", starts_q), std::pair("cu_seqlens_k", starts_k)})
     check(name, starts).type({at::kInt}).on_device_of(q).sizes({sizes.B + 1});
@@ -88,15 +95,20 @@ void check_packed(const Checks& check, const AttentionParams& params, const Tens
 
 }  // namespace
 
+void check_head_dims(const Checks& check, const Tensor& q, const char* keys, const Tensor& k) {
+  const SymInt D = q.sym_size(-1);
+  check("q", q).require(holds(D.sym_ge(1)), "of a head_dim of at least 1");
+  check(keys, k).require(holds(k.sym_size(-1).sym_eq(D)), "of the head_dim of q, ", D);
+}
+
 void check_heads(const Checks& check, const Tensor& q, const char* keys, const Tensor& k, const char* values,
                  const OptionalTensor& v, int64_t key_heads) {
-  const SymInt D = q.sym_size(-1), H = q.sym_size(1), Hkv = k.sym_size(key_heads);
-  check("q", q).unit_stride().require(holds(D.sym_ge(1)), "of head_dim 1 or more");
-  check(keys, k).type_of(q).on_device_of(q).unit_stride();
-  check(keys, k).require(holds(k.sym_size(-1).sym_eq(D)), "of the head_dim of q, ", D);
+  const SymInt H = q.sym_size(1), Hkv = k.sym_size(key_heads);
+  check(keys, k).type_of(q).on_device_of(q);
+  check_head_dims(check, q, keys, k);
   check(keys, k).require(holds(Hkv.sym_ge(1)), "of one head or more");
-  check("q", q).require(holds((H % Hkv).sym_eq(0)), "of a multiple of the ", Hkv, " heads of ", keys);
-  check(values, v).type_of(q).on_device_of(q).sizes(k.sym_sizes()).unit_stride();
+  check("q", q).require(holds((H % Hkv).sym_eq(0)), "of heads that are a multiple of those of k and v, ", Hkv);
+  check(values, v).type_of(q).on_device_of(q);
 }
 
 void check_special(const Checks& check, const Tensor& q, const Sizes& sizes, c10::SymIntArrayRef queries,
@@ -112,13 +124,13 @@ void check_special(const Checks& check, const Tensor& q, const Sizes& sizes, c10
   }
   check.require(query_ids.has_value() == key_ids.has_value(),
                 "query_ids and key_ids must both be tensors, or both None");
-  check("query_ids", query_ids).type({at::kInt}).on_device_of(q).broadcasts_to(queries).unit_stride();
-  check("key_ids", key_ids).type({at::kInt}).on_device_of(q).broadcasts_to(keys).unit_stride();
   if (query_ids) {
+    check("query_ids", query_ids).type({at::kInt}).on_device_of(q).broadcasts_to(queries).unit_stride();
+    check("key_ids", key_ids).type({at::kInt}).on_device_of(q).broadcasts_to(keys).unit_stride();
     check("query_ids", query_ids).require(holds(query_ids->sym_size(-1).sym_eq(queries.back())), "an id per query");
     check("key_ids", key_ids).require(holds(key_ids->sym_size(-1).sym_eq(keys.back())), "an id per key");
   }
-  check("sinks", sinks).type({wide}).on_device_of(q).sizes({sizes.H}).unit_stride();
+  if (sinks) check("sinks", sinks).type({wide}).on_device_of(q).sizes({sizes.H}).unit_stride();
   check.require(!softcap || *softcap > 0, "softcap must be above 0 or None, got ", softcap.value_or(0));
 }
 
@@ -129,6 +141,15 @@ void check_arguments(const Checks& check, const AttentionParams& params, const T
   check("q", q).floating().rank(rank, packed ? "(Tq, H, D)" : "(B, H, Lq, D)");
   check("k", k).rank(rank, packed ? "(Tk, Hkv, D)" : "(B, Hkv, Lk, D)");
   check_heads(check, q, "k", k, "v", v, 1);
+  if (v) {
+    c10::SymDimVector sizes(k.sym_sizes());
+    sizes.back() = v->sym_size(-1);
+    check("v", v).rank(rank, packed ? "(Tk, Hkv, Dv)" : "(B, Hkv, Lk, Dv)").sizes(sizes);
+  }
+  if (params.by_triton) {
+    check_head_dim(check, "q", q);
+    if (v) check_head_dim(check, "v", *v);
+  }
   check.dropout(q, params.dropout_p, params.seed, "dropout_p", /*on_host=*/true);
   if (packed) {
     check("cu_seqlens_q", params.packed.cu_seqlens_q).rank(1, "(sequences + 1,)");
@@ -141,6 +162,9 @@ void check_arguments(const Checks& check, const AttentionParams& params, const T
   } else {
     const Sizes sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)};
     check("k", k).require(holds(k.sym_size(0).sym_eq(sizes.B)), "of the batch size of q, ", sizes.B);
+    for (const OptionalTensor* part :
+         {&params.packed.cu_seqlens_k, &params.packed.seqused_k, &params.packed.bias_starts})
+      check.require(!*part, "cu_seqlens_k, seqused_k and bias_starts must be None without cu_seqlens_q");
     check_padded(check, params, q, sizes);
     check_special(check, q, sizes, {sizes.B, sizes.Lq}, {sizes.B, sizes.Lk}, params.distance_bias, params.query_ids,
                   params.key_ids, params.sinks, params.softcap);
@@ -155,10 +179,26 @@ void check_statistics(const Checks& check, const char* name, const OptionalTenso
     check(name, statistics).sizes(q.sym_sizes().slice(0, 3));
 }
 
-void check_within(const Checks& check, const char* name, const Tensor& numbers, int64_t most) {
-  const Tensor dense = numbers.contiguous();
-  for (const int32_t value : values<int32_t>(dense))
-    check.require(value >= 0 && value <= most, name, " must lie in [0, ", most, "], got ", value);
+void check_lengths(const Checks& check, const Tensor& lengths, int64_t most, const char* before, const char* behind,
+                   int64_t heads) {
+  if (lengths.numel() == 0) return;
+  const bool narrow = at::elementSize(lengths.scalar_type()) < 4;
+  const Tensor dense = (narrow ? lengths.to(at::kInt) : lengths).contiguous();
+  const auto range = [&]<typename T>(const T* first) {
+    const auto [least, largest] = std::minmax_element(first, first + dense.numel());
+    return std::pair<int64_t, int64_t>(*least, *largest);
+  };
+  const auto [low, high] = dense.scalar_type() == at::kLong ? range(dense.const_data_ptr<int64_t>())
+                                                            : range(dense.const_data_ptr<int32_t>());
+  if (low >= 0 && high <= most) return;
+  const std::string hint = c10::str("; q with ", heads, " heads looks like (B, L, H, D), expected (B, H, L, D)");
+  check.require(false, "lengths must lie in [0, ", before, most, "]", behind, ", got ", low, " to ", high,
+                low >= 0 && high <= heads ? hint : "");
+}
+
+void check_head_dim(const Checks& check, const char* name, const Tensor& x) {
+  check(name, x).require(holds(x.sym_size(-1).sym_le(kLargestHeadDim)), "of a head_dim up to ", kLargestHeadDim,
+                         " for the Triton kernels (backend(\"reference\") takes any)");
 }
 
 }  // namespace transformer_fast::attention_op

@@ -3,7 +3,6 @@
 #include "../triton/python_function.h"
 #include "attention_arguments.h"
 #include "attention_op_checks.h"
-#include "node.h"
 
 #include <torch/library.h>
 
@@ -19,14 +18,18 @@ using torch::autograd::variable_list;
 
 // On a GPU by PyTorch's own operators: a request for the weights is rare.
 Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k) {
-  if (!params.by_triton) return attention_weights(q, k, params);
+  if (!is_dense(q) || !is_dense(k)) return weights(params, q.contiguous(), k.contiguous());
+  const AttentionParams read = readable(params, q, k);
+  if (!params.by_triton) return attention_weights(q, k, read);
   static const PythonFunction function("transformer_fast.ops.attention", "weights_by_torch");
   const py::gil_scoped_acquire gil;
-  return function.tensor(q, k, python_params(params));
+  return function.tensor(q, k, python_params(read));
 }
 
 void check_weights(const AttentionParams& params, const Tensor& q, const Tensor& k) {
-  check_arguments({"attention_weights"}, params, q, k, std::nullopt);
+  constexpr Checks check{"attention_weights"};
+  check.require(!params.is_packed(), "cu_seqlens_q must be None");
+  check_arguments(check, params, q, k, std::nullopt);
 }
 
 Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k) {
@@ -55,7 +58,7 @@ Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Te
   Tensor result;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    result = dispatch<weights>("attention_weights", nullptr, params, q, k);
+    result = dispatch<"attention_weights", weights>(params, q, k);
   }
   if (!needs_gradient(q, k, params.bias, params.distance_bias, params.sinks)) return result;
   eager::OpNode<AttentionWeights>::Saved saved = {q, k};
@@ -69,20 +72,20 @@ Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Te
 template <c10::DeviceType device>
 Tensor weights_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k) {
   const NoAutocast<device> no_autocast;
-  return dispatch<weights>("attention_weights", nullptr, params, autocast<device>(q), autocast<device>(k));
+  return dispatch<"attention_weights", weights>(params, autocast<device>(q), autocast<device>(k));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define<Padded<check_weights>::call, Padded<weights>::call, Padded<weights_meta>::call,
-         Padded<weights_autograd>::call>(m, "attention_weights(Tensor q, Tensor k, " + kMask + kOptions + " -> Tensor");
+  define<Flat<check_weights>::call, Flat<weights>::call, Flat<weights_meta>::call, Flat<weights_autograd>::call>(
+      m, "attention_weights(Tensor q, Tensor k, " + kArguments + " -> Tensor");
 }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
-  m.impl("attention_weights", Padded<weights_autocast<at::kCPU>>::call);
+  m.impl("attention_weights", Flat<weights_autocast<at::kCPU>>::call);
 }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
-  m.impl("attention_weights", Padded<weights_autocast<at::kCUDA>>::call);
+  m.impl("attention_weights", Flat<weights_autocast<at::kCUDA>>::call);
 }
 
 }  // namespace transformer_fast::attention_op

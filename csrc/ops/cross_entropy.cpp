@@ -329,12 +329,13 @@ Tensor loss_of_logits(bool, const Tensor& logits, const Tensor& target_, double 
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   // Gradients of x, weight and bias, (0,) if not requested. The caller must multiply all gradients by `scale`, a number.
-  define_op<"linear_cross_entropy", check_loss, forward, forward_meta, recorded, eager::DoorOptions{.autocasts = true}>(
+  define_op<"linear_cross_entropy", check_loss, forward, forward_meta, recorded,
+            eager::DoorOptions{.casts = eager::kAllOfIt}>(
       m,
       "(Tensor x, Tensor weight, Tensor? bias, Tensor target, float label_smoothing, SymInt ignore_index, bool mean, "
       "bool[3] gradients, SymInt chunk_elements) -> "
       "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)");
-  eager::Door<"cross_entropy", check_logits, loss_of_logits, eager::DoorOptions{.autocasts = true}>::add(
+  eager::Door<"cross_entropy", check_logits, loss_of_logits, eager::DoorOptions{.casts = eager::kAllOfIt}>::add(
       "(Tensor logits, Tensor target, float label_smoothing, int ignore_index, bool mean)");
 }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCPU>); }

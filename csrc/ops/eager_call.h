@@ -1,13 +1,5 @@
-// Shared parts of the eager fast paths. A call of PyTorch's dispatcher from Python takes some microseconds, a kernel on
-// a small tensor about one. So a public function of transformer_fast/ops first calls the fast path of its name directly,
-// which the op's file adds to the module.
-//
-// A fast path takes the arguments of the public function. The fast path returns None unless the arguments are a valid
-// call of plain CPU tensors in plain eager mode. The public function then raises the error, or calls the op by the
-// dispatcher.
-//
-// `by_triton`: true to use the Triton kernels, on any device, instead of the CPU kernels. Lengths must then be int32
-// and within bounds, and the seed may be an int.
+// Shared parts of eager calls: what makes a call plain, and how C++ functions of the Python module that are no ops read
+// their arguments. The doors of ops are made by op.h.
 #pragma once
 
 #include "../python_module.h"
@@ -109,17 +101,6 @@ class Arguments {
     return argument.is_none() ? std::nullopt : OptionalTensor(floating(argument));
   }
 
-  double number(py::handle argument) {
-    if (PyFloat_CheckExact(argument.ptr())) return PyFloat_AS_DOUBLE(argument.ptr());
-    return PyLong_CheckExact(argument.ptr()) ? static_cast<double>(integer(argument)) : refused<double>();
-  }
-
-  double probability(py::handle argument) {
-    const double p = number(argument);
-    require(p >= 0 && p <= 1);
-    return p;
-  }
-
   int64_t integer(py::handle argument) {
     if (!PyLong_CheckExact(argument.ptr())) return refused<int64_t>();
     int overflow = 0;
@@ -146,10 +127,6 @@ class Arguments {
 
   bool ok_, any_device_;
 };
-
-inline bool is_text(py::handle argument, const char* text) {
-  return PyUnicode_Check(argument.ptr()) && PyUnicode_CompareWithASCIIString(argument.ptr(), text) == 0;
-}
 
 inline bool requires_grad(const Tensor& tensor) { return tensor.requires_grad(); }
 inline bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }

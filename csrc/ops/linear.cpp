@@ -154,8 +154,8 @@ Tensor recorded(bool direct, const Tensor& x, const Tensor& weight, const Option
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  define_op<"linear", check_forward, linear_forward, forward_meta, recorded, eager::DoorOptions{.autocasts = true}>(
-      m, "(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  define_op<"linear", check_forward, linear_forward, forward_meta, recorded,
+            eager::DoorOptions{.casts = eager::kAllOfIt}>(m, "(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   define_backward<"linear_grad_weight", check_grad_weight, linear_grad_weight, grad_weight_meta>(
       m, "(Tensor grad, Tensor x) -> Tensor");
 }

@@ -166,10 +166,23 @@ PyObject* wrapped(const std::tuple<Tensors...>& results) {
   return tuple;
 }
 
+// True if autocast to a type would change the argument.
+inline bool differs(const Tensor& tensor, at::ScalarType type) {
+  return tensor.defined() && tensor.scalar_type() != type;
+}
+inline bool differs(const OptionalTensor& tensor, at::ScalarType type) { return tensor && differs(*tensor, type); }
+template <typename Other>
+bool differs(const Other&, at::ScalarType) {
+  return false;
+}
+
+constexpr size_t kAllOfIt = -1;  // autocast changes the results too
+
 // What the door of an op needs to know beside its signature.
 struct DoorOptions {
-  size_t results = 1;      // number of results that the caller gets
-  bool autocasts = false;  // autocast changes the op's inputs; the door then gives way to it
+  size_t results = 1;  // number of results that the caller gets
+  size_t casts = 0;    // number of first arguments that autocast casts; where it would, the door gives way
+  bool checks = true;  // false if `recorded` runs the check itself
 };
 
 template <Name name, auto check, auto recorded, DoorOptions options>
@@ -182,6 +195,9 @@ struct Door<name, check, recorded, options> {
       TORCH_CHECK_TYPE(count == sizeof...(Args) + 1, name.text, ": the door takes ", sizeof...(Args) + 1,
                        " arguments, got ", count);
       return run(arguments[0] == Py_True, arguments + 1, std::index_sequence_for<Args...>());
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return nullptr;
     } catch (...) {
       torch::translate_exception_to_python(std::current_exception());
       return nullptr;
@@ -206,16 +222,25 @@ struct Door<name, check, recorded, options> {
   template <size_t... place>
   static PyObject* run(bool launches, PyObject* const* arguments, std::index_sequence<place...>) {
     Given given(/*any_device=*/launches);
-    if (options.autocasts && at::autocast::is_autocast_enabled(at::kCPU)) given.give_way();
     // Braces convert in the order of the arguments.
     const std::tuple<Kept<Args>...> kept{read<Args>(given, place, arguments[place])...};
     if (given.gives_way()) Py_RETURN_NONE;
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
+    if constexpr (options.casts > 0) {
+      const c10::DeviceType device = std::get<0>(kept).defined() ? std::get<0>(kept).device().type() : at::kCPU;
+      if (at::autocast::is_autocast_enabled(device)) {
+        const at::ScalarType type = at::autocast::get_autocast_dtype(device);
+        const bool changes = ((place < options.casts && differs(std::get<place>(kept), type)) || ...);
+        if (options.casts == kAllOfIt || changes) Py_RETURN_NONE;
+        no_autocast.emplace(c10::autocast_dispatch_keyset);
+      }
+    }
     given.check(name.text, schema());
     const Result result = [&] {
       std::optional<py::gil_scoped_release> no_gil;
       if (!launches) no_gil.emplace();
       const KernelsOfForward same(launches);
-      check(std::get<place>(kept)...);
+      if constexpr (options.checks) check(std::get<place>(kept)...);
       return recorded(/*direct=*/true, std::get<place>(kept)...);
     }();
     if constexpr (std::is_same_v<Result, Tensor>)

@@ -74,16 +74,24 @@ def test_a_window_over_all_keys_has_the_bits_of_none(Lq, kernels):
 
 
 def test_the_eager_fast_paths_take_a_window(kernels):
-    direct, options = extension.module(), (None, 0.0, None, "uniform")
+    doors, no_parts, no_more, options = (
+        extension.module(),
+        (None,) * 8,
+        (None, None, False),
+        (None, None, 0.0, None, False),
+    )
     q, k, v, _ = kernels.inputs(1, 4, 2, 40, 70, 16)
     expected = reference(q, k, v, causal=20, window=5, scale=0.25)[0]
-    torch.testing.assert_close(direct.attention(False, q, k, v, None, None, None, None, 20, 5, *options), expected)
+    padded = None, None, None, None, *no_more
+    torch.testing.assert_close(doors.attention(False, q, k, v, *no_parts, *padded, 20, 5, *options), expected)
     tokens = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
-    out = direct.attention_packed(False, *tokens, starts([40]), starts([70]), None, None, 20, 5, *options)
+    packed = starts([40]), starts([70]), None, None, *no_more
+    out = doors.attention(False, *tokens, *no_parts, *packed, 20, 5, *options)
     torch.testing.assert_close(out.transpose(0, 1)[None], expected)
-    out = direct.attention_decode(False, q, k, v, torch.tensor([60]), None, 0, -7, None)
+    out = doors.attention_decode(False, q, k, v, torch.tensor([60]), None, 0, -7, *(None,) * 6)
     torch.testing.assert_close(out, reference(q, k, v, causal=20, window=13, scale=0.25)[0])
-    assert direct.attention(False, q, k, v, None, None, None, None, 20, "5", *options) is None
+    with pytest.raises(TypeError, match="attention: window must be an int, got '5'"):
+        doors.attention(False, q, k, v, *no_parts, *padded, 20, "5", *options)
 
 
 def kept_weights(call, shape):

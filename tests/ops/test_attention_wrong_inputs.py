@@ -15,29 +15,34 @@ Q, K, PAGES = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 6, 8), torch.randn(3, 4
 N, TABLE = torch.tensor([6, 3]), torch.tensor([[0, 2], [1, 9]], dtype=torch.int32)
 DECODE = {
     "q is not a tensor": (([1.0], K, K, N), {}, TypeError, "q must be a tensor, got list"),
-    "q of three dimensions": ((Q[0], K, K, N), {}, ValueError, r"q must be \(B, H, Lq, D\).*\(4, 1, 8\)"),
-    "cache is integer": ((Q, K.long(), K, N), {}, TypeError, "k_cache must be a float tensor, got torch.int64"),
-    "dtypes differ": ((Q, K.half(), K.half(), N), {}, TypeError, "share a dtype.*float32.*float16"),
-    "devices differ": ((Q, K.to("meta"), K, N), {}, ValueError, "one device, got cpu, meta, cpu"),
-    "caches differ": ((Q, K, K[:, :, :5], N), {}, ValueError, r"share their shape.*6, 8\).*5, 8\)"),
-    "head_dims differ": ((Q[..., :6], K, K, N), {}, ValueError, r"head_dim.*\(2, 4, 1, 6\).*\(2, 2, 6, 8\)"),
-    "batches differ": ((Q[:1], K, K, N), {}, ValueError, r"\(B, Hkv, S, D\) must share the batch.*\(1, 4, 1, 8\)"),
-    "heads do not divide": ((Q[:, :3], K, K, N), {}, ValueError, "multiple of those of the cache"),
+    "q of three dimensions": ((Q[0], K, K, N), {}, ValueError, r"q must be \(B, H, Lq, D\).*\[4, 1, 8\]"),
+    "cache is integer": ((Q, K.long(), K, N), {}, TypeError, "k_cache must be a .*float32, got torch.int64"),
+    "dtypes differ": ((Q, K.half(), K.half(), N), {}, TypeError, "k_cache must be .*float32, got torch.float16"),
+    "devices differ": ((Q, K.to("meta"), K, N), {}, ValueError, "k_cache must be on cpu, got meta"),
+    "caches differ": ((Q, K, K[:, :, :5], N), {}, ValueError, r"v_cache must be of shape .*6, 8\].*5, 8\]"),
+    "head_dims differ": ((Q[..., :6], K, K, N), {}, ValueError, r"k_cache .*head_dim of q, 6, .*\[2, 2, 6, 8\]"),
+    "batches differ": ((Q[:1], K, K, N), {}, ValueError, r"lengths must be of shape \[1\], got shape \[2\]"),
+    "heads do not divide": ((Q[:, :3], K, K, N), {}, ValueError, "heads that are a multiple of those of k and v, 2"),
     "heads of pages do not divide": (
-        (Q[:, :3], PAGES, PAGES, N), {"page_table": TABLE}, ValueError, "page_size, Hkv, D.*as there is a page table",
+        (Q[:, :3], PAGES, PAGES, N), {"page_table": TABLE},
+        ValueError, "heads that are a multiple of those of k and v, 2",
     ),
-    "float lengths": ((Q, K, K, N.float()), {}, TypeError, "lengths must be an int32.*got torch.float32"),
-    "lengths of another batch": ((Q, K, K, N[:1]), {}, ValueError, r"\(B,\) = \(2,\), got shape \(1,\)"),
-    "lengths on another device": ((Q, K, K, N.to("meta")), {}, ValueError, "q is on cpu but lengths on meta"),
+    "float lengths": ((Q, K, K, N.float()), {}, TypeError, "lengths must be .*int32 or torch.int64, got torch.float32"),
+    "lengths of another batch": ((Q, K, K, N[:1]), {}, ValueError, r"lengths must be of shape \[2\], got shape \[1\]"),
+    "lengths on another device": ((Q, K, K, N.to("meta")), {}, ValueError, "lengths must be on cpu, got meta"),
     "lengths beyond the cache": ((Q, K, K, N + 1), {}, ValueError, r"\[0, 6\].*got 4 to 7"),
     "negative lengths": ((Q, K, K, N - 4), {}, ValueError, r"\[0, 6\].*got -1 to 2"),
     "lengths beyond the pages": ((Q, PAGES, PAGES, N + 3), {"page_table": TABLE}, ValueError, r"\[0, 8\].*got 6 to 9"),
-    "int64 page table": ((Q, PAGES, PAGES, N), {"page_table": TABLE.long()}, TypeError, "page_table must be an int32"),
+    "int64 page table": (
+        (Q, PAGES, PAGES, N), {"page_table": TABLE.long()}, TypeError, "page_table must be .*int32, got torch.int64",
+    ),
     "page table of another batch": (
-        (Q, PAGES, PAGES, N), {"page_table": TABLE[:1]}, ValueError, r"\(B, max_pages\) with B = 2, got shape \(1, 2\)",
+        (Q, PAGES, PAGES, N), {"page_table": TABLE[:1]},
+        ValueError, r"page_table must be of shape \[2, 2\], got shape \[1, 2\]",
     ),
     "a page that is not there": (
-        (Q, PAGES, PAGES, N + 2), {"page_table": TABLE}, ValueError, r"page_table\[1\] names pages 1 to 9.*0 to 2",
+        (Q, PAGES, PAGES, N + 2), {"page_table": TABLE},
+        ValueError, r"page_table must name pages in \[0, 3\) of k_cache, got 9 for sequence 1",
     ),
     "causal with an offset": ((Q, K, K, N), {"causal": 2}, TypeError, "True or False, got 2"),
     "a mask with a bias": (
@@ -55,26 +60,38 @@ TQ, TK = torch.randn(5, 4, 8), torch.randn(7, 2, 8)
 CU_Q, CU_K = cu(0, 2, 5), cu(0, 3, 7)
 PACKED = {
     "q is not a tensor": (([1.0], TK, TK, CU_Q, CU_K), {}, TypeError, "q must be a tensor, got list"),
-    "q is padded": ((TQ[None], TK, TK, CU_Q, CU_K), {}, ValueError, r"q must be \(tokens.*\(1, 5, 4, 8\)"),
-    "q is integer": ((TQ.long(), TK, TK, CU_Q, CU_K), {}, TypeError, "float tensor, got torch.int64"),
-    "dtypes differ": ((TQ, TK.half(), TK, CU_Q, CU_K), {}, TypeError, "share a dtype.*float32.*float16"),
-    "devices differ": ((TQ, TK.to("meta"), TK, CU_Q, CU_K), {}, ValueError, "one device, got cpu, meta, cpu"),
-    "head_dims differ": ((TQ, TK[..., :6], TK, CU_Q, CU_K), {}, ValueError, r"head_dim.*4, 8\).*2, 6\)"),
-    "tokens of k and v differ": ((TQ, TK, TK[:6], CU_Q, CU_K), {}, ValueError, r"k and v.*\(7, 2, 8\).*\(6, 2, 8\)"),
-    "heads do not divide": ((TQ[:, :3], TK, TK, CU_Q, CU_K), {}, ValueError, "multiple of those of k and v"),
-    "cu_seqlens is a list": ((TQ, TK, TK, [0, 2, 5], CU_K), {}, TypeError, "cu_seqlens_q must be an int32.*got list"),
-    "cu_seqlens is int64": ((TQ, TK, TK, CU_Q, CU_K.long()), {}, TypeError, "cu_seqlens_k .* int32.*torch.int64"),
-    "cu_seqlens of two dimensions": ((TQ, TK, TK, CU_Q[None], CU_K), {}, ValueError, r"got shape \(1, 3\)"),
-    "cu_seqlens is empty": ((TQ, TK, TK, CU_Q[:0], CU_K), {}, ValueError, r"got shape \(0,\)"),
-    "cu_seqlens on another device": ((TQ, TK, TK, CU_Q.to("meta"), CU_K), {}, ValueError, "on cpu but.*_q on meta"),
-    "cu_seqlens does not rise": (
-        (TQ, TK, TK, cu(0, 6, 5), CU_K), {}, ValueError, r"_q must rise from 0 to 5.*\(5, 4, 8\), got \[0, 6, 5\]",
+    "q is padded": (
+        (TQ[None], TK, TK, CU_Q, CU_K), {}, ValueError, r"q must be \(Tq, H, D\), got shape \[1, 5, 4, 8\]",
     ),
-    "cu_seqlens starts late": ((TQ, TK, TK, CU_Q, cu(1, 3, 7)), {}, ValueError, r"from 0 to 7.*\[1, 3, 7\]"),
-    "cu_seqlens ends early": ((TQ, TK, TK, CU_Q, cu(0, 3, 6)), {}, ValueError, r"from 0 to 7.*\[0, 3, 6\]"),
-    "numbers of sequences differ": ((TQ, TK, TK, CU_Q, cu(0, 7)), {}, ValueError, r"\(3,\) and \(2,\)"),
+    "q is integer": ((TQ.long(), TK, TK, CU_Q, CU_K), {}, TypeError, "float tensor, got torch.int64"),
+    "dtypes differ": ((TQ, TK.half(), TK, CU_Q, CU_K), {}, TypeError, "k must be .*float32, got torch.float16"),
+    "devices differ": ((TQ, TK.to("meta"), TK, CU_Q, CU_K), {}, ValueError, "k must be on cpu, got meta"),
+    "head_dims differ": (
+        (TQ, TK[..., :6], TK, CU_Q, CU_K), {}, ValueError, r"k must be of the head_dim of q, 8, .*2, 6\]",
+    ),
+    "tokens of k and v differ": (
+        (TQ, TK, TK[:6], CU_Q, CU_K), {}, ValueError, r"v must be of shape \[7, 2, 8\].*\[6, 2, 8\]",
+    ),
+    "heads do not divide": ((TQ[:, :3], TK, TK, CU_Q, CU_K), {}, ValueError, "multiple of those of k and v"),
+    "cu_seqlens is a list": (
+        (TQ, TK, TK, [0, 2, 5], CU_K), {}, TypeError, "attention_packed: cu_seqlens_q must be a tensor, got list",
+    ),
+    "cu_seqlens is int64": ((TQ, TK, TK, CU_Q, CU_K.long()), {}, TypeError, "cu_seqlens_k .*int32, got torch.int64"),
+    "cu_seqlens of two dimensions": ((TQ, TK, TK, CU_Q[None], CU_K), {}, ValueError, r"got shape \[1, 3\]"),
+    "cu_seqlens is empty": ((TQ, TK, TK, CU_Q[:0], CU_K), {}, ValueError, r"got shape \[0\]"),
+    "cu_seqlens on another device": (
+        (TQ, TK, TK, CU_Q.to("meta"), CU_K), {}, ValueError, "_q must be on cpu, got meta",
+    ),
+    "cu_seqlens does not rise": (
+        (TQ, TK, TK, cu(0, 6, 5), CU_K), {}, ValueError, r"_q must rise from 0 to the 5 tokens, got \[0, 6, 5\]",
+    ),
+    "cu_seqlens starts late": ((TQ, TK, TK, CU_Q, cu(1, 3, 7)), {}, ValueError, r"from 0 to the 7.*\[1, 3, 7\]"),
+    "cu_seqlens ends early": ((TQ, TK, TK, CU_Q, cu(0, 3, 6)), {}, ValueError, r"from 0 to the 7.*\[0, 3, 6\]"),
+    "numbers of sequences differ": (
+        (TQ, TK, TK, CU_Q, cu(0, 7)), {}, ValueError, r"cu_seqlens_k must be of shape \[3\], got shape \[2\]",
+    ),
     "max_seqlen_k too small": (
-        (TQ, TK, TK, CU_Q, CU_K), {"max_seqlen_k": 3}, ValueError, "max_seqlen_k is 3, but a sequence of k has 4",
+        (TQ, TK, TK, CU_Q, CU_K), {"max_seqlen_k": 3}, ValueError, "at most 3 tokens, as max_seqlen_k says, got 4",
     ),
     "dropout above 1": ((TQ, TK, TK, CU_Q, CU_K), {"dropout_p": 1.5}, ValueError, r"dropout_p.*\[0, 1\], got 1.5"),
     "unknown empty_rows": ((TQ, TK, TK, CU_Q, CU_K), {"empty_rows": "nan"}, ValueError, '"zero", got \'nan\''),
@@ -107,13 +124,16 @@ PACKED = {
     ),
     "a bias of integers": ((TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 18).int()}, TypeError, "float tensor"),
     "seqused_k is int64": (
-        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": torch.tensor([1, 1])}, TypeError, "int32 .*B,.* got torch.int64",
+        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": torch.tensor([1, 1])},
+        TypeError, "seqused_k must be .*int32, got torch.int64",
     ),
     "seqused_k of three": (
-        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": cu(1, 1, 1)}, ValueError, r"\(B,\) = \(2,\), got shape \(3,\)",
+        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": cu(1, 1, 1)},
+        ValueError, r"seqused_k must be of shape \[2\], got shape \[3\]",
     ),
     "seqused_k past the keys": (
-        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": cu(3, 5)}, ValueError, r"keys of each sequence, \[3, 4\], got \[3, 5\]",
+        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": cu(3, 5)},
+        ValueError, r"seqused_k must lie in \[0, 4\], the keys of sequence 1, got 5",
     ),
     "weights of another kind": (
         (TQ, TK, TK, CU_Q, CU_K), {"return_weights": "all"}, ValueError, "return_weights must be False, True or",
@@ -160,7 +180,7 @@ PARTS = {
         lambda: attention(AttentionMask.prefix(IDS[0])), ValueError, "end of shape (70, 1, 1) does not broadcast",
     ),
     "a prefix on another device": (
-        lambda: attention(AttentionMask.prefix(IDS[:, 0].to("meta"))), ValueError, "but the mask or bias on meta",
+        lambda: attention(AttentionMask.prefix(IDS[:, 0].to("meta"))), ValueError, "end must be on cpu, got meta",
     ),
     "a prefix in a packed batch": (lambda: packed(mask=AttentionMask.prefix(IDS[:, 0])), ValueError, "got unions"),
     "a prefix in a cache": (lambda: decode(mask=AttentionMask.prefix(IDS[:, 0])), ValueError, "got unions"),
@@ -214,11 +234,13 @@ PARTS = {
     "a max_distance that is no int": (
         lambda: AttentionMask.relative(torch.randn(32, H), 1e2), TypeError, "relative max_distance",
     ),
-    "a softcap of 0": (lambda: attention(softcap=0.0), ValueError, "softcap must be above 0, or None"),
+    "a softcap of 0": (lambda: attention(softcap=0.0), ValueError, "softcap must be above 0 or None, got 0"),
     "a negative softcap": (lambda: decode(softcap=-1.0), ValueError, "attention_decode: softcap"),
     "a softcap that is NaN": (lambda: packed(softcap=math.nan), ValueError, "attention_packed: softcap"),
     "sinks that are no tensor": (lambda: attention(sinks=0.0), TypeError, "sinks must be a float tensor (H,)"),
-    "sinks for other heads": (lambda: attention(sinks=torch.zeros(H + 1)), ValueError, "(H,) = (4,)"),
+    "sinks for other heads": (
+        lambda: attention(sinks=torch.zeros(H + 1)), ValueError, "sinks must be of shape [4], got",
+    ),
     "sinks of a cache for other heads": (lambda: decode(sinks=torch.zeros(1)), ValueError, "attention_decode: sinks"),
     "a window that is empty": (lambda: AttentionMask.window(2, -3), ValueError, "got 2 and -3, which keep no key"),
     "a dense mask for a packed batch": (

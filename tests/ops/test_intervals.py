@@ -145,7 +145,8 @@ WRONG = {
         lambda: call(AttentionMask.causal() | AttentionMask.documents(I[None, :1])), ValueError, "(B, L) = (2, 70)",
     ),
     "documents on another device in a union": (
-        lambda: call(AttentionMask.causal() | AttentionMask.documents(I[None].to("meta"))), ValueError, "bias on meta",
+        lambda: call(AttentionMask.causal() | AttentionMask.documents(I[None].to("meta"))), ValueError,
+        "ids must be on cpu, got meta",
     ),
     "a keep mask as lengths in a union": (
         lambda: call(AttentionMask.lengths((I > 3).int().expand(2, -1)) | AttentionMask.causal()), ValueError,
@@ -162,7 +163,7 @@ WRONG = {
         ValueError, "got end_keys",
     ),
     "ends on another device": (
-        lambda: call(AttentionMask.intervals(None, I.to("meta"))), ValueError, "but the mask or bias on meta",
+        lambda: call(AttentionMask.intervals(None, I.to("meta"))), ValueError, "end must be on cpu, got meta",
     ),
 }  # fmt: skip
 

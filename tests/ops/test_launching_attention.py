@@ -47,7 +47,7 @@ def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, drop
 
     call()
     call()  # tensors derived from the mask are made once, and found by the next call
-    monkeypatch.setattr(attention, "check_inputs", None)
+    monkeypatch.setattr(attention, "padded_params", None)
     monkeypatch.setattr(cached, "_run_and_record", None)
     node, forward, both = call()
     assert node == "transformer_fast::attention_backward" and (forward, both) == (1, 3)
@@ -279,7 +279,7 @@ def wrong_calls():
         for what, (arguments, options, error, says) in calls.items():
             rows[f"{name}: {what}"] = functools.partial(function, *arguments, **options), error, says
     wide, ends = floats(1, 1, 2, 257), torch.tensor([0, 2], dtype=torch.int32)
-    too_wide = ValueError, r"head_dim up to 256.*257\)"
+    too_wide = ValueError, r"head_dim up to 256.*257\]"
     rows["d over 256"] = functools.partial(tfast.attention, wide, wide, wide), *too_wide
     packed = wide.view(2, 1, 257)
     rows["packed d over 256"] = functools.partial(tfast.attention_packed, packed, packed, packed, ends, ends), *too_wide

@@ -90,7 +90,7 @@ def test_a_tensor_of_several_numbers_is_no_number(option: str) -> None:
 
 
 def test_lengths_of_a_cache_may_be_of_two_types() -> None:
-    with pytest.raises(TypeError, match=r"lengths must be an int32 or int64 tensor, got torch\.float32"):
+    with pytest.raises(TypeError, match=r"lengths must be a tensor of torch.int32 or torch.int64, got torch\.float32"):
         ops.attention_decode(HEADS, HEADS, HEADS, torch.tensor([5.0, 5.0]))
 
 

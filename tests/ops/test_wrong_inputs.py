@@ -45,7 +45,7 @@ ATTENTION = rows(
     {
         "q must be a tensor, got list": lambda: ATTEND([1.0], K, K),
         r"q must be a float tensor, got torch.int64": lambda: ATTEND(Q.long(), K, K),
-        "share a dtype.*float32.*float16": lambda: ATTEND(Q, K.half(), K),
+        "attention: k must be a tensor of torch.float32, got torch.float16": lambda: ATTEND(Q, K.half(), K),
         "scale must be a number, got True": lambda: ATTEND(Q, K, K, scale=True),
         "scale must be a number, got '0.1'": lambda: ATTEND(Q, K, K, scale="0.1"),
         "softcap must be a number, got True": lambda: ATTEND(Q, K, K, softcap=True),
@@ -71,22 +71,26 @@ ATTENTION = rows(
 ) | rows(
     ValueError,
     {
-        r"q must be \(batch, heads.*\(2, 5, 8\)": lambda: ATTEND(Q[:, 0], K, K),
-        "one device, got cpu, meta, cpu": lambda: ATTEND(Q, K.to("meta"), K),
-        r"batch size.*\(2, 4.*\(3, 4": lambda: ATTEND(Q, heads(B=3), heads(B=3)),
-        r"head_dim.*5, 8\).*5, 6\)": lambda: ATTEND(Q, K6, K6),
+        r"attention: q must be \(B, H, Lq, D\), got shape \[2, 5, 8\]": lambda: ATTEND(Q[:, 0], K, K),
+        "attention: k must be on cpu, got meta": lambda: ATTEND(Q, K.to("meta"), K),
+        r"k must be of the batch size of q, 2, got shape \[3, 4, 5, 8\]": lambda: ATTEND(Q, heads(B=3), heads(B=3)),
+        r"k must be of the head_dim of q, 8, got shape \[2, 4, 5, 6\]": lambda: ATTEND(Q, K6, K6),
         "head_dim of at least 1": lambda: ATTEND(heads(D=0), heads(D=0), K),
-        r"k and v.*7, 8\).*6, 8\)": lambda: ATTEND(Q, K, heads(6)),
+        r"v must be of shape \[2, 4, 7, 8\], got shape \[2, 4, 6, 8\]": lambda: ATTEND(Q, K, heads(6)),
         "multiple of those of k and v": lambda: ATTEND(Q, K3, K3),
         r"dropout_p.*\[0, 1\], got 1.5": lambda: ATTEND(Q, K, K, dropout_p=1.5),
         r"dropout_p.*\[0, 1\], got -0.1": lambda: ATTEND(Q, K, K, dropout_p=-0.1),
         '"uniform" or "zero", got \'nan\'': lambda: ATTEND(Q, K, K, empty_rows="nan"),
         "\"dropped\", got 'all'": lambda: ATTEND(Q, K, K, return_weights="all"),
-        r"bias.*\(1, 1, 5, 6\).*\(2, 4, 5, 7\)$": lambda: ATTEND(Q, K, K, bias=torch.zeros(1, 1, 5, 6)),
+        r"bias must be broadcastable to \[2, 4, 5, 7\], got shape \[1, 1, 5, 6\], or \(5, 6\) without": lambda: ATTEND(
+            Q, K, K, bias=torch.zeros(1, 1, 5, 6)
+        ),
         r"\[0, Lk = 7\], got 3 to 8": lambda: ATTEND(Q, K, K, MASK.lengths(torch.tensor([3, 8]))),
         r"\[0, Lk = 7\], got -1 to 2": lambda: ATTEND(Q, K, K, MASK.lengths(torch.tensor([-1, 2]))),
-        r"\(3,\) fit neither.*\(2, 5\)": lambda: ATTEND(Q, K, K, MASK.lengths(torch.tensor([1, 2, 3]))),
-        "q is on cpu but the mask.*meta": lambda: ATTEND(Q, K, K, ones(7, device="meta")),
+        r"lengths must be broadcastable to \[2\], got shape \[3\]": lambda: ATTEND(
+            Q, K, K, MASK.lengths(torch.tensor([1, 2, 3]))
+        ),
+        "attention: mask must be on cpu, got meta": lambda: ATTEND(Q, K, K, ones(7, device="meta")),
     },
 )
 
@@ -110,7 +114,9 @@ MASKS = rows(
 ) | rows(
     ValueError,
     {
-        r"\(1, 1, 2, 7\).*given as \(B, 1, 1, Lk\)": lambda: ATTEND(Q, K, K, ones(2, 7)),
+        r"mask must be .*\[1, 1, 2, 7\], or \(2, 7\) without.*given as \(B, 1, 1, Lk\)": lambda: ATTEND(
+            Q, K, K, ones(2, 7)
+        ),
         rf"first dimension of \(2, 5, 7\) {READ}": lambda: ATTEND(Q, K, K, ones(2, 5, 7)),
         rf"first dimension of \(4, 5, 5\) {READ}": lambda: ATTEND(*[heads(B=4)] * 3, ones(4, 5, 5)),
         rf"first dimension of \(4, 5, 7\) {READ}": lambda: MASK.keep(torch.ones(4, 5, 7).long()),
@@ -272,7 +278,9 @@ MODELS = rows(
     ValueError,
     {
         r"\(2, 5\); give.*unsqueeze\(1\)": lambda: layers.EncoderLayer(8, 2)(ROWS, ones(2, 5)),
-        r"\(2, 1, 1, 6\).*\(2, 2, 5, 5\)": lambda: layers.EncoderLayer(8, 2)(ROWS, ones(2, 1, 6)),
+        r"mask must be broadcastable to \[2, 2, 1, 5\], got shape \[2, 1, 1, 6\]": lambda: layers.EncoderLayer(8, 2)(
+            ROWS, ones(2, 1, 6)
+        ),
         "\"rms\", got 'l2'": lambda: layers.EncoderLayer(8, 2, norm="l2"),
         "d_model=8, heads=3": lambda: layers.MultiHeadAttention(3, 8),
         "heads=0": lambda: layers.EncoderLayer(8, 0),

@@ -30,6 +30,10 @@ HALVES = [torch.float16, torch.bfloat16]
 DIALECTS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
 """Names of :func:`helpers.mask_parts`."""
 
+OPS = torch.ops.transformer_fast
+GRADIENTS = ("q", "k", "v", "bias", "distance_bias", "sinks")
+"""What the op of the backward gives gradients of, in its order."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
@@ -82,23 +86,23 @@ class Kernels:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionParams) -> Tensor:
         """Return the output of a call."""
         with tfast.backend(self.backend):
-            return op_of(call)(q, k, v, **call.keywords())[0]
+            return OPS.attention(q, k, v, **call.keywords())[0]
 
     def outcome(self, tensors, call: AttentionParams, grad_logsumexp: Tensor | None = None) -> dict[str, Tensor]:
         """Return all results of a call by name: output, logsumexp, gradients, and the weights of a padded batch."""
         q, k, v, grad_out = tensors
         options = call.keywords()
         with tfast.backend(self.backend):
-            out, logsumexp = op_of(call)(q, k, v, **options)
+            out, logsumexp = OPS.attention(q, k, v, **options)
             received = grad_out, q, k, v, out, logsumexp, grad_logsumexp
-            grads = dict(
-                zip(("grad_q", "grad_k", "grad_v"), op_of(call, "_backward")(*received, **options), strict=True)
-            )
-            found = {"out": out, "logsumexp": logsumexp, **grads}
+            found = {"out": out, "logsumexp": logsumexp}
             if call.packed is None:
-                found["weights"] = op_of(call, "_weights")(q, k, **options)
-            for name in learned_parts(call):
-                found[f"grad_{name}"] = op_of(call, f"_grad_{name}")(*received, **options)
+                found["weights"] = OPS.attention_weights(q, k, **options)
+            # The gradient of a part alone is computed by a kernel of its own.
+            for names in (("q", "k", "v"), *((name,) for name in learned_parts(call))):
+                needs = [name in names for name in GRADIENTS]
+                grads = OPS.attention_backward(*received, needs, **options)
+                found |= {f"grad_{name}": grad for name, grad in zip(GRADIENTS, grads, strict=True) if name in names}
         return found
 
     def recorded(self, tensors, call: AttentionParams, grad_logsumexp: Tensor | None = None) -> dict[str, Tensor]:
@@ -109,7 +113,7 @@ class Kernels:
         leaves = [*(t.detach().clone().requires_grad_() for t in qkv), *learned.values()]
         options = call.keywords() | learned
         with tfast.backend(self.backend):
-            results = op_of(call)(*leaves[:3], **options)
+            results = OPS.attention(*leaves[:3], **options)
         received = (grad_out,) if grad_logsumexp is None else (grad_out, grad_logsumexp)
         grads = torch.autograd.grad(results[: len(received)], leaves, received)
         found = dict(zip(("out", "logsumexp"), (t.detach() for t in results), strict=True))
@@ -267,11 +271,6 @@ def on(device: torch.device | str, given: dict[str, Any]) -> dict[str, Any]:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scores and their logsumexp."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def op_of(call: AttentionParams, suffix: str = "") -> Callable[..., Any]:
-    """Return the op of a padded or a packed batch."""
-    return getattr(torch.ops.transformer_fast, f"attention{'_packed' if call.packed else ''}{suffix}")
 
 
 def learned_parts(call: AttentionParams) -> dict[str, Tensor]:

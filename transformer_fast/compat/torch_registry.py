@@ -97,7 +97,8 @@ def _backward(
     """Gradients of query, key and value, in the strides of torch's kernel."""
     options = _options(query, dropout_p, is_causal, attn_mask, scale)
     tensors = map(_dense, (grad_out, query, key, value, out, logsumexp))
-    grad_q, grad_k, grad_v = torch.ops.transformer_fast.attention_backward(*tensors, None, **options)
+    needs = [True, True, True, False, False, False]
+    grad_q, grad_k, grad_v, *_ = torch.ops.transformer_fast.attention_backward(*tensors, None, needs, **options)
     return _length_first(grad_q), _length_first(grad_k), _length_first(grad_v)
 
 

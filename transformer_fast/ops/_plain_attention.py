@@ -4,6 +4,7 @@ queries and keys and of weights and values."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,19 +17,24 @@ from ..tracing import refuse_dropout
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
-    out, _, logsumexp = _attend(q, k, v, **options)
+    """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq); packed (Tq, H, D) and (H, Tq)."""
+    params = _params(q, options)
+    refuse_dropout("attention", params.dropout_p)
+    if params.packed is not None:
+        return _attention_packed(q, k, v, params, params.packed)
+    out, _, logsumexp = _attend(q, k, v, params)
     return out, logsumexp
 
 
 def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     """Compute the weights (B, H, Lq, Lk)."""
-    return _attend(q, k, k[..., :0], **options)[1]
+    return _attend(q, k, k[..., :0], _params(q, options))[1]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    refuse_dropout("attention", options.get("dropout_p", 0.0))
-    empty_rows = "zero" if options.pop("zero_empty_rows", False) else "uniform"
+def _attend(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_dropout("attention", params.dropout_p)
+    options = params.keywords()
+    empty_rows = "zero" if options.pop("zero_empty_rows") else "uniform"
     return reference.attention.attention(q, k, v, **options, empty_rows=empty_rows, contained=False)
 
 
@@ -36,15 +42,22 @@ def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
-    options |= {"lengths": lengths, "page_table": page_table, "contained": False}
+    scale = 1.0 / math.sqrt(q.shape[-1]) if options.get("scale") is None else options["scale"]
+    options |= {"lengths": lengths, "page_table": page_table, "contained": False, "scale": scale}
     return reference.attention.attention_decode(q, k_cache, v_cache, **options)
 
 
-def attention_packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def _params(q: Tensor, options: dict[str, Any]) -> AttentionParams:
+    """Arguments of the op as one value."""
+    if options.get("scale") is None:
+        options |= {"scale": 1.0 / math.sqrt(q.shape[-1])}
+    return AttentionParams.from_keywords(**options)
+
+
+def _attention_packed(
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, packed: PackedBatch
+) -> tuple[Tensor, Tensor]:
     """Compute out (Tq, H, D) and logsumexp (H, Tq): pad the batch, attend, and pack the results."""
-    params = AttentionParams.from_keywords(**options)
-    packed = params.packed
-    assert packed is not None
     batch = packed.cu_seqlens_q.shape[0] - 1
     Lq, Lk = packed.max_seqlen_q, packed.max_seqlen_k
     place_q, place_k = _places(packed.cu_seqlens_q, q, Lq), _places(packed.cu_seqlens_k, k, Lk)

@@ -15,19 +15,24 @@ from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from ..masks.arguments import parts_beside
 from . import _plain_attention, eager
+from .argument_types import as_number
 from .attention_call import Call, by_reference, dropped
 from .attention_checks import (
-    check_inputs,
-    check_mask,
+    check_ranges,
+    door_lengths,
     dropout_number,
-    fitting_lengths,
+    gives_zero,
     is_special,
     kernel_mask,
     refuse_keep_as_lengths,
+    with_hint,
 )
 from .registry import Case, Draw, Op, Tensors, register
 from .token_mask import CALL, OnTokens, call_on_tokens
 from .unknown_names import unknown_names
+
+NO_FURTHER_PARTS = (*(None,) * 10, False)
+"""Arguments of the op's door from distance_bias to bottom_right, for a call without them."""
 
 
 class _Options(TypedDict, total=False):
@@ -161,25 +166,34 @@ def attention(
     mask = as_attention_mask(mask)
     if type(dropout_p) is not float:
         dropout_p = dropout_number("attention", dropout_p)
+    if scale is not None and type(scale) is not float:
+        scale = as_number("attention", "scale", scale)
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)
     special = is_special(mask, softcap, sinks)
     plain = not (return_weights or return_logsumexp or special)
-    extension, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
-    offset = and_causal(mask.causal_offset, causal)
-    if extension is not None and CALL.get() is None:
-        lengths = fitting_lengths(mask, q, k) if by_triton else mask.key_lengths
-        given = (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, offset, mask.window_offset, scale)
-        out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
+    door, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
+    offset, zero = and_causal(mask.causal_offset, causal), gives_zero("attention", empty_rows)
+    if door is not None and CALL.get() is None:
+        parts = mask.keep_mask, mask.key_keep_mask, door_lengths(mask, q, k, by_triton), mask.additive_bias
+        options = mask.window_offset, None, scale, dropout_p, seed, zero
+        try:
+            out = door.attention(by_triton, q, k, v, *parts, *NO_FURTHER_PARTS, offset, *options)
+        except ValueError as error:
+            raise with_hint(error, mask, q, k) from None
         if out is not None:
             return out
     if (on_tokens := call_on_tokens()) is not None:
         others = return_logsumexp or causal is not False
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
-        return _on_tokens(on_tokens, q, k, v, mask, others=others, return_weights=bool(return_weights), **options)
-    rest = scale, softcap, sinks, dropout_p, seed, empty_rows, return_weights, return_logsumexp
+        given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
+        return _on_tokens(on_tokens, q, k, v, mask, others=others, return_weights=bool(return_weights), **given)
+    rest = scale, softcap, sinks, dropout_p, seed, zero, return_weights, return_logsumexp
     call = Call("attention", q, k, v, mask, offset, special, *rest)
-    return call.results(padded_params(call))
+    params = padded_params(call)
+    try:
+        return call.results(params)
+    except ValueError as error:
+        raise with_hint(error, mask, q, k) from None
 
 
 def _on_tokens(
@@ -192,20 +206,17 @@ def _on_tokens(
 
 
 def padded_params(call: Call) -> AttentionParams:
-    """Arguments of the op for a call of :func:`attention`; raise unless it is valid."""
+    """Arguments of the op for a call of :func:`attention`."""
     q, k, mask = call.q, call.k, call.mask
-    check_inputs(call.op, "(batch, heads, length, head_dim)", q, k, call.v)
     call.choose_backend()
-    (B, H, Lq, _), Lk = q.shape, k.shape[2]
-    check_mask(mask, q, (B, H, Lq, Lk))
-    refuse_keep_as_lengths(mask, Lk)
-    key_keep = mask.key_keep_mask
-    if key_keep is not None and key_keep.shape[-1] != Lk:
-        key_keep = key_keep.expand(-1, -1, -1, k.shape[2])
-    keep, lengths = kernel_mask(mask, q, k)
-    parts: dict[str, Any] = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": mask.additive_bias}
-    if call.special:
-        parts |= call.special_arguments((q.shape[2], k.shape[2]), zero=q.shape[2] - 1)
+    parts: dict[str, Any] = {"key_keep": mask.key_keep_mask, "bias": mask.additive_bias}
+    if q.dim() == 4 and isinstance(k, Tensor) and k.dim() == 4:  # else the op says what is wrong
+        (B, H, Lq, _), Lk = q.shape, k.shape[2]
+        check_ranges(mask, q, (B, H, Lq, Lk))
+        refuse_keep_as_lengths(mask, Lk)
+        parts["keep"], parts["lengths"] = kernel_mask(mask, q, k)
+        if call.special:
+            parts |= call.special_arguments((Lq, Lk), zero=Lq - 1)
     return call.params(**parts)
 
 

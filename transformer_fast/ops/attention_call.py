@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask
+from ..masks.checks import check_dense
 from . import seeds
 from .argument_types import check_flag
-from .attention_checks import check_options, scale_of, special_arguments
+from .attention_checks import scale_of, special_arguments
 from .registry import implementation
 
 MAX_TRITON_HEAD_DIM = 256
@@ -33,7 +33,8 @@ class Call:
         special: True if there are parts for :meth:`special_arguments`.
         seed: of the dropout, as drawn.
         backend: set by :meth:`choose_backend`.
-        scale, softcap, sinks, dropout_p, empty_rows, return_weights, return_logsumexp: as given.
+        scale, softcap, sinks, dropout_p, return_weights, return_logsumexp: as given.
+        zero_empty_rows: True for empty_rows="zero".
     """
 
     op: str
@@ -48,19 +49,20 @@ class Call:
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
-    empty_rows: str = "zero"
+    zero_empty_rows: bool = True
     return_weights: bool | str = False
     return_logsumexp: bool = False
     backend: str = ""
 
     def choose_backend(self) -> None:
-        """Choose the kernels of a call with checked inputs; raise unless the options and the kernels fit."""
-        check_options(self.op, self.dropout_p, self.empty_rows)
+        """Choose the kernels; raise unless the options that the op does not see fit."""
         if self.return_weights not in (False, True, "dropped"):
             raise ValueError(f'{self.op}: return_weights must be False, True or "dropped", got {self.return_weights!r}')
         check_flag(self.op, "return_logsumexp", self.return_logsumexp)
+        for name, t in {"q": self.q, "k": self.k, "v": self.v}.items():
+            if isinstance(t, Tensor):
+                check_dense(f"{self.op}: {name}", t)
         self.backend = backends.resolve(self.op, self.q.device, self.q.dtype)
-        check_head_dim(self.op, self.backend, self.q, self.v)
 
     def special_arguments(
         self, lengths: tuple[int, int], zero: int, packed: tuple[int, int] | None = None
@@ -77,10 +79,10 @@ class Call:
         return AttentionParams(
             causal=self.causal,
             window=self.mask.window_offset,
-            scale=scale_of(self.op, self.q, self.scale),
+            scale=scale_of(self.q, self.scale),
             dropout_p=self.dropout_p,
             seed=seeds.on_device_of(self.q, self.seed),
-            zero_empty_rows=self.empty_rows == "zero",
+            zero_empty_rows=self.zero_empty_rows,
             **parts,
         )
 
@@ -98,13 +100,8 @@ class Call:
         q, k, v, weights = self.q, self.k, self.v, None
         if self.return_weights and params.packed is not None:
             weights = by_reference(q, k, v, params, self.return_weights)[1]
-        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-            q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        D, Dv = q.shape[-1], v.shape[-1]
-        if Dv != D:  # zero columns change neither the scores nor the other columns of the output
-            q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-        out, logsumexp = implementation(self.op, self.backend)(q, k, v, **params.keywords())
-        out = out[..., :Dv] if Dv < D else out
+        op = "attention" if params.cached is None else "attention_decode"
+        out, logsumexp = implementation(op, self.backend)(q, k, v, **params.keywords())
         if self.return_weights and params.packed is None:
             of_weights = params if self.return_weights == "dropped" else replace(params, dropout_p=0.0, seed=None)
             compute = implementation("attention_weights", self.backend)

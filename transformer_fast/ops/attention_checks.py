@@ -1,8 +1,9 @@
-"""Argument checks of the public attention functions, and conversion of mask parts for the kernels."""
+"""Conversion of the arguments of the public attention functions for the ops, and checks of what the ops do not see."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,70 +13,13 @@ from torch import Tensor
 from ..backends import in_transform
 from ..masks import AttentionMask, and_causal
 from ..masks.arguments import parts_beside
-from ..masks.checks import broadcasts, check_dense, clamped, is_plain_on_cpu, kind_of, may_be_keep
+from ..masks.checks import broadcasts, clamped, is_plain_on_cpu, kind_of, may_be_keep
 from ..masks.distance import distance_table
 from ..masks.kernel_parts import kernel_parts, on_its_tensors
 from ..masks.parts import ranked
-from ..tensor_cache import get, get_or_compute
+from ..tensor_cache import get_or_compute
 from ..tracing import needs_plain_ops
 from .argument_types import as_number
-from .eager import autocast_enabled
-
-
-def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str]) -> None:
-    """Raise unless all are float tensors of one dtype (any, under autocast) on one device, of the rank of their layout.
-
-    Args:
-        op: the public name, for the messages.
-        tensors: tensors by argument name.
-        layouts: expected layout of each tensor, such as "(batch, heads, length, head_dim)".
-    """
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        if t.dim() != layouts[name].count(",") + 1:
-            raise ValueError(f"{op}: {name} must be {layouts[name]}, got shape {tuple(t.shape)}")
-        if not t.is_floating_point():
-            raise TypeError(f"{op}: {name} must be a float tensor, got {t.dtype}")
-        check_dense(f"{op}: {name}", t)
-    q, k, v = tensors.values()
-    if not (q.dtype == k.dtype == v.dtype or autocast_enabled(q)):
-        raise TypeError(f"{op}: {_listed(tensors)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not (q.device == k.device == v.device):
-        raise ValueError(f"{op}: {_listed(tensors)} must be on one device, got {q.device}, {k.device}, {v.device}")
-
-
-def shape_error(op: str, wrong: str, tensors: dict[str, Tensor]) -> ValueError:
-    """Error with the problem and all shapes."""
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
-    return ValueError(f"{op}: {wrong}, got {shapes}")
-
-
-def _listed(tensors: dict[str, Tensor]) -> str:
-    *first, last = tensors
-    return f"{', '.join(first)} and {last}"
-
-
-def check_inputs(op: str, layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v fit each other.
-
-    Args:
-        layout: of each, such as "(batch, heads, length, head_dim)".
-    """
-    tensors = {"q": q, "k": k, "v": v}
-    check_tensors(op, tensors, dict.fromkeys(tensors, layout))
-    (H, D), (Hk, Dk) = (q.shape[1], q.shape[-1]), (k.shape[1], k.shape[-1])
-    if q.dim() == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
-        wrong = "q, k and v must share the batch size"
-    elif Dk != D or D == 0:
-        wrong = "q and k must share a head_dim of at least 1"
-    elif k.shape[:-1] != v.shape[:-1]:
-        wrong = f"k and v must share {'heads and length' if q.dim() == 4 else 'tokens and heads'}"
-    elif Hk == 0 or H % Hk != 0:
-        wrong = "the heads of q must be a multiple of those of k and v"
-    else:
-        return
-    raise shape_error(op, wrong, tensors)
 
 
 def can_read_values(t: Tensor) -> bool:
@@ -88,16 +32,16 @@ def dropout_number(op: str, given: Any) -> float:
     return 0.0 if given is False else as_number(op, "dropout_p", given)
 
 
-def scale_of(op: str, q: Tensor, given: Any) -> float:
+def scale_of(q: Tensor, given: float | None) -> float:
     """Factor of the scores: the given scale, or 1 / sqrt(head_dim)."""
-    return 1.0 / math.sqrt(q.shape[-1]) if given is None else as_number(op, "scale", given)
+    return 1.0 / math.sqrt(q.shape[-1]) if given is None else given
 
 
-def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
-    if empty_rows not in ("uniform", "zero"):
-        raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
+def gives_zero(op: str, empty_rows: str) -> bool:
+    """Return True if a query without a key gets 0, False for uniform weights."""
+    if empty_rows == "zero" or empty_rows == "uniform":
+        return empty_rows == "zero"
+    raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
 
 
 _BY_POSITION = ("causal_offset", "window_offset", "document_ids", "distance_biases")
@@ -149,10 +93,13 @@ def special_arguments(
         packed: Tq and Tk of a packed batch; None for a padded batch.
     """
     softcap = None if softcap is None else as_number(op, "softcap", softcap)
-    _check_special(op, q, mask, softcap, sinks, lengths, packed)
+    sizes = (q.shape[0] if packed is None else 1), q.shape[1]
+    _check_special(op, mask, sizes, packed or lengths, packed is not None)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     arguments: dict[str, Any] = {"softcap": softcap}
     if sinks is not None:
+        if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+            raise TypeError(f"{op}: sinks must be a float tensor (H,), got {kind_of(sinks)}")
         arguments["sinks"] = sinks.to(dtype).contiguous()
     if mask.distance_biases:
         arguments["distance_bias"] = distance_table(mask.distance_biases, *lengths, zero, dtype)
@@ -163,34 +110,23 @@ def special_arguments(
 
 
 def _check_special(
-    op: str,
-    q: Tensor,
-    mask: AttentionMask,
-    softcap: float | None,
-    sinks: Tensor | None,
-    lengths: tuple[int, int],
-    packed: tuple[int, int] | None,
+    op: str, mask: AttentionMask, sizes: tuple[int, int], lengths: tuple[int, int], packed: bool
 ) -> None:
-    B, H = (1, q.shape[1]) if packed is not None else (q.shape[0], q.shape[1])
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{op}: softcap must be above 0, or None for none, got {softcap}")
-    if sinks is not None:
-        if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-            raise TypeError(f"{op}: sinks must be a float tensor (H,), got {kind_of(sinks)}")
-        if sinks.shape != (H,):
-            raise ValueError(f"{op}: sinks must be (H,) = ({H},), got shape {tuple(sinks.shape)}")
+    """Raise unless documents and distances fit: the op knows only what is made of them.
+
+    Args:
+        sizes: B and H.
+        lengths: of the queries and of the keys.
+    """
+    B, H = sizes
     for bias in mask.distance_biases:
         name = type(bias).__name__.lower()
         batches, heads = bias.heads()
         if not (broadcasts(batches, B) and broadcasts(heads, H)):
-            of_slopes = "(H,) with" if packed is not None else f"(H,) or (B, H) with B = {B} and"
+            of_slopes = "(H,) with" if packed else f"(H,) or (B, H) with B = {B} and"
             of = "(buckets, H) with" if name == "relative" else of_slopes
             raise ValueError(f"{op}: {name} must be {of} H = {H}, got shape {tuple(bias.tensor.shape)}")
-    _check_documents(op, mask, B, packed or lengths)
-    given = {**AttentionMask(document_ids=mask.document_ids, distance_biases=mask.distance_biases).tensors()}
-    for name, t in (given if sinks is None else given | {"sinks": sinks}).items():
-        if t.device != q.device:
-            raise ValueError(f"{op}: q is on {q.device} but {name} on {t.device}")
+    _check_documents(op, mask, B, lengths)
 
 
 def _check_documents(op: str, mask: AttentionMask, B: int, lengths: tuple[int, int]) -> None:
@@ -230,46 +166,65 @@ def _fit_int32(ids: Tensor) -> bool:
     return int(least) >= -(2**31) and int(most) < 2**31
 
 
-_PADDING_HINT = ". A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
-
-
-def _as_given(t: Tensor) -> str:
-    """Shape without the axes of size 1 in front, which a mask of fewer dimensions gets, and with them."""
-    shape = tuple(t.shape)
-    given = shape[next((n for n, size in enumerate(shape[:-1]) if size != 1), len(shape) - 1) :]
-    return f"{shape}" if given == shape else f"{shape}, or {given} without the axes of size 1 in front,"
-
-
-def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
-    B, _, Lq, _ = full
+def with_hint(error: ValueError, mask: AttentionMask, q: Any, k: Any) -> ValueError:
+    """Error of the op in the terms of the public function: a keep mask is ``mask``, and the shapes that may have been
+    given."""
+    text = re.sub(r": (key_)?keep must be", ": mask must be", str(error))
     for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
-        if t is not None and not all(broadcasts(size, limit) for size, limit in zip(t.shape, full)):
-            raise ValueError(
-                f"attention: {name} of shape {_as_given(t)} does not broadcast to (B, H, Lq, Lk) = {full}"
-                + (_PADDING_HINT if name == "mask" and tuple(t.shape) == (1, 1, B, full[3]) else "")
-            )
-    lengths = mask.key_lengths
-    if lengths is not None and (
-        not broadcasts(lengths.shape[0], B) or (lengths.dim() == 2 and not broadcasts(lengths.shape[1], Lq))
-    ):
-        raise ValueError(
-            f"attention: lengths of shape {tuple(lengths.shape)} fit neither (B,) = ({B},) nor (B, Lq) = ({B}, {Lq})"
-        )
+        if t is None or f": {name} must be broadcastable" not in text:
+            continue
+        shape = tuple(t.shape)
+        given = shape[next((n for n, size in enumerate(shape[:-1]) if size != 1), len(shape) - 1) :]
+        text += "" if given == shape else f", or {given} without the axes of size 1 in front"
+        if name == "mask" and shape == (1, 1, q.shape[0], k.shape[2]):
+            text += ". A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
+        return ValueError(text)
+    return error if text == str(error) else ValueError(text)
+
+
+def check_ranges(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
+    """Raise unless intervals and unions fit, which become other parts before the op sees them.
+
+    Args:
+        full: B, H, Lq and Lk.
+    """
     for name, t in (("begin", mask.first_keys), ("end", mask.end_keys)):
-        if t is not None and not all(broadcasts(size, limit) for size, limit in zip(t.shape, full[:3])):
+        if t is None:
+            continue
+        if not all(broadcasts(size, limit) for size, limit in zip(t.shape, full[:3])):
             raise ValueError(
                 f"attention: intervals: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq) = {full[:3]}"
             )
+        if t.device != q.device:
+            raise ValueError(f"attention: intervals: {name} must be on {q.device}, got {t.device}")
     for one in (one for union in mask.unions for one in union):
-        check_mask(one, q, full)
-        _check_documents("attention", one, B, full[2:])
-        refuse_keep_as_lengths(one, full[3])
-        if one.key_lengths is not None and can_read_values(one.key_lengths) and is_plain_on_cpu(one.key_lengths):
-            _checked_lengths(one.key_lengths, *full[1:])
-    ids = mask.document_ids or ()
-    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias, mask.first_keys, mask.end_keys, *ids):
-        if t is not None and t.device != q.device:
-            raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
+        _check_in_union(one, q, full)
+
+
+def _check_in_union(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
+    B, _, Lq, Lk = full
+    check_ranges(mask, q, full)
+    _check_documents("attention", mask, B, full[2:])
+    refuse_keep_as_lengths(mask, Lk)
+    for name, t in mask.tensors().items():
+        if t.device != q.device:
+            raise ValueError(f"attention: {name} must be on {q.device}, got {t.device}")
+    for keep in (mask.keep_mask, mask.key_keep_mask):
+        if keep is not None and not all(broadcasts(size, limit) for size, limit in zip(keep.shape, full)):
+            shape = tuple(keep.shape)
+            raise ValueError(f"attention: mask of shape {shape} does not broadcast to (B, H, Lq, Lk) = {full}")
+    lengths = mask.key_lengths
+    if lengths is None:
+        return
+    if not broadcasts(lengths.shape[0], B) or (lengths.dim() == 2 and not broadcasts(lengths.shape[1], Lq)):
+        raise ValueError(
+            f"attention: lengths of shape {tuple(lengths.shape)} fit neither (B,) = ({B},) nor (B, Lq) = ({B}, {Lq})"
+        )
+    if not can_read_values(lengths) or not is_plain_on_cpu(lengths) or lengths.numel() == 0:
+        return
+    low, high = map(int, torch.aminmax(lengths))
+    if low < 0 or high > Lk:
+        raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}")
 
 
 def refuse_keep_as_lengths(mask: AttentionMask, Lk: int) -> None:
@@ -286,11 +241,11 @@ def refuse_keep_as_lengths(mask: AttentionMask, Lk: int) -> None:
 def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Keep mask and lengths of a checked call as the kernels take them, with the intervals and unions of the mask.
 
-    Lengths are int32 (B,) or (B, Lq), in [0, Lk]. On a GPU they are cached, as :func:`normal_lengths` are, and so is
-    what is made of intervals and unions with a tensor.
+    Lengths are those of :func:`normal_lengths`. On a GPU they are cached, and so is what is made of intervals and
+    unions with a tensor.
     """
-    (B, H, Lq, _), Lk = q.shape, k.shape[2]
-    own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, H, Lq, Lk)
+    (B, _, Lq, _), Lk = q.shape, k.shape[2]
+    own = None if mask.key_lengths is None else normal_lengths(mask.key_lengths, B, Lq, Lk)
     if not mask.has_ranges:
         return mask.keep_mask, own
 
@@ -315,49 +270,34 @@ def kernel_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | Non
     return on_its_tensors(read, ("kernel mask", B, Lq, Lk), compute)
 
 
-def normal_lengths(lengths: Tensor, B: int, H: int, Lq: int, Lk: int) -> Tensor:
-    """Convert lengths (B,) or (B, Lq) to int32 in [0, Lk]; H is only for the message.
+def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
+    """Convert lengths to (B,) or (B, Lq); those that do not fit are returned unchanged, for the op to refuse them.
 
-    On a CPU every call reads the lengths and raises for values out of range; in a graph the op does that. On a GPU,
-    reading would wait for the device, so lengths are clamped. The result is cached (tensor_cache.py), so that all
-    layers share one tensor and the results that kernels cache on it.
+    On a CPU the op reads the lengths and raises for values out of range. On a GPU, reading would wait for the device,
+    so lengths become int32 and are clamped to [0, Lk]. The result is cached (tensor_cache.py), so that all layers share
+    one tensor and the results that kernels cache on it.
     """
     if lengths.dim() == 2 and lengths.shape[1] != Lq:
+        if lengths.shape[1] != 1:
+            return lengths
         lengths = lengths.squeeze(1)
     if lengths.shape[0] != B:
+        if lengths.shape[0] != 1:
+            return lengths
         lengths = lengths.expand(B, *lengths.shape[1:])
-    if not torch.compiler.is_compiling() and is_plain_on_cpu(lengths):
-        return _checked_lengths(lengths, H, Lq, Lk)
+    if lengths.device.type == "cpu" and (torch.compiler.is_compiling() or is_plain_on_cpu(lengths)):
+        return lengths
     cut = lambda: clamped(lengths, 0, Lk).to(torch.int32)  # noqa: E731
-    if torch.compiler.is_compiling() and lengths.device.type == "cpu":
-        return clamped(lengths, -1, Lk + 1).to(torch.int32)  # what is out of range stays so in int32
     if torch.compiler.is_compiling() or type(lengths) is not Tensor or in_transform():
         return cut()
     return get_or_compute(lengths, ("normal lengths", Lk), (), cut)
 
 
-def fitting_lengths(mask: AttentionMask, q: Any, k: Any) -> Tensor | None:
-    """:func:`normal_lengths` for an unchecked call; lengths that do not fit are returned unchanged."""
+def door_lengths(mask: AttentionMask, q: Tensor, k: Any, by_triton: bool) -> Tensor | None:
+    """Lengths for the op's door; those that do not fit are returned unchanged."""
     lengths = mask.key_lengths
-    if lengths is None or not isinstance(k, Tensor) or k.dim() != 4:
+    if lengths is None or not isinstance(k, Tensor) or q.dim() != 4 or k.dim() != 4:
         return lengths
-    Lk = k.shape[2]
-    known = get(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
-    if known is not None or not isinstance(q, Tensor) or q.dim() != 4:
-        return lengths if known is None else known
-    B, H, Lq, _ = q.shape
-    refuse_keep_as_lengths(mask, Lk)
-    fits = lengths.shape == (B,) or lengths.shape == (B, Lq)
-    return normal_lengths(lengths, B, H, Lq, Lk) if fits else lengths
-
-
-def _checked_lengths(lengths: Tensor, H: int, Lq: int, Lk: int) -> Tensor:
-    if lengths.numel() > 0:
-        # Reading a few numbers in Python is cheaper than two reductions.
-        low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)
-        low, high = int(low), int(high)  # a tensor of 8 bits would be compared with the last 8 bits of Lk
-        if low < 0 or high > Lk:
-            fits_heads = low >= 0 and high <= H and Lq == Lk
-            hint = f"; q with {H} heads looks like (B, L, H, D), expected (B, H, L, D)" if fits_heads else ""
-            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}{hint}")
-    return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
+    if lengths.dim() == 2:
+        refuse_keep_as_lengths(mask, k.shape[2])
+    return normal_lengths(lengths, q.shape[0], q.shape[2], k.shape[2]) if by_triton else lengths

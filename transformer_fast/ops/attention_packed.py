@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,12 +14,15 @@ from torch import Tensor
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
 from ..masks.checks import broadcasts, kind_of
-from . import _plain_attention, eager
-from .argument_types import check_flag, check_int
+from . import eager
+from .argument_types import as_number, check_flag, check_int
 from .attention_call import Call
-from .attention_checks import can_read_values, check_inputs, dropout_number, is_special, mask_by_position
+from .attention_checks import can_read_values, dropout_number, gives_zero, is_special, mask_by_position
 from .registry import Case, Draw, Op, register
 from .unknown_names import unknown_names
+
+NO_PADDED_PARTS = (None,) * 8
+"""Arguments of the op's door from keep to sinks, for a call without them."""
 
 
 class _Options(TypedDict, total=False):
@@ -150,19 +152,26 @@ def attention_packed(
         raise unknown_names(attention_packed, unknown)
     if type(dropout_p) is not float:
         dropout_p = dropout_number("attention_packed", dropout_p)
+    if scale is not None and type(scale) is not float:
+        scale = as_number("attention_packed", "scale", scale)
     mask = mask_by_position("attention_packed", mask, causal, takes_keep=True)
+    if cu_seqlens_q is None:
+        raise TypeError("attention_packed: cu_seqlens_q must be an int32 tensor (sequences + 1,), got NoneType")
     special = is_special(mask, softcap, sinks) or mask.key_keep_mask is not None
-    plain = bias is None and seqused_k is None and not (bottom_right or return_weights or return_logsumexp or special)
-    extension, by_triton, seed = eager.fast_path("attention_packed", q, dropout_p, plain)
-    offset = mask.causal_offset
-    if extension is not None:
-        inputs = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        bounds = offset, mask.window_offset, scale
-        out = extension.attention_packed(by_triton, *inputs, *bounds, dropout_p, seed, empty_rows)
+    plain = bias is None and not (return_weights or return_logsumexp or special)
+    door, by_triton, seed = eager.fast_path("attention_packed", q, dropout_p, plain)
+    offset, zero = mask.causal_offset, gives_zero("attention_packed", empty_rows)
+    if door is not None:
+        options = offset, mask.window_offset, None, scale, dropout_p, seed, zero
+        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, None, bottom_right
+        try:
+            out = door.attention(by_triton, q, k, v, *NO_PADDED_PARTS, *sequences, *options)
+        except TypeError as error:
+            raise TypeError(str(error).replace("attention:", "attention_packed:", 1)) from None
         if out is not None:
             return out
-    options = scale, softcap, sinks, dropout_p, seed, empty_rows, return_weights, return_logsumexp
-    call = Call("attention_packed", q, k, v, mask, offset, special, *options)
+    rest = scale, softcap, sinks, dropout_p, seed, zero, return_weights, return_logsumexp
+    call = Call("attention_packed", q, k, v, mask, offset, special, *rest)
     return call.results(
         _params(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias, bottom_right, seqused_k)
     )
@@ -178,23 +187,14 @@ def _params(
     bottom_right: bool,
     seqused_k: Tensor | None,
 ) -> AttentionParams:
-    """Arguments of the op for a call of :func:`attention_packed`; raise unless it is valid."""
+    """Arguments of the op for a call of :func:`attention_packed`."""
     q, k = call.q, call.k
-    check_inputs(call.op, "(tokens, heads, head_dim)", q, k, call.v)
     call.choose_backend()
     check_flag(call.op, "bottom_right", bottom_right)
     if call.return_weights and q.is_meta:
         raise ValueError(f"{call.op}: return_weights needs the lengths of the sequences, which a meta tensor has not")
-    longest_q = _check_sequences("q", cu_seqlens_q, q, max_seqlen_q)
-    longest_k = _check_sequences("k", cu_seqlens_k, k, max_seqlen_k)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            "attention_packed: cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got shapes "
-            f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
-        )
-    sequences = PackedBatch(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, bottom_right=bottom_right)
-    if seqused_k is not None:
-        sequences = replace(sequences, seqused_k=_used(seqused_k, sequences, q))
+    longest_q, longest_k = _longest("q", cu_seqlens_q, q, max_seqlen_q), _longest("k", cu_seqlens_k, q, max_seqlen_k)
+    sequences = PackedBatch(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, seqused_k, bottom_right=bottom_right)
     if bias is not None:
         bias, sequences = _packed_bias(bias, sequences, q)
     parts: dict[str, Any] = {"bias": bias, "packed": sequences}
@@ -218,24 +218,6 @@ def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> Attentio
     of_queries = torch.zeros((1, queries), dtype=torch.int32, device=keep.device)
     blocked = (~keep[0, 0]).to(torch.int32)
     return replace(mask, key_keep_mask=None) & AttentionMask.documents(of_queries, blocked)
-
-
-def _used(seqused_k: Any, sequences: PackedBatch, q: Tensor) -> Tensor:
-    """Return ``seqused_k``; raise unless it is int32 (B,) and, on a CPU, between 0 and the number of keys per
-    sequence."""
-    if not isinstance(seqused_k, Tensor) or seqused_k.dtype != torch.int32:
-        raise TypeError(f"attention_packed: seqused_k must be an int32 tensor (B,), got {kind_of(seqused_k)}")
-    B = sequences.cu_seqlens_k.shape[0] - 1
-    if seqused_k.shape != (B,):
-        raise ValueError(f"attention_packed: seqused_k must be (B,) = ({B},), got shape {tuple(seqused_k.shape)}")
-    if seqused_k.device != q.device:
-        raise ValueError(f"attention_packed: q is on {q.device} but seqused_k on {seqused_k.device}")
-    if can_read_values(seqused_k) and bool(((seqused_k < 0) | (seqused_k > sequences.stored_keys)).any()):
-        raise ValueError(
-            "attention_packed: seqused_k must lie between 0 and the keys of each sequence, "
-            f"{sequences.stored_keys.tolist()}, got {seqused_k.tolist()}"
-        )
-    return seqused_k.contiguous()
 
 
 def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, PackedBatch]:
@@ -262,8 +244,6 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
         bias = torch.cat([part.flatten(1) for part in parts], 1) if parts else q.new_zeros(1, 0)
     if not bias.is_floating_point():
         raise TypeError(f"attention_packed: bias must be a float tensor (H, pairs), got {bias.dtype}")
-    if bias.device != q.device:
-        raise ValueError(f"attention_packed: q is on {q.device} but the bias on {bias.device}")
     starts = F.pad((queries * keys).cumsum(0), (1, 0))
     pairs = int(starts[-1]) if can_read_values(starts) else bias.shape[-1]
     if bias.dim() != 2 or not broadcasts(bias.shape[0], H) or bias.shape[1] != pairs:
@@ -274,38 +254,20 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
     return bias.contiguous(), replace(sequences, bias_starts=starts)
 
 
-def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> Any:
-    """Return the length of the longest sequence; raise unless the sequences cover the tokens (checked on a CPU
-    only)."""
+def _longest(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> Any:
+    """Length of the longest sequence: as given, or read from the boundaries, which the op checks."""
     full = f"cu_seqlens_{name}"
-    if longest is not None:
-        check_int("attention_packed", f"max_seqlen_{name}", longest)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-        what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"attention_packed: {full} must be an int32 tensor (sequences + 1,), got {what}")
+        raise TypeError(f"attention_packed: {full} must be an int32 tensor (sequences + 1,), got {kind_of(cu_seqlens)}")
+    if cu_seqlens.device != tokens.device:
+        raise ValueError(f"attention_packed: {full} must be on {tokens.device}, got {cu_seqlens.device}")
+    if longest is not None:
+        check_int("attention_packed", f"max_{name}", longest)
+        return longest
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"attention_packed: {full} must be (sequences + 1,), got shape {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.device != tokens.device:
-        raise ValueError(f"attention_packed: {name} is on {tokens.device} but {full} on {cu_seqlens.device}")
-    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
-        if longest is not None:
-            return longest
-        # ONNX has no diff. The first number is 0, the longest of no sequences.
-        return int((cu_seqlens - torch.cat((cu_seqlens[:1], cu_seqlens[:-1]))).amax())
-    starts = cu_seqlens.tolist()
-    # Reading a few numbers in Python is cheaper than a reduction.
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
-    if starts[0] != 0 or starts[-1] != tokens.shape[0] or min(lengths, default=0) < 0:
-        raise ValueError(
-            f"attention_packed: {full} must rise from 0 to {tokens.shape[0]}, the tokens of {name} "
-            f"{tuple(tokens.shape)}, got {starts if len(starts) <= 16 else [*starts[:8], '...', *starts[-8:]]}"
-        )
-    needed = max(lengths, default=0)
-    if longest is not None and longest < needed:
-        raise ValueError(
-            f"attention_packed: max_seqlen_{name} is {longest}, but a sequence of {name} has {needed} tokens"
-        )
-    return needed
+    # ONNX has no diff. The first number is 0, the longest of no sequences.
+    return int((cu_seqlens - torch.cat((cu_seqlens[:1], cu_seqlens[:-1]))).amax())
 
 
 def _cases(draw: Draw) -> Iterator[Case]:
@@ -315,4 +277,4 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield Case("attention_packed", "look-ahead, dropout 0.1", inputs, packed)
 
 
-register(Op("attention_packed", "attention", "triton", (_plain_attention.attention_packed,), _cases))
+register(Op("attention_packed", "attention", "triton", (), _cases))

@@ -68,9 +68,11 @@ def embed(
         options = {"scale": scale, "offset": offset, "padding_idx": padding_idx, "dropout_p": dropout_p}
         return embed(ids.unsqueeze(0), weight, table, **options).squeeze(0)  # type: ignore[arg-type]
     seed = seeds.draw_seed(weight.device) if dropout_p != 0.0 and isinstance(weight, Tensor) else None
-    offset, offsets = (0, offset) if isinstance(offset, Tensor) else (offset, None)
-    if isinstance(padding_idx, int) and isinstance(weight, Tensor) and -weight.shape[0] <= padding_idx < 0:
-        padding_idx += weight.shape[0]
+    offsets = None
+    if isinstance(offset, Tensor):
+        offset, offsets = 0, offset
+    if isinstance(padding_idx, int) and padding_idx < 0 and isinstance(weight, Tensor):
+        padding_idx += weight.shape[0] if -weight.shape[0] <= padding_idx else 0
     if door := eager.native():
         result = door.embed(False, ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, True)
         if result is not None:
@@ -120,7 +122,9 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     if table is None:
         raise TypeError("add_positional: table must be a tensor, got NoneType")
     seed = seeds.draw_seed(x.device) if dropout_p != 0.0 and isinstance(x, Tensor) else None
-    offset, offsets = (0, offset) if isinstance(offset, Tensor) else (offset, None)
+    offsets = None
+    if isinstance(offset, Tensor):
+        offset, offsets = 0, offset
     if door := eager.native():
         result = door.add_positional(False, x, table, offset, offsets, dropout_p, seed)
         if result is not None:

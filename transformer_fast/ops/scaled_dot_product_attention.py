@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import backends
 from ..tensors import takes_fused_ops
 from . import eager
-from .attention import attention
+from .attention import NO_FURTHER_PARTS, attention
 from .attention_call import MAX_TRITON_HEAD_DIM
 from .token_mask import CALL, call_on_tokens
 
@@ -119,10 +119,10 @@ def _eager_result(
 
     None for any other call, and for calls with dropout, because a retry by another path would draw a second seed.
     """
-    extension, by_triton, _ = eager.fast_path("attention", q)
-    if extension is None or dropout_p != 0.0 or CALL.get() is not None:
+    door, by_triton, _ = eager.fast_path("attention", q)
+    if door is None or dropout_p != 0.0 or CALL.get() is not None:
         return None
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
+    if not isinstance(q, Tensor) or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
         return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (q.shape[1] != k.shape[1] and not enable_gqa):
         return None
@@ -139,8 +139,11 @@ def _eager_result(
             key_keep = given
         else:
             keep = given
-    parts = keep, key_keep, None, bias, 0 if is_causal else None, None
-    return extension.attention(by_triton, q, k, v, *parts, scale, 0.0, None, "zero")
+    parts = keep, key_keep, None, bias, *NO_FURTHER_PARTS, 0 if is_causal else None, None, None
+    try:
+        return door.attention(by_triton, q, k, v, *parts, scale, 0.0, None, True)
+    except (TypeError, ValueError):  # by another path, or by torch's function, which raises its own error
+        return None
 
 
 def _is_supported(
