@@ -1,5 +1,5 @@
 // The Python module transformer_fast._C. Loading it registers all ops in torch.ops.transformer_fast. The module's
-// Python functions are the eager fast paths of the ops (ops/eager_call.h) and decoding (ops/decoder_session.cpp).
+// Python functions are the doors of the ops (ops/op.h) and decoding (inference/decoder_session.cpp).
 //
 // Each op is in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/triton. The
 // kernels of cpu/ are separate libraries, one per instruction set; load_kernels() loads one of them.

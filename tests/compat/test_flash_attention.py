@@ -115,7 +115,7 @@ Q = torch.randn(2, 3, 4, 8)
     [
         (lambda: flash_attn_func(Q[0], Q, Q), ValueError, r"q must be \(B, Lq, H, D\), got shape \(3, 4, 8\)"),
         (lambda: flash_attn_func([1], Q, Q), TypeError, "q must be a tensor"),
-        (lambda: flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "heads of q must be a multiple"),
+        (lambda: flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "heads that are a multiple of those of k"),
         (lambda: flash_attn_func(Q, Q, Q, window_size=(-2, 0)), ValueError, "at least 0, or -1 for none"),
         (lambda: flash_attn_func(Q, Q, Q, window_size=3), ValueError, r"must be \(left, right\), got 3"),
         (lambda: flash_attn_func(Q, Q, Q, window_size=(1.0, 0)), TypeError, "two ints"),

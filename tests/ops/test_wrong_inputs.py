@@ -1,7 +1,7 @@
 """Wrong inputs: one clear error names what was wrong and what was expected.
 
 The wrong inputs of packed attention, decoding and the dialects stand in their own files, those of files and runs in
-tests/translation/test_wrong_files.py.
+tests/translation.
 """
 
 from __future__ import annotations

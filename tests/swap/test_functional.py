@@ -352,3 +352,12 @@ def test_a_module_of_an_abstract_class() -> None:
         torch.testing.assert_close(each(x), expected)
     report.undo()
     assert type(model) is OfAbstract
+
+
+def test_a_model_without_parameters_is_explained() -> None:
+    class Own(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q)
+
+    report = tfast.accelerate(Own(), functional=True)
+    assert "scaled_dot_product_attention in 1 of 1 calls" in report.explain(torch.randn(1, 2, 3, 8))

@@ -102,7 +102,7 @@ def accelerate(
         keep_weights: in evaluation without gradients, multiply with copies of the weights in the layout that the
             product reads fastest, instead of rearranging the weights in each call, on a CPU, in float32 and bfloat16.
             The copies are made by the first call and take the memory of the weights once more, in float32 once again
-            if calls have both few rows and many. A weight that is written to gets a new copy; see docs/accelerate.md.
+            if calls have both few rows and many. A weight that is written to gets a new copy; see docs/int8.md.
         functional: run the ``forward`` of each module that keeps its own code in a block of
             ``transformer_fast.functional()``: torch's functions that this code calls are ours.
         quantize: "int8", or an ``accelerate.Int8(...)`` with options: linear layers have int8 weights, in evaluation

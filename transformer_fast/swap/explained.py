@@ -39,7 +39,7 @@ def explained(model: nn.Module, batch: Any) -> str:
         model: model after ``accelerate(model, packed=True)``.
         batch: see :func:`~transformer_fast.huggingface.arguments_of`.
     """
-    parameter = next(model.parameters())
+    parameter = next(model.parameters(), torch.zeros(()))
     args, named = huggingface.arguments_of(model, batch)
     with torch.no_grad(), recorded() as passes, counted_calls() as calls, _Kernels() as kernels:
         model(*args, **named)

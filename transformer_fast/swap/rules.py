@@ -1,6 +1,6 @@
 """The table of swaps of ``torch.nn``: the class that each module gets, and the reason to leave it.
 
-Hand-written modules are recognised by their names: see ../swap/forms.py.
+Hand-written modules are recognised by their names: see forms.py.
 """
 
 from __future__ import annotations
