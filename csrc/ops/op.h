@@ -28,7 +28,9 @@ namespace eager {
 // The arguments of one call of a door.
 class Given {
  public:
-  explicit Given(bool any_device) : any_device_(any_device), gives_way_(has_active_modes()) {}
+  // `without_values`: true to allow tensors on the meta device, where nothing is computed.
+  explicit Given(bool any_device, bool without_values = false)
+      : any_device_(any_device), without_values_(without_values), gives_way_(has_active_modes()) {}
 
   bool gives_way() const { return gives_way_; }
   void give_way() { gives_way_ = true; }
@@ -47,22 +49,23 @@ class Given {
 
   const Tensor& tensor(size_t place, PyObject* argument) {
     static const Tensor missing;
-    if (!THPVariable_CheckExact(argument)) return other(place, argument, "a tensor", /*of_tensor=*/true), missing;
+    if (!THPVariable_CheckExact(argument)) return other(place, argument, "a tensor", Stands::kNothing, true), missing;
     const Tensor& tensor = THPVariable_Unpack(argument);
-    if (!is_plain(tensor, any_device_) || has_tangent(tensor)) gives_way_ = true;
+    const bool plain = is_plain(tensor, any_device_) || (without_values_ && tensor.is_meta());
+    if (!plain || has_tangent(tensor)) gives_way_ = true;
     return tensor;
   }
 
   double number(size_t place, PyObject* argument) {
     if (PyFloat_Check(argument)) return PyFloat_AS_DOUBLE(argument);
-    if (!PyLong_CheckExact(argument)) return other(place, argument, "a number"), 0;
+    if (!PyLong_CheckExact(argument)) return other(place, argument, "a number", Stands::kNumbers), 0;
     const double value = PyLong_AsDouble(argument);
     if (value == -1 && PyErr_Occurred()) throw python_error();
     return value;
   }
 
   int64_t integer(size_t place, PyObject* argument) {
-    if (!PyLong_Check(argument) || PyBool_Check(argument)) return other(place, argument, "an int"), 0;
+    if (!PyLong_Check(argument) || PyBool_Check(argument)) return other(place, argument, "an int", Stands::kInts), 0;
     int overflow = 0;
     const int64_t value = PyLong_AsLongLongAndOverflow(argument, &overflow);
     if (overflow != 0) set_wrong(place, argument, "an int of 64 bits");
@@ -96,19 +99,26 @@ class Given {
     if (!wrong_) place_ = place, wrong_ = argument, expected_ = expected, of_tensor_ = of_tensor;
   }
 
+  // Which numbers of other classes may stand for an argument: those of NumPy, and symbols.
+  enum class Stands { kNothing, kInts, kNumbers };
+
   // An argument of another class: the dispatcher may know what to do with it, or it is wrong.
-  void other(size_t place, PyObject* argument, const char* expected, bool of_tensor = false) {
+  void other(size_t place, PyObject* argument, const char* expected, Stands stands = Stands::kNothing,
+             bool of_tensor = false) {
     const PyNumberMethods* const numbers = Py_TYPE(argument)->tp_as_number;
-    const bool is_number = numbers && (numbers->nb_float || numbers->nb_index) && !PyBool_Check(argument);
-    const bool has_torch_function =
-        PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(argument)), "__torch_function__");
-    if (THPVariable_Check(argument) || has_torch_function || (is_number && !of_tensor))
+    const bool is_int = numbers && numbers->nb_index, is_number = is_int || (numbers && numbers->nb_float);
+    bool known = (stands == Stands::kInts && is_int) || (stands == Stands::kNumbers && is_number);
+    if (THPVariable_Check(argument))
+      known = stands != Stands::kInts || !at::isFloatingType(THPVariable_Unpack(argument).scalar_type());
+    else if (PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(argument)), "__torch_function__"))
+      known = true;
+    if (known && !PyBool_Check(argument))
       gives_way_ = true;
     else
       set_wrong(place, argument, expected, of_tensor);
   }
 
-  bool any_device_, gives_way_, of_tensor_ = false;
+  bool any_device_, without_values_, gives_way_, of_tensor_ = false;
   PyObject* wrong_ = nullptr;  // the first argument of a wrong type
   size_t place_ = 0;
   const char* expected_ = nullptr;
@@ -190,11 +200,12 @@ struct Door;
 template <Name name, auto check, typename Result, typename... Args, Result (*recorded)(bool, Args...),
           DoorOptions options>
 struct Door<name, check, recorded, options> {
+  template <bool checks_alone>
   static PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     try {
       TORCH_CHECK_TYPE(count == sizeof...(Args) + 1, name.text, ": the door takes ", sizeof...(Args) + 1,
                        " arguments, got ", count);
-      return run(arguments[0] == Py_True, arguments + 1, std::index_sequence_for<Args...>());
+      return run<checks_alone>(arguments[0] == Py_True, arguments + 1, std::index_sequence_for<Args...>());
     } catch (py::error_already_set& error) {
       error.restore();
       return nullptr;
@@ -204,12 +215,17 @@ struct Door<name, check, recorded, options> {
     }
   }
 
-  // Adds the door to the Python module. `arguments`: the schema without the name, for messages.
+  // Adds the door to the Python module, and the op's check alone as "<op>_check", for calls that the reference computes.
+  // `arguments`: the schema without the name, for messages.
   static void add(const std::string& arguments) {
     schema() = arguments;
-    static PyMethodDef methods[] = {
-        {name.text, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_FASTCALL, nullptr},
-        {nullptr, nullptr, 0, nullptr}};
+    static const std::string check_name = std::string(name.text) + "_check";
+    const auto method = [](PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+      return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+    };
+    static PyMethodDef methods[] = {{name.text, method(&call<false>), METH_FASTCALL, nullptr},
+                                    {check_name.c_str(), method(&call<true>), METH_FASTCALL, nullptr},
+                                    {nullptr, nullptr, 0, nullptr}};
     fragments().push_back([](py::module_& m) { PyModule_AddFunctions(m.ptr(), methods); });
   }
 
@@ -219,12 +235,17 @@ struct Door<name, check, recorded, options> {
     return text;
   }
 
-  template <size_t... place>
+  template <bool checks_alone, size_t... place>
   static PyObject* run(bool launches, PyObject* const* arguments, std::index_sequence<place...>) {
-    Given given(/*any_device=*/launches);
+    Given given(/*any_device=*/launches || checks_alone, /*without_values=*/checks_alone);
     // Braces convert in the order of the arguments.
     const std::tuple<Kept<Args>...> kept{read<Args>(given, place, arguments[place])...};
     if (given.gives_way()) Py_RETURN_NONE;
+    if constexpr (checks_alone) {
+      given.check(name.text, schema());
+      check(std::get<place>(kept)...);
+      Py_RETURN_NONE;
+    }
     std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
     if constexpr (options.casts > 0) {
       const c10::DeviceType device = std::get<0>(kept).defined() ? std::get<0>(kept).device().type() : at::kCPU;

@@ -142,17 +142,19 @@ PACKED = {
 """The same of attention_packed."""
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", DECODE)
-def test_decode(name):
+def test_decode(name, backend):
     arguments, more, error, says = DECODE[name]
-    with pytest.raises(error, match=says):
+    with tfast.backend(backend), pytest.raises(error, match=says):
         tfast.attention_decode(*arguments, **more)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", PACKED)
-def test_packed(name):
+def test_packed(name, backend):
     arguments, more, error, says = PACKED[name]
-    with pytest.raises(error, match=says):
+    with tfast.backend(backend), pytest.raises(error, match=says):
         tfast.attention_packed(*arguments, **more)
 
 
@@ -249,8 +251,25 @@ PARTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("case", PARTS)
-def test_parts_of_a_mask(case):
+def test_parts_of_a_mask(case, backend):
     call, error, message = PARTS[case]
-    with pytest.raises(error, match=re.escape(message)):
+    with tfast.backend(backend), pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_a_generous_max_seqlen_costs_no_memory():
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    rows, slopes = torch.randn(2, 1, 4), tfast.AttentionMask.alibi(torch.ones(1))
+    for mask in (None, slopes):
+        expected = tfast.attention_packed(rows, rows, rows, starts, starts, mask=mask)
+        for backend in ("auto", "reference"):
+            with tfast.backend(backend):
+                longest = {"max_seqlen_q": 2**31, "max_seqlen_k": 2**31}
+                out = tfast.attention_packed(rows, rows, rows, starts, starts, mask=mask, **longest)
+            torch.testing.assert_close(out, expected)
+    with pytest.raises(TypeError, match="max_seqlen_q must be an int"):
+        tfast.attention_packed(rows, rows, rows, starts, starts, max_seqlen_q=6.0)
+    with pytest.raises(ValueError, match="q must be"):
+        tfast.attention(torch.tensor(1.0), rows, rows)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..masks import packing_of
 from ..masks.checks import check_dense, kind_of
+from ..ops.argument_types import check_int
 
 _FLAGS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -60,8 +61,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         (B, L, ...), with zeros at the places that no index names.
 
     Raises:
-        TypeError: for anything but tensors, and for indices of another dtype.
-        ValueError: for indices that are not (T,).
+        TypeError: for anything but tensors and ints, and for indices of another dtype.
+        ValueError: for indices that are not (T,), and for a negative size.
         IndexError: for an index outside of the batch; torch's own error.
     """
     for name, t in (("hidden_states", hidden_states), ("indices", indices)):
@@ -74,6 +75,10 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
             f"pad_input: indices must be (T,), one for each of hidden_states (T, ...), got shapes "
             f"{tuple(indices.shape)} and {tuple(hidden_states.shape)}"
         )
+    for name, size in (("batch", batch), ("seqlen", seqlen)):
+        check_int("pad_input", name, size)
+        if size < 0:
+            raise ValueError(f"pad_input: {name} must be at least 0, got {size}")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, reference
+from .. import backends, extension, reference
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask
 from ..masks.checks import check_dense
 from . import seeds
 from .argument_types import check_flag
 from .attention_checks import scale_of, special_arguments
+from .eager import check
 from .registry import implementation
 
 MAX_TRITON_HEAD_DIM = 256
@@ -89,6 +90,7 @@ class Call:
     def results(self, params: AttentionParams) -> Any:
         """Return the output; or a tuple of it, the weights if asked for, and the logsumexp if asked for."""
         if self.backend == "reference":
+            _check_by_op(self.q, self.k, self.v, params)
             out, weights, logsumexp = by_reference(self.q, self.k, self.v, params, self.return_weights)
         else:
             out, weights, logsumexp = self._by_op(params)
@@ -107,6 +109,16 @@ class Call:
             compute = implementation("attention_weights", self.backend)
             weights = compute(q, k, **of_weights.keywords())
         return out, weights, logsumexp
+
+
+def _check_by_op(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> None:
+    """Raise for a wrong call, by the op's own check."""
+    if not extension.load():
+        return
+    op = "attention" if params.cached is None else "attention_decode"
+    keywords = params.keywords()
+    schema = implementation(op, "native")._schema.arguments[3:]  # type: ignore[attr-defined]
+    check(op, q, k, v, *(keywords.get(argument.name, argument.default_value) for argument in schema))
 
 
 def check_head_dim(op: str, backend: str, q: Tensor, v: Tensor) -> None:

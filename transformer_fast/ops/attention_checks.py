@@ -34,7 +34,9 @@ def dropout_number(op: str, given: Any) -> float:
 
 def scale_of(q: Tensor, given: float | None) -> float:
     """Factor of the scores: the given scale, or 1 / sqrt(head_dim)."""
-    return 1.0 / math.sqrt(q.shape[-1]) if given is None else given
+    if given is not None or q.dim() == 0 or q.shape[-1] == 0:  # the op refuses such queries
+        return 1.0 if given is None else given
+    return 1.0 / math.sqrt(q.shape[-1])
 
 
 def gives_zero(op: str, empty_rows: str) -> bool:

@@ -108,6 +108,8 @@ def attention_decode(
     """
     if unknown:
         raise unknown_names(attention_decode, unknown)
+    if not isinstance(q, Tensor):
+        raise TypeError(f"attention_decode: q must be a tensor, got {type(q).__name__}")
     if scale is not None and type(scale) is not float:
         scale = as_number("attention_decode", "scale", scale)
     mask = mask_by_position("attention_decode", mask, causal)

@@ -150,6 +150,8 @@ def attention_packed(
     """
     if unknown:
         raise unknown_names(attention_packed, unknown)
+    if not isinstance(q, Tensor):
+        raise TypeError(f"attention_packed: q must be a tensor, got {type(q).__name__}")
     if type(dropout_p) is not float:
         dropout_p = dropout_number("attention_packed", dropout_p)
     if scale is not None and type(scale) is not float:
@@ -257,17 +259,21 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
 def _longest(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> Any:
     """Length of the longest sequence: as given, or read from the boundaries, which the op checks."""
     full = f"cu_seqlens_{name}"
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"attention_packed: {full} must be an int32 tensor (sequences + 1,), got {kind_of(cu_seqlens)}")
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"attention_packed: {full} must be a tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"attention_packed: {full} must be a tensor of int32, got {cu_seqlens.dtype}")
     if cu_seqlens.device != tokens.device:
         raise ValueError(f"attention_packed: {full} must be on {tokens.device}, got {cu_seqlens.device}")
     if longest is not None:
-        check_int("attention_packed", f"max_{name}", longest)
-        return longest
+        check_int("attention_packed", f"max_seqlen_{name}", longest)
+        if not can_read_values(cu_seqlens):
+            return longest
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(f"attention_packed: {full} must be (sequences + 1,), got shape {tuple(cu_seqlens.shape)}")
+        raise ValueError(f"attention_packed: {full} must be (sequences + 1,), got shape {list(cu_seqlens.shape)}")
     # ONNX has no diff. The first number is 0, the longest of no sequences.
-    return int((cu_seqlens - torch.cat((cu_seqlens[:1], cu_seqlens[:-1]))).amax())
+    found = int((cu_seqlens - torch.cat((cu_seqlens[:1], cu_seqlens[:-1]))).amax())
+    return found if longest is None else min(found, longest)  # the op refuses one that is too small
 
 
 def _cases(draw: Draw) -> Iterator[Case]:

@@ -90,10 +90,11 @@ def linear_cross_entropy(
         raise ValueError(f'linear_cross_entropy: reduction must be "none", "mean" or "sum", got {reduction!r}')
     probabilities = isinstance(target, Tensor) and target.is_floating_point()
     by_class = class_weight is None and not probabilities and reduction != "none"
-    if by_class and (door := eager.native()):
+    if by_class:
         options = label_smoothing, ignore_index, reduction == "mean", NO_GRADIENTS, CHUNK_ELEMENTS["cpu"]
-        loss = door.linear_cross_entropy(False, x, weight, bias, target, *options)
-        if loss is not None:
+        if not (door := eager.native()):
+            eager.check("linear_cross_entropy", x, weight, bias, target, *options)
+        elif (loss := door.linear_cross_entropy(False, x, weight, bias, target, *options)) is not None:
             return loss.to(x.dtype if dtype is None else dtype)
     autocast = eager.autocast_enabled(x)
     if not by_class:

@@ -42,6 +42,8 @@ def dropout(
         result = door.dropout(by_triton, x, bias, residual, relu, p, seed)
         if result is not None:
             return result
+    else:
+        eager.check("dropout", x, bias, residual, relu, p, seed)
     if p == 0.0 and bias is None and residual is None and not relu:
         return x
     seed = seeds.on_device_of(rows, seed)

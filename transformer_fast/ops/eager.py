@@ -54,6 +54,20 @@ def fast_path(
     return taken, by_triton, seeds.draw_launch_seed(x.device) if dropout_p != 0.0 else None
 
 
+def check(op: str, *arguments: Any) -> None:
+    """Raise for a wrong call of an op that the reference will compute, by the op's own check.
+
+    Calls that a graph, a mode or a transform observes are not checked. Without the extension nothing is: the
+    reference's own errors are all there are.
+
+    Args:
+        op: its name.
+        arguments: those of its schema, all of them, by position.
+    """
+    if not torch.compiler.is_compiling() and (module := extension.module()) is not None:
+        getattr(module, f"{op}_check")(False, *arguments)
+
+
 @functools.cache
 def _runs_on_triton(asked: str, function: str, device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in _TRITON_TYPES or not (device.type == "cuda" or asked == "triton"):

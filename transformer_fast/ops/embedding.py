@@ -77,6 +77,8 @@ def embed(
         result = door.embed(False, ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, True)
         if result is not None:
             return result
+    else:
+        eager.check("embed", ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, True)
     refuse_torchscript("embed")
     backend = backends.resolve("embed", weight.device, weight.dtype)
     if backend == "reference":
@@ -129,6 +131,8 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
         result = door.add_positional(False, x, table, offset, offsets, dropout_p, seed)
         if result is not None:
             return result
+    else:
+        eager.check("add_positional", x, table, offset, offsets, dropout_p, seed)
     refuse_torchscript("add_positional")
     if dropout_p == 0.0 and offsets is None and _is_one_sum(x, table, offset):
         return (x + table[offset : offset + x.shape[-2]]).contiguous()

@@ -113,6 +113,8 @@ def layer_norm(
             raise
         if result is not None:
             return result
+    else:
+        eager.check("layer_norm", x, residual, weight, bias, eps, kind, dropout_p, seed)
     seed = seeds.on_device_of(rows, seed)
     backend = backends.resolve("layer_norm", rows.device, rows.dtype)
     if backend == "reference":

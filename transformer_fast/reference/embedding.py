@@ -54,7 +54,7 @@ def add_positional(
 ) -> Tensor:
     """``dropout(x + table[offset : offset + L])`` for x (..., L, d), in x's dtype."""
     if isinstance(offset, Tensor):
-        encoding = table[offset.unsqueeze(-1) + torch.arange(x.shape[-2], device=x.device)]
+        encoding = F.embedding(offset.unsqueeze(-1) + torch.arange(x.shape[-2], device=x.device), table)
     else:
         encoding = table[offset : offset + x.shape[-2]]
     encoded = x + encoding
