@@ -36,10 +36,12 @@ def host_source() -> str:
     text, launches = LAUNCH.subn(r"cuda_on_cpu::launch(\1, \2, ", text)
     assert launches == text.count("C10_CUDA_KERNEL_LAUNCH_CHECK()"), "a launch was not recognised, or is not checked"
     ops = (ROOT / "csrc/ops/embedding.cpp").read_text()
-    schemas = re.findall(r"^constexpr const char\* k\w+ =.*?;\n", ops, re.DOTALL | re.MULTILINE)
-    schemas += re.findall(r"TORCH_LIBRARY_FRAGMENT.*?\n}\n", ops, re.DOTALL)
-    assert len(schemas) == 5, "four schemas and their definition"
-    text = text.replace('#include "rows.cuh"', '#include "cuda/rows.cuh"') + "".join(schemas)
+    defined = re.findall(r'define_(?:op|backward)<"(\w+)"[^"]*\(\s*m,\s*((?:"[^"]*"\s*)+)\)', ops)
+    schemas = [f'm.def("{name}" {arguments});' for name, arguments in defined]
+    schemas += re.findall(r'm\.def\("[^"]*"\);', ops)
+    assert len(schemas) == 4, "the schemas of embed, its backward, add_positional and the table"
+    fragment = f"TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {{ {' '.join(schemas)} }}\n"
+    text = text.replace('#include "rows.cuh"', '#include "cuda/rows.cuh"') + fragment
     text = text.replace("(transformer_fast, CUDA, m)", f"({LIBRARY}, CPU, m)")
     philox = """
 extern "C" __attribute__((visibility("default"))) void philox_words(
