@@ -71,7 +71,7 @@ WRONG = {
     "a (B, L) mask": (lambda: ATTEND(ROWS, ROWS, ROWS, IDS > 0), ValueError, r"\(3, 6\).*mask\[:, None, None\]"),
     "a float mask": (lambda: ATTEND(ROWS, ROWS, ROWS, PADDING.float()), TypeError, "two ways.*bias=.*blocked.*kept"),
     "no tensor": (lambda: ATTEND(ROWS, ROWS, ROWS, [1, 0]), TypeError, "got list"),
-    "a mask of another length": (lambda: ATTEND(ROWS, MEMORY, MEMORY, PADDING), ValueError, "does not broadcast"),
+    "a mask of another length": (lambda: ATTEND(ROWS, MEMORY, MEMORY, PADDING), ValueError, "must be broadcastable"),
     "heads do not divide": (lambda: bert.MultiHeadedAttention(5, 16), ValueError, "16 and 5 heads"),
     "dropout is a number": (lambda: bert.Attention()(Q, K, V, None, 0.1), TypeError, "nn.Module or None, got float"),
     "axes differ": (lambda: bert.Attention()(Q, K[0], V), ValueError, r"\(3, 2, 6, 4\), \(2, 5, 4\)"),

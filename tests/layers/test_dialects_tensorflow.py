@@ -130,7 +130,7 @@ WRONG = {
         ValueError,
         r"\(3, 1, 4, 4\) does not fit scores of 3",
     ),
-    "order k, q, v": (lambda: ATTEND(X, MEMORY, X, TF_PADDING), ValueError, "k and v"),
+    "order k, q, v": (lambda: ATTEND(X, MEMORY, X, TF_PADDING), ValueError, "v must be of shape"),
     "heads do not divide": (lambda: tf.MultiHeadAttention(16, 3), ValueError, "16 and 3 heads"),
     "five axes": (lambda: tf.scaled_dot_product_attention(*[x(1, 1, 2, 2, 2)] * 3, None), ValueError, "2, 2, 2"),
 }

@@ -51,10 +51,10 @@ def constants(path: Path) -> Iterator[tuple[str, int]]:
 
 def found() -> Iterator[tuple[str, int]]:
     """Return the names of the numbers in the code of ops, with their values there."""
-    for path in sorted(p for folder in ("cpu", "ops") for p in (ROOT / "csrc" / folder).rglob("*.*")):
+    for path in sorted(p for folder in ("cpu", "inference", "ops") for p in (ROOT / "csrc" / folder).rglob("*.*")):
         for name, value in constants(path):
             yield f"{path.relative_to(ROOT)}:{name}", value
-    for folder in ("generation", "huggingface", "layers", "ops", "swap", "."):
+    for folder in ("generation", "huggingface", "inference", "layers", "ops", "swap", "."):
         for path in sorted((ROOT / "transformer_fast" / folder).glob("*.py")):
             assigned = [node.targets[0] for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
             names = [target.id for target in assigned if isinstance(target, ast.Name) and target.id.isupper()]
@@ -266,7 +266,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "csrc/cpu/attention/attention_params.h:kKeyStep": keys,
     "csrc/cpu/attention/few_queries.h:kRowKeys": keys,
     "csrc/cpu/attention/tile.h:kEnoughTasks": lambda n: attend(B=n, H=1),
-    "csrc/ops/attention_checks.h:kLargestHeadDim": head_dim,
+    "csrc/ops/attention_op_checks.cpp:kLargestHeadDim": head_dim,
     "transformer_fast/ops/attention_call.py:MAX_TRITON_HEAD_DIM": head_dim,
     # norm; rows of 256 floats are a kibibyte
     "csrc/cpu/norm/backward.cpp:kCached": lambda n: norm(scaled(n, 1024), 256),
@@ -327,6 +327,7 @@ OTHERS: dict[str, str] = {
     "csrc/ops/attention.h:kTensors": "a number of arguments",
     "csrc/ops/embedding_cpu.cpp:kPage": "the size of a page",
     "csrc/ops/linear.cpp:kSaved": "a number of tensors",
+    "csrc/ops/op.h:kAllOfIt": "a mark for all arguments",
     "csrc/inference/generation.cpp:kMost": "the largest number that an argument may be",
     "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
     "csrc/inference/weight_stamp.cpp:kBlock": "values that are read side by side",

@@ -26,7 +26,9 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).split(".")[1]
         if func.namespace == "transformer_fast":
-            self.calls[name] += 1
+            given = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
+            packed = name == "attention" and given.get("cu_seqlens_q") is not None
+            self.calls["attention_packed" if packed else name] += 1
         elif name.startswith("_scaled_dot_product"):
             self.calls["torch's own attention"] += 1
         return func(*args, **(kwargs or {}))
