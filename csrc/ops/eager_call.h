@@ -74,8 +74,7 @@ inline bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*
 // Reads the arguments of a call one by one. After the last argument, ok() returns true if all arguments were valid.
 class Arguments {
  public:
-  // `any_device`: true to allow GPU tensors, for calls of Python launchers.
-  explicit Arguments(bool any_device = false) : ok_(!has_active_modes()), any_device_(any_device) {}
+  Arguments() : ok_(!has_active_modes()) {}
 
   bool ok() const { return ok_; }
   void require(bool condition) { ok_ = ok_ && condition; }
@@ -83,7 +82,7 @@ class Arguments {
   Tensor tensor(py::handle argument) {
     if (!ok_ || !THPVariable_CheckExact(argument.ptr())) return refused();
     const Tensor& tensor = THPVariable_Unpack(argument.ptr());
-    return is_plain(tensor, any_device_) && !has_tangent(tensor) ? tensor : refused();
+    return is_plain(tensor) && !has_tangent(tensor) ? tensor : refused();
   }
 
   // float64, float32, float16 or bfloat16.
@@ -125,7 +124,7 @@ class Arguments {
     return T();
   }
 
-  bool ok_, any_device_;
+  bool ok_;
 };
 
 inline bool requires_grad(const Tensor& tensor) { return tensor.requires_grad(); }

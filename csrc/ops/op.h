@@ -33,7 +33,6 @@ class Given {
       : any_device_(any_device), without_values_(without_values), gives_way_(has_active_modes()) {}
 
   bool gives_way() const { return gives_way_; }
-  void give_way() { gives_way_ = true; }
 
   // Raises TypeError if an argument is of a wrong Python type: "<op>: <name> must be <expected>, got <value>".
   // `arguments`: the op's schema.

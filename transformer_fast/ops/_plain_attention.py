@@ -4,7 +4,6 @@ queries and keys and of weights and values."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from .. import reference
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks.definition import visible
 from ..tracing import refuse_dropout
+from .attention_checks import scale_of
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -42,16 +42,14 @@ def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
-    scale = 1.0 / math.sqrt(q.shape[-1]) if options.get("scale") is None else options["scale"]
-    options |= {"lengths": lengths, "page_table": page_table, "contained": False, "scale": scale}
+    options |= {"lengths": lengths, "page_table": page_table, "contained": False}
+    options["scale"] = scale_of(q, options.get("scale"))
     return reference.attention.attention_decode(q, k_cache, v_cache, **options)
 
 
 def _params(q: Tensor, options: dict[str, Any]) -> AttentionParams:
     """Arguments of the op as one value."""
-    if options.get("scale") is None:
-        options |= {"scale": 1.0 / math.sqrt(q.shape[-1])}
-    return AttentionParams.from_keywords(**options)
+    return AttentionParams.from_keywords(**options | {"scale": scale_of(q, options.get("scale"))})
 
 
 def _attention_packed(

@@ -43,13 +43,13 @@ def fast_path(
         the call's dropout, None without dropout.
     """
     if not isinstance(x, Tensor):  # the door says what was expected
-        asks = torch.compiler.is_compiling() or backends.current() == "reference"
-        return None if asks else extension.module(), False, None
+        declines = torch.compiler.is_compiling() or backends.current() == "reference"
+        return None if declines else extension.module(), False, None
     taken, by_triton = None, False
     if plain and not torch.compiler.is_compiling():
-        asked = backends.current()
-        by_triton = not (x.is_cpu and asked != "triton") and _runs_on_triton(asked, function, x.device, x.dtype)
-        if by_triton or asked in ("auto", "native"):
+        requested = backends.current()
+        by_triton = not (x.is_cpu and requested != "triton") and _runs_on_triton(requested, function, x.device, x.dtype)
+        if by_triton or requested in ("auto", "native"):
             taken = extension.module()
     return taken, by_triton, seeds.draw_launch_seed(x.device) if dropout_p != 0.0 else None
 
@@ -69,8 +69,8 @@ def check(op: str, *arguments: Any) -> None:
 
 
 @functools.cache
-def _runs_on_triton(asked: str, function: str, device: torch.device, dtype: torch.dtype) -> bool:
-    if dtype not in _TRITON_TYPES or not (device.type == "cuda" or asked == "triton"):
+def _runs_on_triton(requested: str, function: str, device: torch.device, dtype: torch.dtype) -> bool:
+    if dtype not in _TRITON_TYPES or not (device.type == "cuda" or requested == "triton"):
         return False
     return backends.resolve(function, device, dtype) == "triton"
 
