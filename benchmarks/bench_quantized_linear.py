@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_fast.inference.prepacked import PrepackedLinear, QuantizedLinear
+from transformer_fast.inference.prepacked import PrepackedLinear
 from transformer_fast.ops.weight_layout import WeightLayout
 from transformer_fast.reference.quantized_linear import quantize_rows
 
@@ -43,7 +43,7 @@ def test_int8_linear(versus, device, shape):
         return torch._int_mm(q, weight) * (of_row[:, None] * scale) + linear.bias
 
     sides = {
-        "ours": QuantizedLinear([linear], rows, WeightLayout("int8")),
+        "ours": PrepackedLinear([linear], rows, WeightLayout("int8")),
         "oneDNN int8": int8_product,
         "ours fp32": PrepackedLinear([linear], rows),
         "F.linear": lambda x: F.linear(x, linear.weight, linear.bias),

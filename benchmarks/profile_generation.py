@@ -27,7 +27,7 @@ import records
 import torch
 from bench_generation import BEAM, SIZES, VOCAB, Case, close, make_side, sources, ways
 
-from transformer_fast.inference.prepacked import QuantizedLinear
+from transformer_fast.inference.prepacked import PrepackedLinear
 from transformer_fast.ops import linear
 from transformer_fast.ops.weight_layout import WeightLayout
 
@@ -89,7 +89,7 @@ def measured_limits(rounds: int = 5) -> Limits:
     # As much as the weights of a base model's decoder in fp32: they may lie in a cache that several cores share.
     far = torch.randn(28 * 2**20)
     x, layer = torch.randn(1024, 2048), torch.nn.Linear(2048, 2048).requires_grad_(False)
-    int8 = QuantizedLinear([layer], len(x), WeightLayout("int8"))
+    int8 = PrepackedLinear([layer], len(x), WeightLayout("int8"))
     operations = 2 * 1024 * 2048 * 2048
     return Limits(
         far.numel() * 4 / least(far.sum, rounds),

@@ -16,7 +16,7 @@ from torch import nn
 from transformer_fast import accelerate, extension
 from transformer_fast.generation import quantization
 from transformer_fast.generation.forms import form_of
-from transformer_fast.inference.prepacked import PrepackedLinear, QuantizedLinear
+from transformer_fast.inference.prepacked import PrepackedLinear
 from transformer_fast.ops.weight_layout import WeightLayout
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
 from transformer_fast.testing import assert_as_exact_as_eager
@@ -39,15 +39,15 @@ def test_every_linear_layer_is_quantised(monkeypatch: pytest.MonkeyPatch) -> Non
     """Layers of the encoder and of the logits are quantised too, in the fused step and by modules."""
     for product in ("layers.linear.product_of", "inference.prepacked.linear"):
         monkeypatch.setattr(f"transformer_fast.{product}", None)
-    packed: list[QuantizedLinear] = []
-    operand = QuantizedLinear.operand
-    monkeypatch.setattr(QuantizedLinear, "operand", lambda self, rows: packed.append(self) or operand(self, rows))
+    packed: list[PrepackedLinear] = []
+    operand = PrepackedLinear.operand
+    monkeypatch.setattr(PrepackedLinear, "operand", lambda self, rows: packed.append(self) or operand(self, rows))
     model = tiny()
     for steps in (contextlib.nullcontext, by_modules):
         packed.clear()
         with steps():
             assert answers(model, batch(), quantize="int8", max_length=3)
-        quantised = {id(weight) for one in packed for weight in one._weights}
+        quantised = {id(weight) for one in packed if one.is_int8 for weight in one._weights}
         assert quantised == {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from transformer_fast.generation.weights import StepFeedForward, concat_linears, prepack
 from transformer_fast.inference import prepacked
-from transformer_fast.inference.prepacked import QuantizedLinear
+from transformer_fast.inference.prepacked import PrepackedLinear
 from transformer_fast.layers import FeedForward
 from transformer_fast.layers.feed_forward import ACTIVATIONS
 from transformer_fast.ops.weight_layout import WeightLayout
@@ -30,7 +30,7 @@ def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 def computed(linear: nn.Linear, x: Tensor, relu: bool = False) -> Tensor:
     with torch.inference_mode():
-        return QuantizedLinear([linear], 1, WeightLayout("int8"), relu=relu)(x)
+        return PrepackedLinear([linear], 1, WeightLayout("int8"), relu=relu)(x)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 11, 12, 13, 25, 400])  # around the rows of a sum, and of a task
@@ -114,7 +114,7 @@ def test_rounding_is_to_even() -> None:
 
 def test_one_row_at_a_time_and_any_number_of_threads() -> None:
     torch.manual_seed(0)
-    step = QuantizedLinear([nn.Linear(130, 70)], 1, WeightLayout("int8"))
+    step = PrepackedLinear([nn.Linear(130, 70)], 1, WeightLayout("int8"))
     x = torch.randn(450, 130)
     for count in (1, 2, 3):
         with on_threads(count):
@@ -141,7 +141,7 @@ def test_several_side_by_side() -> None:
     linears, x = [nn.Linear(50, outputs) for outputs in (40, 3, 70)], torch.randn(9, 50)
     packed = [prepack(linear, 9, WeightLayout("int8")) for linear in linears]
     together = concat_linears(*packed, rows=9)
-    assert isinstance(together, QuantizedLinear)
+    assert isinstance(together, PrepackedLinear) and together.is_int8
     assert torch.equal(together(x), torch.cat([linear(x) for linear in packed], dim=-1))
     mixed = concat_linears(packed[0], prepack(linears[1], 9))  # one is quantised, the other is not
     assert torch.equal(mixed(x)[:, :40], packed[0](x))
@@ -159,14 +159,12 @@ def test_feed_forward() -> None:
     for activation in ("relu", "gelu"):
         module, x = FeedForward(24, 50, 0.3, activation).eval(), torch.randn(3, 1, 24)
         step = prepack(module, 3, WeightLayout("int8"))
-        assert isinstance(step, StepFeedForward) and isinstance(step.linear_2, QuantizedLinear)
+        assert isinstance(step, StepFeedForward) and step.linear_2.is_int8
         inner = ACTIVATIONS[activation](int8_linear(x, module.linear_1.weight, module.linear_1.bias))
         assert torch.equal(step(x), int8_linear(inner, module.linear_2.weight, module.linear_2.bias))
 
 
 def test_sums_that_32_bits_do_not_hold_are_left_in_fp32() -> None:
     with torch.device("meta"):
-        assert isinstance(prepack(nn.Linear(prepacked.INT8_INPUTS, 1), 1, WeightLayout("int8")), QuantizedLinear)
-        assert not isinstance(
-            prepack(nn.Linear(prepacked.INT8_INPUTS + 1, 1), 1, WeightLayout("int8")), QuantizedLinear
-        )
+        assert prepack(nn.Linear(prepacked.INT8_INPUTS, 1), 1, WeightLayout("int8")).is_int8
+        assert not prepack(nn.Linear(prepacked.INT8_INPUTS + 1, 1), 1, WeightLayout("int8")).is_int8

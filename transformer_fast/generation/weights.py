@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..inference.prepacked import PrepackedLinear, prepacked_linear
+from ..inference.prepacked import PrepackedLinear
 from ..layers import DecoderLayer, EncoderLayer, FeedForward, MultiHeadAttention, PositionalEncoder, dropout
 from ..layers.feed_forward import ACTIVATIONS
 from ..layers.hooks import is_plain
@@ -35,8 +35,8 @@ class StepFeedForward:
 
     def __init__(self, module: FeedForward, rows: int, layout: WeightLayout) -> None:
         self.activation = module.activation
-        self.linear_1 = prepacked_linear([module.linear_1], rows, layout, relu=module.activation == "relu")
-        self.linear_2 = prepacked_linear([module.linear_2], rows, layout)
+        self.linear_1 = PrepackedLinear([module.linear_1], rows, layout, relu=module.activation == "relu")
+        self.linear_2 = PrepackedLinear([module.linear_2], rows, layout)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the network: x (..., d_model) -> (..., d_model)."""
@@ -53,7 +53,7 @@ def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> An
     `obstacle`.
     """
     if is_linear(module):
-        return prepacked_linear([module], rows, layout)
+        return PrepackedLinear([module], rows, layout)
     if is_plain(module, FeedForward) and _is_plain_inside(module):
         return StepFeedForward(module, rows, layout)
     children: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def _step_children(module: nn.Module, rows: int, layout: WeightLayout) -> dict[s
             continue
         if is_linear(child):
             children[name] = clone = _shallow_copy(child)
-            clone.__dict__["forward"] = prepacked_linear([child], rows, layout)
+            clone.__dict__["forward"] = PrepackedLinear([child], rows, layout)
         elif is_plain(child) and (inner := _step_children(child, rows, layout)):
             children[name] = clone = _shallow_copy(child)
             clone.__dict__["_modules"] = {**child._modules, **inner}
@@ -111,5 +111,5 @@ def concat_linears(*linears: nn.Module, rows: int = 0) -> Callable[[Tensor], Ten
     plain = [one for linear in steps for one in linear.linears]
     layouts = {step.layout for step in steps}
     if len(plain) == len(linears) and len(layouts) == 1 and len({linear.bias is None for linear in plain}) == 1:
-        return prepacked_linear(plain, rows, layouts.pop())
+        return PrepackedLinear(plain, rows, layouts.pop())
     return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)

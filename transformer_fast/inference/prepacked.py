@@ -101,24 +101,29 @@ class PrepackedLinear:
     oneDNN's blocked layout. PyTorch's product rearranges the weight in every call, which for few rows takes longer than
     the product. All other products are PyTorch's.
 
+    In a layout with int8 weights, the copy is that of `csrc/cpu/linear/quantized_linear.cpp`, for any number of rows;
+    the product computes what `reference.quantized_linear` says. Layers of more than `INT8_INPUTS` inputs stay fp32.
+
     The object is called like a module but is not one: a call of `generate` makes a hundred of them, and an
     `nn.Module` takes ten times as long to make.
 
     Args:
         linears: plain linear layers with the same input, all with a bias or all without.
         rows: largest number of rows; 0 for a single call, which is worth a copy only if the copy is kept.
-        layout: decides if a copy is kept for the next `PrepackedLinear` of these layers.
+        layout: decides if the weights are int8, and if a copy is kept for the next `PrepackedLinear` of these layers.
         relu: apply ReLU to the outputs.
 
     Attributes:
         bias: bias of the outputs, or None.
         outputs: number of outputs.
+        is_int8: True for int8 weights.
     """
 
     def __init__(
         self, linears: Sequence[nn.Linear], rows: int, layout: WeightLayout = AS_IT_IS, *, relu: bool = False
     ) -> None:
         self.linears, self.layout = list(linears), layout
+        self.is_int8 = layout.quantize is not None and linears[0].in_features <= INT8_INPUTS
         self._weights = weights = [linear.weight for linear in linears]
         biases: list[Tensor] = [linear.bias for linear in linears]
         self.bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
@@ -133,18 +138,26 @@ class PrepackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer: x (..., in) -> (..., out)."""
-        weight = self.operand(x.numel() // x.shape[-1]) if x.dtype == torch.float32 else None
+        rows, activation = x.numel() // x.shape[-1], "relu" if self._relu else "none"
+        if self.is_int8:
+            weight = self.operand(rows)
+            return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self.outputs, activation)
+        weight = self.operand(rows) if x.dtype == torch.float32 else None
         if weight is None or torch.is_autocast_enabled("cpu"):
             out = linear(x, self.weight, self.bias)
             return out.relu_() if self._relu else out
         if weight.is_mkldnn:
-            activation = "relu" if self._relu else "none"
             return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, activation, [], "")
         return torch.ops.transformer_fast.step_linear(x, weight, self.bias, self.outputs, self._relu)
 
     def operand(self, rows: int) -> Tensor | None:
-        """Weight in the layout for this number of rows: a dense one for `step_linear`, an mkldnn one for oneDNN;
-        None if PyTorch's product is to be called."""
+        """Weight in the layout for this number of rows: a dense one for `step_linear` or `quantized_linear`, an mkldnn
+        one for oneDNN; None if PyTorch's product is to be called."""
+        if self.is_int8:
+            if self._packed is None:
+                pack = torch.ops.transformer_fast.pack_quantized_weight
+                self._packed = self._in_layout("int8", lambda: pack(self._weights))
+            return self._packed
         if not self._may_copy or not 0 < rows <= COPIED_ROWS:
             return None
         if rows <= self._native_rows:
@@ -173,27 +186,6 @@ class PrepackedLinear:
         return self._concatenated
 
 
-class QuantizedLinear(PrepackedLinear):
-    """A linear layer with int8 weights, or several with the same input side by side, for any number of rows.
-
-    For fp32 on a CPU: `csrc/cpu/linear/quantized_linear.cpp`, which computes what `reference.quantized_linear`
-    says. The weights are quantised when they are first needed.
-    """
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply the layer: x (..., in) -> (..., out)."""
-        weight = self.operand(x.numel() // x.shape[-1])
-        activation = "relu" if self._relu else "none"
-        return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self.outputs, activation)
-
-    def operand(self, rows: int) -> Tensor:
-        """Weights for `quantized_linear`."""
-        if self._packed is None:
-            pack = torch.ops.transformer_fast.pack_quantized_weight
-            self._packed = self._in_layout("int8", lambda: pack(self._weights))
-        return self._packed
-
-
 def native_rows(most: int, inputs: int) -> int:
     """Rows up to which a layer with this number of inputs is multiplied natively, if it gets up to `most` rows.
 
@@ -210,12 +202,3 @@ def _has_onednn() -> bool:
     names = "_linear_pointwise", "_reorder_linear_weight"
     mkldnn = torch.backends.mkldnn
     return bool(mkldnn.enabled) and mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
-
-
-def prepacked_linear(
-    linears: Sequence[nn.Linear], rows: int, layout: WeightLayout, *, relu: bool = False
-) -> PrepackedLinear:
-    """Return the linear layer of a layout; its arguments are those of `PrepackedLinear`."""
-    too_deep = linears[0].in_features > INT8_INPUTS
-    kind = PrepackedLinear if layout.quantize is None or too_deep else QuantizedLinear
-    return kind(linears, rows, layout, relu=relu)
