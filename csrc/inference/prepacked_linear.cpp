@@ -138,30 +138,19 @@ Tensor narrow_linear(const Tensor& x, const Tensor& packed, const OptionalTensor
   return out;
 }
 
-std::vector<Tensor> quantized_linears(const Tensor& x, c10::ArrayRef<QuantizedWeight> weights) {
-  const Tensor input = x.contiguous();
-  const int64_t depth = x.size(-1);
-  auto sizes = x.sizes().vec();
-  std::vector<Tensor> results, biases;
-  std::vector<QuantizedLayer> layers;
-  for (const QuantizedWeight& weight : weights) {
-    sizes.back() = weight.outputs;
-    results.push_back(at::cpu::empty(sizes, x.options()));
-    biases.push_back(weight.bias ? weight.bias->contiguous() : Tensor());
-    layers.push_back({weight.packed.const_data_ptr(), weight.bias ? biases.back().const_data_ptr<float>() : nullptr,
-                      results.back().mutable_data_ptr<float>(), weight.outputs,
-                      activation_of(Checks{"quantized_linear"}, weight.activation)});
-  }
-  const int64_t rows = depth > 0 ? input.numel() / depth : 0;
-  if (rows > 0)
-    kernels().linear.int8.linear(
-        {input.const_data_ptr<float>(), rows, depth, layers.data(), static_cast<int64_t>(layers.size())});
-  return results;
-}
-
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
                         std::string_view activation) {
-  return quantized_linears(x, QuantizedWeight{packed, bias, outputs, activation})[0];
+  const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
+  const int64_t depth = x.size(-1);
+  auto sizes = x.sizes().vec();
+  sizes.back() = outputs;
+  const Tensor out = at::cpu::empty(sizes, x.options());
+  if (out.numel() == 0) return out;
+  const Activation function = activation_of(Checks{"quantized_linear"}, activation);
+  kernels().linear.int8.linear({input.const_data_ptr<float>(), packed.const_data_ptr(),
+                                bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
+                                input.numel() / depth, depth, outputs, function});
+  return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {

@@ -5,7 +5,6 @@
 
 #include <optional>
 #include <string_view>
-#include <vector>
 
 namespace transformer_fast {
 
@@ -25,17 +24,6 @@ at::Tensor pack_narrow_weight(const at::Tensor& weight);
 // Linear layer on x (..., in), bfloat16 -> (..., outputs), with sums in float.
 at::Tensor narrow_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                          int64_t outputs);
-
-// Int8 weights from pack_quantized_weight, for that many outputs. activation: "none", "relu", "gelu" or "gelu_tanh".
-struct QuantizedWeight {
-  at::Tensor packed;
-  std::optional<at::Tensor> bias;
-  int64_t outputs;
-  std::string_view activation = "none";
-};
-
-// Linear layers with int8 weights on one input, which is quantised once: x (..., in), fp32 -> (..., outputs) each.
-std::vector<at::Tensor> quantized_linears(const at::Tensor& x, c10::ArrayRef<QuantizedWeight> weights);
 
 // Linear layer with int8 weights from pack_quantized_weight. activation: "none", "relu", "gelu" or "gelu_tanh".
 at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,

@@ -38,7 +38,10 @@ def int8_product(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
         RuntimeError: in training mode, if a gradient is needed, under autocast, in an exported or traced call, and for
             weights or an input that are not fp32 on a CPU, and for an input of another width.
     """
-    packed = int8_operand(module, x, weight)
+    if reason := _obstacle(module, x, weight):
+        raise RuntimeError(f'accelerate(quantize="int8"): {reason}')
+    freed = module.__dict__.get(FREED)
+    packed = freed.of(module, weight) if freed is not None and weight.is_meta else kept_int8(weight)
     inputs = weight.shape[1]
     if x.shape[-1:] != (inputs,):  # the layout is rounded up to whole words, so the op cannot tell
         raise RuntimeError(f"int8 layers: x must be of shape (..., {inputs}), got {tuple(x.shape)}")
@@ -51,18 +54,6 @@ int8_product._torchdynamo_disable = True  # type: ignore[attr-defined]
 int8_product._torchdynamo_disable_msg = "int8 layers cannot be exported or traced"  # type: ignore[attr-defined]
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 eval_frame.set_code_exec_strategy(int8_product.__code__, _SKIP)
-
-
-def int8_operand(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """Int8 weights of a layer for a call with x, in the layout of the kernel.
-
-    Raises:
-        RuntimeError: as :func:`int8_product`, except for the width of x.
-    """
-    if reason := _obstacle(module, x, weight):
-        raise RuntimeError(f'accelerate(quantize="int8"): {reason}')
-    freed = module.__dict__.get(FREED)
-    return freed.of(module, weight) if freed is not None and weight.is_meta else kept_int8(weight)
 
 
 def _obstacle(module: nn.Module, x: Tensor, weight: Tensor) -> str:

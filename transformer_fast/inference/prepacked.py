@@ -17,7 +17,7 @@ from ..ops import eager
 from ..ops.linear import linear
 from ..ops.weight_layout import AS_IT_IS, WeightLayout, has_int8
 from ..tensor_cache import get_or_compute, results_of, stamp_of
-from .int8 import INT8_COPY, int8_operand, int8_product
+from .int8 import INT8_COPY, int8_product
 
 NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
 """Rows up to which the native product is the fastest, by vector unit."""
@@ -71,18 +71,6 @@ def kept_weight(weight: Tensor) -> Any | None:
         kept = direct.KeptWeight(native_rows=rows, narrow_rows=NARROW_ROWS, blocked_rows=COPIED_ROWS)
         results[key] = kept
     return kept
-
-
-def operand_of(module: nn.Module, x: Tensor, weight: Tensor) -> Any | None:
-    """Operand of a product in the layout of a module that has one, in place of the weight: int8 weights, the object
-    that keeps copies, or None.
-
-    Raises:
-        RuntimeError: for a layout with int8 weights, in a call that it does not take.
-    """
-    if has_int8(module):
-        return int8_operand(module, x, weight)
-    return None if module.training else kept_weight(weight)
 
 
 def forget_kept(module: nn.Module) -> None:

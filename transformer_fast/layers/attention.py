@@ -14,7 +14,7 @@ from ..masks.packing import PackedMask, packing_of, take, unpack
 from ..ops.scaled_dot_product_attention import TORCH
 from .devices import attends_by_torch
 from .dropout import fused_p
-from .linear import apply_linear, apply_linears
+from .linear import apply_linear
 
 _TORCHS = {"scale", "empty_rows"}
 """Options of an attention that torch computes too."""
@@ -210,9 +210,8 @@ class MultiHeadAttention(nn.Module):
         """
         if cache is not None:
             return apply_linear(self.out, cache.attend(self, q))
-        q, k, v = (
-            x.view(*x.shape[:-1], self.h, self.d_k).transpose(-3, -2)
-            for x in apply_linears((self.q_linear, self.k_linear, self.v_linear), (q, k, v))
-        )
+        pairs = (self.q_linear, q), (self.k_linear, k), (self.v_linear, v)
+        projected = (apply_linear(linear, x) for linear, x in pairs)
+        q, k, v = (x.view(*x.shape[:-1], self.h, self.d_k).transpose(-3, -2) for x in projected)
         heads = attention(q, k, v, self.d_k, mask, self.dropout, verbose)
         return apply_linear(self.out, heads.transpose(-3, -2).flatten(-2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ..ops.linear import linear
@@ -30,17 +28,3 @@ def product_of(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None
     from ..inference.prepacked import laid_out_product
 
     return laid_out_product(module, x, weight, bias)
-
-
-def operand_of(module: nn.Module, x: Tensor, weight: Tensor) -> Any | None:
-    """Operand of a product in the module's layout, in place of the weight: int8 weights, the object that keeps copies,
-    or None.
-
-    Raises:
-        RuntimeError: for a layout with int8 weights, in a call that it does not take.
-    """
-    if LAYOUT not in module.__dict__:
-        return None
-    from ..inference.prepacked import operand_of as of_layout
-
-    return of_layout(module, x, weight)

@@ -19,20 +19,13 @@ struct StepLinearParams {
 enum class Activation { kNone, kRelu, kGelu, kGeluTanh };
 
 // out (rows, outputs) = activation(x (rows, depth) by quantised weights, plus a bias (outputs) unless it is null).
-struct QuantizedLayer {
+struct QuantizedLinearParams {
+  const float* x;
   const void* packed;
   const float* bias;
   float* out;
-  int64_t outputs;
+  int64_t rows, depth, outputs;
   Activation activation;
-};
-
-// Layers with the same input, which is quantised once.
-struct QuantizedLinearParams {
-  const float* x;
-  int64_t rows, depth;
-  const QuantizedLayer* layers;
-  int64_t count;
 };
 
 // Number of rows of words at the beginning of a panel of quantised weights: scales of the outputs (float), and sums of

@@ -138,13 +138,10 @@ void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel
 #endif
 }
 
-int64_t panels_of(const QuantizedLayer& layer) { return (layer.outputs + kPanel - 1) / kPanel; }
-
 template <typename Products>
 void linear(const QuantizedLinearParams& p) {
   const int64_t rows = p.rows, groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
-  int64_t panels = 0;
-  for (int64_t i = 0; i < p.count; ++i) panels += panels_of(p.layers[i]);
+  const int64_t panels = (p.outputs + kPanel - 1) / kPanel;
   const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
   const auto start_of = [&](int64_t block) {
     return block == blocks ? rows : block * rows / blocks / Products::kRows * Products::kRows;
@@ -152,23 +149,19 @@ void linear(const QuantizedLinearParams& p) {
   parallel_for(0, blocks * panels, 1, [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const typename Products::Session session(rows);
     for (int64_t task = begin; task < end; ++task) {
-      const QuantizedLayer* layer = p.layers;
-      int64_t of_layer = task % panels;
-      for (; of_layer >= panels_of(*layer); ++layer) of_layer -= panels_of(*layer);
-      const int64_t first = of_layer * kPanel, columns = std::min(kPanel, layer->outputs - first);
-      const auto words = static_cast<const int32_t*>(layer->packed) + of_layer * (kPanelHeader + groups) * kPanel;
+      const int64_t block = task / panels, first = task % panels * kPanel, columns = std::min(kPanel, p.outputs - first);
+      const auto words = static_cast<const int32_t*>(p.packed) + first * (kPanelHeader + groups);
       float bias[kPanel] = {};
-      if (layer->bias) std::copy_n(layer->bias + first, columns, bias);
+      if (p.bias) std::copy_n(p.bias + first, columns, bias);
       const Panel panel{reinterpret_cast<const float*>(words),
                         words + kPanel,
                         words + kPanelHeader * kPanel,
                         groups,
                         bias,
-                        layer->activation,
+                        p.activation,
                         columns,
-                        rows * layer->outputs >= kFar};
-      const int64_t block = task / panels;
-      multiply_rows<Products>(x, start_of(block), start_of(block + 1), panel, layer->out + first, layer->outputs);
+                        rows * p.outputs >= kFar};
+      multiply_rows<Products>(x, start_of(block), start_of(block + 1), panel, p.out + first, p.outputs);
     }
   });
 }
