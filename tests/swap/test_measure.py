@@ -146,6 +146,17 @@ def test_outputs_are_compared_at_tokens() -> None:
         compared((plain,), (plain[0],), [], 1e-3, "float32")
 
 
+def test_a_wrong_token_shows_in_a_batch_with_as_many_rows_as_positions() -> None:
+    """The last token of the last sentence would be padding, if the first dimension were the position."""
+    keep = torch.arange(3) < torch.tensor([[3], [1], [2]])
+    plain = torch.arange(1.0, 19.0).reshape(3, 3, 2)
+    for ours in (plain.clone(), plain.masked_fill(~keep[..., None], 0.0)):
+        assert compared(plain, ours, [keep], 1e-3, "float32")[0] == 0.0
+        ours[2, 1] += 1.0
+        with pytest.raises(FloatingPointError, match="differs by up to 1 "):
+            compared(plain, ours, [keep], 1e-3, "float32")
+
+
 def test_what_cannot_be_measured_is_an_error() -> None:
     _, report = encoder()
     with pytest.raises(ValueError, match="rounds must be at least 2, got 1"):

@@ -256,7 +256,8 @@ def compared(expected: Any, actual: Any, keeps: list[Tensor], allowed: float, ki
     Args:
         expected, actual: outputs of the plain and of the accelerated model: tensors, in any mappings and sequences.
         keeps: bool masks (B, L), True at tokens. An output (B, L, ...), (L, B, ...) or (B * L, ...) is compared at the
-            tokens of the mask that leaves the smallest difference.
+            tokens of a mask at whose padding the accelerated output is 0, else of any mask (B, L), else of one in
+            another layout; if there are several, of that with the smallest difference.
         allowed: largest difference, in parts of the largest plain value of an output.
         kind: what the allowance is for, in words.
 
@@ -271,7 +272,7 @@ def compared(expected: Any, actual: Any, keeps: list[Tensor], allowed: float, ki
     for name, t in plain.items():
         if not t.is_floating_point() or not t.numel():
             continue
-        difference, largest = min(_difference(t, ours[name], keep) for keep in _fitting(t, keeps))
+        difference, largest = min(_difference(t, ours[name], keep) for keep in _masks_of(ours[name], keeps))
         if difference > allowed * max(largest, SMALLEST) or not math.isfinite(difference):
             raise FloatingPointError(
                 f"measure: {name} of the accelerated model differs by up to {difference:.3g} from the plain one, whose "
@@ -294,11 +295,13 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(inner, f"{name}[{place}]" if name else f"output[{place}]")
 
 
-def _fitting(t: Tensor, keeps: list[Tensor]) -> list[Tensor | None]:
-    """Masks of a tensor (B, L, ...), (L, B, ...) or (B * L, ...); [None] if there are none."""
-    layouts = [one for keep in keeps for one in (keep, keep.T)]
-    layouts += [keep.flatten() for keep in layouts]
-    return [keep for keep in layouts if keep.shape == t.shape[: keep.dim()]] or [None]
+def _masks_of(ours: Tensor, keeps: list[Tensor]) -> list[Tensor | None]:
+    """Masks in the layout of an output (B, L, ...), (L, B, ...) or (B * L, ...); [None] if none fits."""
+    turned = [keep.T for keep in keeps]
+    layouts = keeps, turned, [keep.flatten() for keep in keeps], [keep.flatten() for keep in turned]
+    fitting = [[keep for keep in layout if keep.shape == ours.shape[: keep.dim()]] for layout in layouts]
+    skipped = [keep for layout in fitting for keep in layout if not ours[~keep.to(ours.device)].any()]
+    return [*(skipped or next(filter(None, fitting), []))] or [None]
 
 
 def _difference(expected: Tensor, actual: Tensor, keep: Tensor | None) -> tuple[float, float]:
