@@ -119,19 +119,6 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def lab(session: nox.Session) -> None:
-    """Kernels as compiled for two GPU architectures, executed in the emulator, and faulty ones (tools/lab/README.md).
-
-    About 45 minutes of one core. A run that was stopped goes on where it was (build/emulate.jsonl).
-    """
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
-    emulate = (sys.executable, "-m", "lab.emulation", "--workers", str(os.cpu_count()))
-    session.run(*PYTEST, *PARALLEL, "--all", "tools/lab/tests", env=path)
-    session.run(*emulate, "--continue", "build/emulate.jsonl", env=path)
-    session.run(*emulate, "--mutants", env=path)
-
-
-@nox.session(venv_backend="none")
 @nox.parametrize("sets", ["baseline", "all"], ids=["baseline", "all"])
 def wheel(session: nox.Session, sets: str) -> None:
     """Build a wheel with kernels for these instruction sets, and use it in an empty environment."""

@@ -209,35 +209,11 @@ def sums() -> Iterator[str]:
     yield text(0, y - 10, "The colour is the thread. The sums are of the same 600 numbers, in float32.", "small")
 
 
-CHECKS = {
-    "Triton source": ("Triton's interpreter", "values, masks, shapes", "tests/interpreter"),
-    "PTX": ("emulator on the CPU", "bounds, races, waits", "tools/lab/ptx_emulator"),
-    "machine code": ("compile, disassemble", "registers, spills", "tests/ops/test_triton_compile.py"),
-}
-"""By what is checked: how, what is found, and where the check stands."""
-
-
-def checks() -> Iterator[str]:
-    """Steps from the source of a GPU kernel to its machine code, and what checks each without a GPU."""
-    width, gap = 227, 20
-    for number, (what, (how, finds, path)) in enumerate(CHECKS.items()):
-        assert (ROOT / path).exists(), path
-        left, shown = number * (width + gap), path if len(path) < 26 else path.rpartition("/")[2]
-        yield cell("full", left, 4, width, 40)
-        yield text(left + width / 2, 29, what, "title on", "middle")
-        if number:
-            yield text(left - gap / 2, 29, "→", "", "middle")
-        yield f'<rect class="box" x="{left + 0.5}" y="60.5" width="{width - 1}" height="76"/>'
-        for line, (words, kind) in enumerate(((how, ""), (finds, "small"), (shown, "small"))):
-            yield text(left + width / 2, 82 + line * 22, words, kind, "middle")
-
-
 PICTURES: dict[str, tuple[Callable[[], Iterator[str]], int]] = {
     "explained_tiles": (tiles, 480),
     "explained_dropout": (draws, 290),
     "explained_empty_rows": (empty_rows, 180),
     "explained_sums": (sums, 270),
-    "explained_checks": (checks, 142),
 }
 """By name, what draws it and its height."""
 

@@ -92,7 +92,7 @@ def steps(out: Path, rehearse: bool = False) -> list[Step]:
     python = sys.executable
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     record = str(out / "benchmarks.json")
-    # Proved on CPU, or without a GPU by design: training, the command line, compilation ahead of time, emulation.
+    # Proved on CPU, or without a GPU by design: training, the command line, compilation ahead of time.
     left_out = ("translation", "project", "ops/test_plots.py", "ops/test_triton_compile.py")
     ignored = [f"--ignore=tests/{name}" for name in left_out]
     # Twelve processes share the GPU: each has a context, and the tensors of one small test.

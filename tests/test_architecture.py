@@ -129,13 +129,6 @@ def test_no_private_name_leaves_its_package() -> None:
     assert not found
 
 
-def test_the_laboratory_is_not_needed() -> None:
-    """Only its own files import it."""
-    users = {path for path in tracked("*.py") if re.search(r"^ *(from|import) lab\b", path.read_text(), re.MULTILINE)}
-    outside = [path.relative_to(ROOT).as_posix() for path in users if ROOT / "tools/lab" not in path.parents]
-    assert not outside
-
-
 def test_the_root_is_that_of_a_library() -> None:
     assert len({path.relative_to(ROOT).parts[0] for path in tracked()}) <= 22
     assert len((ROOT / "Makefile").read_text().splitlines()) < 90

@@ -9,7 +9,7 @@
 
 namespace transformer_fast {
 
-// True while a call on the CPU takes the chosen backend: in Triton's interpreter, or with a driver of an emulator.
+// True while a call on the CPU takes the chosen backend: as in Triton's interpreter.
 inline std::atomic<bool> launches_on_cpu{false};
 // True while the process has chosen the backend "triton"; transformer_fast/backends.py sets it.
 inline std::atomic<bool> triton_is_chosen{false};

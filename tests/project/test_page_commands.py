@@ -127,7 +127,7 @@ def test_the_commands_of_a_page_can_be_run(page: Path) -> None:
         check(command, whole=True)
 
 
-@of_pages([*pages.PAGES, *pages.LABORATORY])
+@of_pages(pages.PAGES)
 def test_the_commands_in_the_sentences_exist(page: Path) -> None:
     for command in pages.inline_commands(page):
         check(command, whole=False)

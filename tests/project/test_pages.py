@@ -26,7 +26,6 @@ import torch
 import which_way_picture
 from pages import (
     DOCS,
-    LABORATORY,
     PAGES,
     README,
     ROOT,
@@ -194,7 +193,7 @@ def test_bars_of_all_pictures_begin_at_0() -> None:
         assert bars and {float(x) for x in bars} == {float(x) for x in first}, name
 
 
-@pytest.mark.parametrize("name", ["attention", "dropout", "empty_rows", "gpu_code", "sums"])
+@pytest.mark.parametrize("name", ["attention", "dropout", "empty_rows", "sums"])
 def test_the_picture_of_an_explanation_is_what_the_code_draws(name: str) -> None:
     text = (DOCS / "explained" / f"{name}.md").read_text()
     (picture,) = re.findall(r"images/(explained_\w+)\.svg", text)
@@ -236,7 +235,7 @@ def test_no_code_shows_a_backslash_before_a_bar(page: Path) -> None:
     assert not re.findall(r"`[^`\n]*\\\|[^`\n]*`", without_blocks(page))
 
 
-@of_pages([*WRITTEN, *LABORATORY])
+@of_pages(WRITTEN)
 def test_links_lead_somewhere(page: Path) -> None:
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", without_blocks(page)):
         assert (page.parent / path).exists(), path

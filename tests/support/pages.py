@@ -13,7 +13,6 @@ README = ROOT / "README.md"
 REFERENCE = DOCS / "reference"
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 """All pages."""
-LABORATORY = sorted((ROOT / "tools/lab").rglob("*.md"))
 PAGES = [page for page in WRITTEN if page.parent != REFERENCE]
 """All pages except those of the reference, which are made from docstrings."""
 

@@ -101,8 +101,8 @@ def factor_in_registers(x):
     """Force x to be computed at this point: for the first factor of a product in a kernel's loop.
 
     PTX requires a wgmma.fence between the instructions that write that factor and the product. LLVM does not know this
-    dependency and may move arithmetic below the fence (triton-lang/triton#9433); ptxas then serialises the products. So
-    far LLVM has not moved the inline assembly, as the emulator checks. Marking the assembly as impure would forbid the
+    dependency and may move arithmetic below the fence (triton-lang/triton#9433); ptxas then serialises the products. In
+    Triton 3.7, LLVM does not move the inline assembly. Marking the assembly as impure would forbid the
     move, but then Triton does not pipeline some of the loops.
     """
     if PTX and x.dtype.primitive_bitwidth == 16:

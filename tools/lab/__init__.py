@@ -1,1 +1,0 @@
-"""The laboratory: GPU kernels executed without a GPU. README.md says what it found."""

@@ -1,1 +1,0 @@
-"""Calls of transformer_fast whose compiled GPU kernels run in the PTX emulator."""
