@@ -246,50 +246,6 @@ def test_export(name: str) -> None:
     torch.testing.assert_close(exported(x, attention_mask=None), layer(x, attention_mask=None))
 
 
-class LowRank(nn.Module):
-    """Replacement of a linear layer, as a library for fine-tuning makes it."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base
-        size = tuple(base.weight.shape) if hasattr(base, "nx") else tuple(base.weight.shape)[::-1]
-        self.in_features, self.out_features = size
-        self.delta = nn.Parameter(0.1 * torch.randn(size))
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + x @ self.delta
-
-
-REPLACED = ("dense", "fc1", "fc2", "lin2", "wi", "wo", "c_fc", "c_proj", "o_proj")
-
-
-@pytest.mark.cover(5)
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_linear_layer_may_be_replaced_before_or_after(name: str) -> None:
-    results, linear = [], (nn.Linear, tfast.layers.Linear, transformers.pytorch_utils.Conv1D)
-    for accelerate in ("never", "before", "after"):
-        eager, fast = pair(name)
-        model = fast if accelerate == "before" else eager
-        torch.manual_seed(0)
-        replaced = 0
-        for parent in list(model.modules()):
-            for key, child in list(parent.named_children()):
-                if type(child) in linear and key in REPLACED:
-                    setattr(parent, key, LowRank(child))
-                    replaced += 1
-        assert replaced
-        if accelerate == "after":
-            tfast.accelerate(model)
-        assert accelerate == "never" or blocks(model)
-        results.append(model(**given(name)).logits)
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", [GPT2, "BertLMHeadModel"])
 def test_a_decoder_with_and_without_an_encoder(name: str) -> None:
     """Test cross-attention and caches that the caller passes."""

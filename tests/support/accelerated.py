@@ -21,13 +21,54 @@ from transformer_fast import backends
 from transformer_fast.swap import lazy_logits, output_layer
 
 
-def pair(make: nn.Module | Callable[[], nn.Module]) -> tuple[Any, Any, tfast.accelerate.Report]:
-    """Return a model, its accelerated copy, and the report. A function is called with seed 0 to make the model."""
+def pair(make: nn.Module | Callable[[], nn.Module], **options: Any) -> tuple[Any, Any, tfast.accelerate.Report]:
+    """Return a model, its accelerated copy, and the report. A function is called with seed 0 to make the model.
+
+    Args:
+        options: those of ``accelerate``.
+    """
     if not isinstance(make, nn.Module):
         torch.manual_seed(0)
         make = make()
     fast = copy.deepcopy(make)
-    return make, fast, tfast.accelerate(fast)
+    return make, fast, tfast.accelerate(fast, **options)
+
+
+def kinds(model: nn.Module) -> list[type]:
+    """Return the classes of all modules."""
+    return [type(module) for module in model.modules()]
+
+
+def state(model: nn.Module) -> list[tuple[type, set[str]]]:
+    """Return the classes of all modules, and the names of their attributes."""
+    return [(type(module), set(module.__dict__)) for module in model.modules()]
+
+
+def assert_copied_and_undone(
+    fast: nn.Module, report: tfast.accelerate.Report, before: list[Any], run: Callable[[nn.Module], Any], **options: Any
+) -> None:
+    """Assert that copies compute what the model computes, that a second call swaps nothing, and that ``undo`` leaves
+    nothing.
+
+    Args:
+        fast: accelerated model.
+        report: its report.
+        before: state of the model before.
+        run: function of a model that returns tensors.
+        options: those of ``accelerate``.
+    """
+    expected, swapped = run(fast), kinds(fast)
+    for other in copies(fast):
+        assert kinds(other) == swapped and other.state_dict().keys() == fast.state_dict().keys()
+        torch.testing.assert_close(run(other), expected, rtol=0, atol=0)
+    again = tfast.accelerate(fast, **options)
+    paths = {row.path for row in report.swapped}
+    assert kinds(fast) == swapped and not again.swapped and {row.path for row in again.already} >= paths
+    again.undo()  # undoes nothing, because it changed nothing
+    assert kinds(fast) == swapped
+    for _ in range(2):  # the second time there is nothing left to take back
+        report.undo()
+        assert state(fast) == before
 
 
 def step(model: nn.Module, *inputs: Any) -> list[Tensor]:

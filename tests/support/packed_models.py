@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import accelerated
 import huggingface_models as models
 import torch
 from huggingface_sweep import softmax_in_the_dtype_of_its_input
@@ -25,6 +26,12 @@ PADDING = {
 }
 TARGETS = ("xxxxxxx", "xxxx...", "xx.....")
 IGNORED = -100
+SETTINGS: dict[str, dict[str, Any]] = {
+    "M2M100ForConditionalGeneration": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "T5ForConditionalGeneration": {"decoder_start_token_id": 1},
+    "MT5ForConditionalGeneration": {"decoder_start_token_id": 1},
+}
+"""Settings without which a tiny model has no training step, or draws which layers it skips."""
 
 
 def kept(rows: tuple[str, ...]) -> Tensor:
@@ -114,6 +121,17 @@ def close(
         torch.testing.assert_close(
             value, expected, rtol=1e-3, atol=atol, equal_nan=nan, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def pair(name: str, **settings: Any) -> tuple[Any, Any, tfast.accelerate.Report]:
+    """Return a model of a class, the same without padding, and the report."""
+    return accelerated.pair(make(name, **SETTINGS.get(name, {}) | settings), packed=True)
+
+
+def hold(plain: nn.Module, fast: nn.Module, call: Batch, modes: Iterable[bool] = (True, False), **more: Any) -> None:
+    """Compare steps in training and evaluation."""
+    for training in modes:
+        close(*(step(model.train(training), call, **more) for model in (fast, plain)))
 
 
 class Sides:

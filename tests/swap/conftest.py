@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
+import accelerated
 import pytest
 from accelerated import fused, small_calls  # noqa: F401
 from registered_texts import Layer, Stack
 from torch import nn
 
-import transformer_fast as tfast
-
 
 @pytest.fixture
-def pair() -> tuple[nn.Module, nn.Module, Any]:
+def sides() -> tuple[nn.Module, nn.Module, Any]:
     """Return a plain model, the same without padding, and its report."""
-    plain = Stack(Layer)
-    model = copy.deepcopy(plain)
-    return plain, model, tfast.accelerate(model, packed=True)
+    return accelerated.pair(lambda: Stack(Layer), packed=True)

@@ -1,4 +1,4 @@
-"""accelerate: ways to call it, modules that it leaves unchanged, its report, and undo."""
+"""accelerate: ways to call it, wrong keywords, modules that it leaves unchanged, and undo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import handwritten as hw
 import pytest
 import torch
-from accelerated import pair
+from accelerated import assert_copied_and_undone, kinds, pair, state
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -63,7 +63,25 @@ def test_it_is_a_function(function: Callable[..., Any]) -> None:
     for wrong in (3, [nn.Linear(2, 2)]):
         with pytest.raises(TypeError, match=rf"expected a torch\.nn\.Module, got {type(wrong).__name__}"):
             function(wrong)
-    assert function(nn.Sequential(nn.LayerNorm(4))).swapped
+    model = nn.Sequential(nn.LayerNorm(4))
+    assert function(model).swapped and tfast.accelerate(model).already
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"pack": True}, "accelerate() got an unexpected keyword argument 'pack'; did you mean packed?"),
+        ({"quantise": "int8"}, "did you mean quantize?"),
+        ({"x": 1}, "'x'; it takes fused_loss, packed, keep_weights, functional, quantize"),
+        ({"packed": 1}, "accelerate: packed must be True or False, got 1"),
+        ({"functional": None}, "accelerate: functional must be True or False, got None"),
+    ],
+)
+def test_a_wrong_keyword_names_the_right_one(keywords: dict[str, Any], message: str) -> None:
+    model = nn.Sequential(nn.LayerNorm(8))
+    with pytest.raises(TypeError, match=re.escape(message)):
+        tfast.accelerate(model, **keywords)
+    assert type(model[0]) is nn.LayerNorm
 
 
 class OtherAttention(nn.MultiheadAttention):
@@ -97,11 +115,6 @@ def annotated() -> nn.Module:
     return hw.make_model(11, 11, 2, D, 12, 2)
 
 
-def kinds(model: nn.Module) -> list[type]:
-    """Return the classes of all modules."""
-    return [type(module) for module in model.modules()]
-
-
 def reasons(model: nn.Module) -> dict[str, str]:
     """Return the reasons to leave modules, by path."""
     return {row.path: row.why for row in tfast.accelerate(model).left}
@@ -133,20 +146,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_second_time_and_undo(name: str) -> None:
     plain, m, first = pair(MODELS[name])
-    assert not first.already
-    fast, again = kinds(m), tfast.accelerate(m)
-    assert kinds(m) == fast and not again.swapped, "swapped once more"
-    assert {row.path for row in again.already} == {row.path for row in first.swapped}
-    assert {row.why for row in again.already} == {ALREADY}
-    text = str(again)
-    already = f"0 modules swapped, {len(first.swapped)} on the fused ops already, {len(first.left)} left"
-    assert already in text.splitlines()
-    again.undo()  # undoes nothing, because it changed nothing
-    assert kinds(m) == fast
-    for _ in range(2):  # the second time there is nothing left to take back
-        first.undo()
-        assert kinds(m) == kinds(plain)
-    assert len(tfast.accelerate(m).swapped) == len(first.swapped)
+    again, swapped = tfast.accelerate(m), len(first.swapped)
+    assert not first.already and {row.why for row in again.already} == {ALREADY}
+    already = f"0 modules swapped, {swapped} on the fused ops already, {len(first.left)} left"
+    assert already in str(again).splitlines()
+    assert_copied_and_undone(m, first, state(plain), lambda m: list(m.parameters()))
+    assert len(tfast.accelerate(m).swapped) == swapped
 
 
 def test_a_model_is_scripted_after_undo() -> None:

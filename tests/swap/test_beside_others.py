@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerated import surroundings
-from handwritten import AnnotatedFeedForward, make_model
+from handwritten import make_model
 from torch import Tensor, nn
 
 import transformer_fast as tfast
@@ -67,46 +67,6 @@ def test_the_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
             assert tfast.accelerate(make()).rows == expected
         finally:
             torch.set_default_dtype(torch.float32)
-
-
-def test_a_module_that_draws_by_itself_is_not_fused() -> None:
-    assert [row.now for row in tfast.accelerate(OwnDropout()).rows if not row.path] == [None]
-
-
-DRAWS: dict[str, Callable[[], Any]] = {
-    "rand": lambda: torch.rand(3),
-    "normal": lambda: torch.normal(0.0, 1.0, (3,)),
-    "in place": lambda: torch.empty(3).uniform_(),
-    "bernoulli": lambda: torch.bernoulli(torch.full((3,), 0.5)),
-    "our attention": lambda: tfast.attention(*[torch.ones(1, 1, 2, 4)] * 3, dropout_p=0.5),
-    "dropout": lambda: nn.functional.dropout(torch.ones(3), 0.5),
-    "torch.dropout": lambda: torch.dropout(torch.ones(3), p=0.5, train=True),
-    "attention": lambda: nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 4)] * 3, dropout_p=0.5),
-    "like": lambda: torch.rand_like(torch.ones(3)),
-}
-DOES_NOT_DRAW: dict[str, Callable[[], Any]] = {
-    "dropout of all": lambda: nn.functional.dropout(torch.ones(3), 1.0),
-    "dropout of none": lambda: nn.functional.dropout(torch.ones(3), 0.0),
-    "evaluation": lambda: nn.functional.dropout(torch.ones(3), 0.5, False),
-    "attention without dropout": lambda: nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 4)] * 3),
-}
-
-
-@pytest.mark.parametrize("mode", ["always", "in training"])
-@pytest.mark.parametrize("name", [*DRAWS, *DOES_NOT_DRAW])
-def test_a_module_that_draws_is_left(name: str, mode: str) -> None:
-    """The random state is that of before, also where a draw changes no result."""
-
-    class Drawing(AnnotatedFeedForward):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training or mode == "always":
-                {**DRAWS, **DOES_NOT_DRAW}[name]()
-            return super().forward(x)
-
-    m, before = Drawing(D, 32), torch.get_rng_state()
-    row = tfast.accelerate(m).rows[0]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (row.now is None and "it draws random numbers" in row.why) == (name in DRAWS)
 
 
 def test_four_threads_accelerate_at_once() -> None:

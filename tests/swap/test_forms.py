@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from accelerated import copies, from_one_seed, surroundings
-from form_arguments import B, L, fresh, results
+from accelerated import assert_copied_and_undone, from_one_seed, pair, state, surroundings
+from form_arguments import B, D, L, fresh, results, x
 from handwritten_forms import FORMS
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast import ops
+from transformer_fast.swap import forms
+from transformer_fast.swap.form import Form, is_linear, is_norm, width_of
 from transformer_fast.testing import assert_as_exact_as_eager
 
 
@@ -21,26 +24,22 @@ def test_every_form(name: str) -> None:
     """Compare numbers, copies, dropout, side effects on the program, and undo."""
     make, arguments = FORMS[name]
     m, args, close = make().eval(), arguments(), {"atol": 2e-5, "rtol": 2e-5}
-    plain, expected, keys = copy.deepcopy(m), results(m, args), list(m.state_dict())
-    before, around = [(type(part), part.__dict__.keys()) for part in m.modules()], surroundings()
+    plain, expected = copy.deepcopy(m), results(m, args)
+    before, around = state(m), surroundings()
     report = tfast.accelerate(m)
     assert surroundings() == around
     assert report.rows[0].path == "" and report.rows[0].now, report
-    assert isinstance(m, type(plain)) and list(m.state_dict()) == keys
+    assert isinstance(m, type(plain)) and list(m.state_dict()) == list(plain.state_dict())
     torch.testing.assert_close(results(m, args), expected, **close)
-
-    for other in copies(m):  # weights that were left are not copied: they are the last call's
-        assert type(other) is type(m)
-        torch.testing.assert_close(results(other, args), expected, **close)
 
     m.train()  # with the shared mask: outputs and gradients of a step with dropout, fused and eager
     ours = from_one_seed(lambda: results(m, args))
     with tfast.backend("reference"):
         torch.testing.assert_close(ours, from_one_seed(lambda: results(m, args)), **close)
 
-    report.undo()
-    assert [(type(part), part.__dict__.keys()) for part in m.modules()] == before
-    torch.testing.assert_close(results(m.eval(), args), expected, rtol=0, atol=0)
+    other = copy.deepcopy(m)
+    assert_copied_and_undone(m.eval(), report, before, lambda m: results(m, args))
+    torch.testing.assert_close(results(m, args), expected, rtol=0, atol=0)
 
     both = other, plain  # the dropped elements show the place of the dropout
     for part in (part for model in both for part in model.train().modules() if isinstance(part, nn.Dropout)):
@@ -85,3 +84,40 @@ def test_bf16_by_the_gate(name: str) -> None:
             assert ours.abs().max() < 0.05
         elif isinstance(true, Tensor):
             assert_as_exact_as_eager(ours, theirs, true, ulps=4.0 * (B * L) ** 0.5)
+
+
+class Gaze(nn.Module):
+    """Attention of one head with names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.out = (nn.Linear(D, D) for _ in range(3))
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.out((self.left(y) @ self.right(y).mT * D**-0.5).softmax(-1) @ y)
+
+
+class Glance(Gaze):
+    """The same names, and another scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.out((self.left(y) @ self.right(y).mT).softmax(-1) @ y)
+
+
+def gaze(m: Any, x: Tensor) -> Tensor:
+    """``out(softmax(left(y) right(y)^T / sqrt(d)) y)`` of ``y = norm(x)``."""
+    y = m.norm(x)
+    return m.out(ops.attention(*(t.unsqueeze(1) for t in (m.left(y), m.right(y), y))).squeeze(1))
+
+
+def test_a_new_row_is_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = {**dict.fromkeys(("left", "right", "out"), is_linear), "norm": is_norm}
+    form = Form("Gaze", gaze, lambda m, size: [(size.x(width_of(m.norm)),)], children, attends=True)
+    monkeypatch.setitem(forms.FORMS, "Gaze", form)
+    (plain, fast, report), inputs = pair(Gaze().eval()), x()
+    assert report.attention[0].now == "by its structure" and report.rows[0].now == "fused Gaze"
+    torch.testing.assert_close(fast(inputs), plain(inputs))
+    assert tfast.accelerate(Glance()).rows[0].now is None

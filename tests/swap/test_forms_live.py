@@ -1,5 +1,5 @@
-"""A hand-written module reads its attributes and children at each call, and runs its author's ``forward`` where a class
-has got another one."""
+"""What a swapped hand-written module reads and keeps at each call: its attributes, children and arguments, the weights
+that its text stores, and its author's ``forward`` where a class has got another one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import handwritten as hw
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerated import copies
+from accelerated import copies, pair
 from changed_children import altered
-from form_arguments import D, fresh, results, x
+from form_arguments import B, D, L, S, fresh, ids, keep, results, x
 from handwritten_forms import FORMS
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast.dialects.common import LAST_WEIGHTS
 from transformer_fast.layers.hooks import has_its_forward
+from transformer_fast.reference import layers as reference
+from transformer_fast.reference.dialects import d2l
 from transformer_fast.swap.form import form_of
 from transformer_fast.swap.swapped import author_class
+from transformer_fast.testing import fixed_dropout_seed
 
 INTERNAL = nn.Module().__dict__.keys() | {"norm_type"}  # read by torch.nn.Embedding alone
 VALUES: dict[str, Callable[[Any], Any]] = {
@@ -195,3 +199,132 @@ def test_a_compiled_call_sees_a_new_value(name: str) -> None:
                 part.d_k = D // h  # type: ignore[assignment]
         with torch.no_grad():
             torch.testing.assert_close(compiled(*map(fresh, args)), plain(*map(fresh, args)), atol=2e-5, rtol=2e-5)
+
+
+def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
+    """A swapped layer draws the masks that transformer_fast.layers draws, exactly."""
+    m = reference.DecoderLayer(D, 2, dropout=0.3)
+    ours = tfast.layers.DecoderLayer(D, 2, dropout=0.3)
+    ours.load_state_dict(m.state_dict())
+    tfast.accelerate(m)
+    args = x(), x(S), keep(B, 1, S), keep(1, L, L)
+    with fixed_dropout_seed(11):
+        assert torch.equal(m(*args), ours(*args))
+
+
+@pytest.mark.parametrize("name", ["annotated attention", "d2l encoder, the chapter's", "d2l decoder, the chapter's"])
+def test_a_model_that_was_called_before_is_swapped_and_gets_its_attributes_back(name: str) -> None:
+    make, arguments = FORMS[name]
+    m, args = make(), arguments()
+    m(*map(fresh, args))
+    left = {key: value for key, value in m.__dict__.items() if "att" in key}
+    assert left
+    report = tfast.accelerate(m)
+    assert report.rows[0].now, report
+    for key in left:
+        assert getattr(m, key) is left[key]
+    m(*map(fresh, args))
+    assert all(getattr(m, key) is not left[key] for key in left)
+    report.undo()
+    assert {key: m.__dict__[key] for key in left} == left
+    assert not any(LAST_WEIGHTS in vars(part) for part in m.modules())
+
+
+def test_weights_of_a_whole_stack_are_computed_when_looked_at() -> None:
+    stack = (11, D, 12, 2, 2, 0.1)
+    encoder, decoder = d2l.TransformerEncoder(*stack).eval(), hw.D2lDecoder(*stack).eval()
+    tokens, memory, lens = ids(), x(S), torch.tensor([2, 4])
+
+    def weights(encoder: nn.Module, decoder: nn.Module) -> tuple[Any, ...]:
+        encoder(tokens, lens), decoder(tokens, [memory, lens, [None, None]])
+        return encoder.attention_weights, *decoder.attention_weights
+
+    fast = pair(encoder)[1], pair(decoder)[1]
+    torch.testing.assert_close(weights(*fast), weights(encoder, decoder))
+
+
+def test_an_author_s_property_of_weights_stays() -> None:
+    plain, m, _ = pair(d2l.TransformerEncoder(11, D, 12, 2, 2, 0.1).eval())
+    m.embedding.register_forward_hook(lambda *_: None)  # the stack runs as it was written, the blocks do not
+    tokens, lens = ids(), torch.tensor([2, 4])
+    torch.testing.assert_close(m(tokens, lens), plain(tokens, lens))
+    torch.testing.assert_close(m.attention_weights, plain.attention_weights)
+
+
+def test_keyword_arguments_by_the_module_s_own_names() -> None:
+    plain, m, _ = pair(hw.AnnotatedAttention(2, D).eval())
+    q, k, mask = x(), x(S), keep(B, 1, S)
+    for found in (m(value=k, query=q, key=k, mask=mask), m(q, k, mask=mask, value=k)):
+        torch.testing.assert_close(found, plain(q, k, k, mask))
+    for args, wrong in (((q, k), {}), ((q, k), {"valu": k}), ((q, k, k), {"valu": k})):
+        with pytest.raises(TypeError):
+            m(*args, **wrong)
+
+
+def test_weights_left_behind_are_computed_when_looked_at() -> None:
+    args, mask, lens = (x(), x(S), x(S)), keep(B, 1, S), torch.tensor([1, 4])
+    m, fast, _ = pair(hw.AnnotatedAttention(2, D).eval())
+    by_lengths = pair(hw.DotProductAttention(0.1).eval())[:2]
+    for model in (m, fast):
+        model(*args, mask)
+    for model in by_lengths:
+        model(*args, lens)
+    torch.testing.assert_close(fast.attn, m.attn)
+    torch.testing.assert_close(*(model.attention_weights for model in by_lengths))
+    fast.dropout.register_forward_hook(lambda *_: None)  # the module runs as it was written
+    fast(*args, mask)
+    torch.testing.assert_close(fast.attn, m.attn)
+
+
+def test_an_argument_that_the_text_s_module_does_not_have() -> None:
+    class Own(hw.AnnotatedAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, cache: Any = None) -> Tensor:
+            return super().forward(query, key, value, mask) if cache is None else cache
+
+    (plain, m, report), q, cached = pair(Own(2, D).eval()), x(), x()
+    assert report.rows[0].now
+    torch.testing.assert_close(m(q, q, q), plain(q, q, q))
+    assert m(q, q, q, cache=cached) is cached and m(q, q, q, None, cached) is cached
+
+
+def test_a_norm_of_two_arguments_keeps_its_code() -> None:
+    class Shifted(hw.AnnotatedNorm):
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+            return super().forward(x) if shift is None else super().forward(x) + shift
+
+    plain, m, _ = pair(Shifted(D))
+    args = x(), x()
+    torch.testing.assert_close(m(*args), plain(*args))
+
+
+def test_padding_of_embeddings_gets_no_gradient() -> None:
+    m = hw.Embeddings(D, 11)
+    m.lut.padding_idx = 3
+    assert tfast.accelerate(m).rows[0].now
+    m(torch.arange(11)).sum().backward()
+    assert m.lut.weight.grad[3].eq(0).all() and m.lut.weight.grad[4].ne(0).all()
+
+
+def test_an_attribute_of_a_module_is_not_hidden() -> None:
+    """Attributes of a module stay visible, even those with the name of a pattern's attribute."""
+
+    class Own(hw.AnnotatedAttention):
+        def calls(self) -> str:
+            return "mine"
+
+        def fits(self) -> str:
+            return "mine"
+
+        weights = parts = keywords = "mine"
+
+    m = Own(2, D)
+    assert tfast.accelerate(m).rows[0].now == "fused AnnotatedHeads"
+    assert {m.calls(), m.fits(), m.weights, m.parts, m.keywords} == {"mine"}
+
+
+def test_positions_past_the_table_and_of_other_types_are_the_module_s_own_affair() -> None:
+    m = hw.Positions(D, 0.0, max_len=4)
+    tfast.accelerate(m)
+    assert m(x(3).to(torch.bfloat16)).dtype == torch.float32
+    with pytest.raises(RuntimeError):
+        m(x(5))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import abc
-import copy
+import functools
 import threading
 from collections.abc import Callable
-from typing import Any
 
+import accelerated
 import pytest
 import sdpa_models as models
 import torch
 import torch.nn.functional as F
-from accelerated import copies, from_one_seed, step, whose
+from accelerated import assert_copied_and_undone, copies, from_one_seed, kinds, state, step, whose
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
 from transformer_fast.function_mode import counted_calls
+from transformer_fast.layers import Linear
+from transformer_fast.swap.rules import SWAPS
 from transformer_fast.swap.swapped import IN_BLOCK, WAY
 
 IDS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -34,12 +36,7 @@ STYLES: dict[str, Style] = {
 }
 
 
-def pair(make: Callable[[], nn.Module]) -> tuple[Any, Any, tfast.accelerate.Report]:
-    """Return a model, its accelerated copy, and the report."""
-    torch.manual_seed(0)
-    model = make()
-    fast = copy.deepcopy(model)
-    return model, fast, tfast.accelerate(fast, functional=True)
+pair = functools.partial(accelerated.pair, functional=True)
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -54,24 +51,23 @@ def test_the_styles_people_write(name: str) -> None:
         torch.testing.assert_close(step(fast.train(mode), *inputs), step(model.train(mode), *inputs))
     assert whose(lambda: fast(*inputs)) == {"ours"} and whose(lambda: model(*inputs)) == {"torch"}
     assert fast.state_dict().keys() == model.state_dict().keys() and repr(fast) == repr(model)
-    for twin in copies(fast):
-        assert type(twin) is type(fast) and whose(lambda twin=twin: twin(*inputs)) == {"ours"}
-        assert torch.equal(twin(*inputs), fast(*inputs))
-    again = tfast.accelerate(fast, functional=True)
-    assert not again.swapped and {row.path for row in again.already} >= {row.path for row in report.swapped}
+    assert all(whose(lambda twin=twin: twin(*inputs)) == {"ours"} for twin in copies(fast))
     assert not tfast.accelerate(fast).swapped
-    report.undo()
-    assert [type(m) for m in fast.modules()] == [type(m) for m in model.modules()]
+    assert_copied_and_undone(fast, report, state(model), lambda m: m(*inputs), functional=True)
     assert whose(lambda: fast(*inputs)) == {"torch"}
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_without_it_they_are_left(name: str) -> None:
+def test_without_it_they_are_left_and_their_children_are_swapped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformer_fast.swap.accelerate.is_faster", lambda weight: True)  # on each processor
     make, inputs, classes = STYLES[name]
-    model = make()
-    report = tfast.accelerate(model)
+    model, fast, report = accelerated.pair(make)
     assert {row.was for row in report.left} >= set(classes)
-    assert whose(lambda: model(*inputs)) == {"torch"}
+    assert whose(lambda: fast(*inputs)) == {"torch"}
+    torch.testing.assert_close(step(fast, *inputs), step(model, *inputs), atol=2e-5, rtol=2e-5)
+    swaps = {nn.Linear: Linear} | {kind: swap.made for kind, swap in SWAPS.items()}
+    for before, after in zip(model.modules(), fast.modules(), strict=True):
+        assert type(after) is swaps.get(type(before), type(before))
     first = " ".join(str(report).split())
     said = "where its code calls F.scaled_dot_product_attention: accelerate(model, functional=True)"
     assert first.startswith("attention: not fused in ") and said in first
@@ -315,19 +311,16 @@ def test_with_the_fused_loss() -> None:
 
 def test_models_of_transformers() -> None:
     """Modules of the library run in a block, attention stays with our interface, and padding is skipped."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.BertConfig(vocab_size=50, **sizes)
-    torch.manual_seed(0)
-    model = transformers.BertModel(config).eval()
-    fast = copy.deepcopy(model)
-    report = tfast.accelerate(fast, packed=True, functional=True)
+    pytest.importorskip("transformers")
+    import huggingface_models as hf
+
+    model, fast, report = pair(hf.make(hf.named("BertModel")), packed=True)
     keep = KEEP.long()
     expected, found = (m(input_ids=IDS, attention_mask=keep).last_hidden_state for m in (model, fast))
     torch.testing.assert_close(found[KEEP], expected[KEEP], rtol=1e-4, atol=1e-5)
     assert "padding is skipped in " in str(report) and not report.padded_calls.reasons
     report.undo()
-    assert [type(m) for m in fast.modules()] == [type(m) for m in model.modules()]
+    assert kinds(fast) == kinds(model)
 
 
 class Abstract(abc.ABC, nn.Module):
@@ -344,14 +337,10 @@ class OfAbstract(Abstract):
 
 
 def test_a_module_of_an_abstract_class() -> None:
-    model, x = OfAbstract(), torch.randn(2, 5, 8)
-    expected = model(x)
-    report = tfast.accelerate(model, functional=True)
-    for each in (model, *copies(model)):
-        assert whose(lambda each=each: each(x)) == {"ours"}
-        torch.testing.assert_close(each(x), expected)
-    report.undo()
-    assert type(model) is OfAbstract
+    (model, fast, report), x = pair(OfAbstract), torch.randn(2, 5, 8)
+    assert whose(lambda: fast(x)) == {"ours"}
+    torch.testing.assert_close(fast(x), model(x))
+    assert_copied_and_undone(fast, report, state(model), lambda m: m(x), functional=True)
 
 
 def test_a_model_without_parameters_is_explained() -> None:

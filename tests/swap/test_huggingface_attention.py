@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
-from accelerated import pair, seems_on_gpu, seen
+from accelerated import kinds, pair, seems_on_gpu, seen
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 
 transformers = pytest.importorskip("transformers", minversion="5")
 import huggingface_models as models  # noqa: E402
+from huggingface_blocks import case, given  # noqa: E402
 
 from transformer_fast.huggingface.interface import OWN_ATTENTION  # noqa: E402
 
@@ -34,16 +35,8 @@ PARTS: dict[str, dict[str, str]] = {  # the parts of a model that get our attent
 BERT = "BertForMaskedLM"
 
 
-def case(name: str) -> models.Case:
-    return models.named(*name.split("+"))
-
-
 def make(name: str, implementation: str | None = None) -> nn.Module:
     return models.scattered(models.make(case(name), implementation), std=0.3)
-
-
-def given(name: str) -> dict[str, Tensor]:
-    return models.inputs(case(name), "right")
 
 
 def assert_same(fast: nn.Module, model: nn.Module, name: str) -> None:
@@ -92,7 +85,7 @@ def test_every_model(name: str) -> None:
     assert calls_of(fast, name) == calls
     report.undo()
     assert implementations(fast) == before and "ours" not in calls_of(fast, name)
-    assert [type(m) for m in fast.modules()] == [type(m) for m in model.modules()]
+    assert kinds(fast) == kinds(model)
 
 
 @pytest.mark.parametrize(("name", "path", "kind"), [
@@ -210,8 +203,7 @@ def test_a_packed_decoder_whose_mask_is_left_out(causal: bool) -> None:
     model = make("MarianMTModel")
     for layer in model.model.decoder.layers:
         layer.self_attn.is_causal = causal
-    fast = copy.deepcopy(model)
-    report = tfast.accelerate(fast, packed=True)
+    _, fast, report = pair(model, packed=True)
     assert_same(fast, model, "MarianMTModel")
     assert list(report.padded_calls.reasons) == [] if causal else ["a layer of the decoder is not causal"]
 
@@ -220,9 +212,7 @@ def test_code_that_asks_for_sdpa_by_name_always_gets_a_mask() -> None:
     """Gemma 4 drops queries of its last layers, unless the mask of "sdpa" is left out."""
     kinds = ["sliding_attention", "full_attention"] * 2
     settings = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": kinds}
-    model = models.scattered(models.make(case("Gemma4ForCausalLM"), **settings), std=0.3)
-    fast = copy.deepcopy(model)
-    report = tfast.accelerate(fast)
+    model, fast, report = pair(models.scattered(models.make(case("Gemma4ForCausalLM"), **settings), std=0.3))
     assert f"attn_implementation={NAME}" in {row.now for row in report.swapped}
     assert set(implementations(fast)) == {NAME}
     ids = torch.randint(4, 40, (2, 7))

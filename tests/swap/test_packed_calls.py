@@ -1,10 +1,9 @@
-"""``accelerate(model, packed=True)``: calls of transformers models, and calls that keep their padding."""
+"""``accelerate(model, packed=True)``: what a call of a model of transformers may be given, and what it returns."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,13 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
 import packed_models as packed  # noqa: E402
+from accelerated import assert_copied_and_undone, pair, state  # noqa: E402
+from transformers.loss import loss_utils  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
 from transformer_fast.huggingface.logits import TokenLogits  # noqa: E402
 from transformer_fast.layers.padded_calls import GAPS, NO_TOKEN, recorded  # noqa: E402
 from transformer_fast.masks.packing import Packing  # noqa: E402
 
-BERT, GPT2, BART, T5 = "BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration", "T5EncoderModel"
+BERT, GPT2, BART, LLAMA = "BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration", "LlamaForCausalLM"
 DROPOUTS = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
 
 
@@ -32,63 +33,6 @@ def both(name: str, **settings: Any) -> tuple[nn.Module, nn.Module, tfast.accele
     without = copy.deepcopy(padded)
     tfast.accelerate(padded)
     return padded, without, tfast.accelerate(without, packed=True)
-
-
-def four_dimensions(call: packed.Batch) -> dict[str, Any]:
-    keep = call.given["attention_mask"].bool()
-    return {"attention_mask": torch.zeros(3, 1, 1, packed.LENGTH).masked_fill(~keep[:, None, None], -1e9)}
-
-
-def labels_at_padding(call: packed.Batch) -> dict[str, Any]:
-    return {"labels": call.given["input_ids"]}
-
-
-KEPT: dict[str, tuple[str, Callable[[packed.Batch], dict[str, Any]], str]] = {
-    "weights": (BERT, lambda call: {"output_attentions": True}, "attention weights are requested (output_attentions)"),
-    "hidden states": (
-        BERT, lambda call: {"output_hidden_states": True},
-        "hidden states of the layers are requested (output_hidden_states)",
-    ),
-    "a cache": (GPT2, lambda call: {"use_cache": True}, "keys and values are cached (use_cache, past_key_values)"),
-    "a mask of four dimensions": (BERT, four_dimensions, "its mask is a tensor, not padding or look-ahead"),
-    "labels at padding": (
-        BERT, labels_at_padding, "the loss reads padding: labels at padding, or after it, are not all -100",
-    ),
-    "labels after padding": (
-        GPT2, labels_at_padding, "the loss reads padding: labels at padding, or after it, are not all -100",
-    ),
-    "an answer in a text": (
-        "BertForQuestionAnswering",
-        lambda call: {"start_positions": torch.tensor([1, 0, 2]), "end_positions": torch.tensor([2, 1, 3])},
-        "the loss of BertForQuestionAnswering reads all positions, padding included",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", KEPT)
-def test_a_call_that_cannot_be_packed_keeps_its_padding(what: str) -> None:
-    name, more, reason = KEPT[what]
-    padded, without, report = both(name)
-    call = packed.batch(name, "right")
-    call.given.update(more(call))
-    packed.close(packed.step(without, call), packed.step(padded, call))
-    assert report.padded_calls.reasons == {reason: 1}
-    assert f"1 calls with padding: {reason}" in str(report)
-
-
-def test_a_hook_sees_the_rows_of_the_plain_model() -> None:
-    padded, without, report = both(BERT)
-    call, shapes = packed.batch(BERT, "right"), []
-    layers = without.bert.encoder.layer
-    for module, name in ((layers[0], "BertLayer"), (layers[1].intermediate, "BertIntermediate")):
-        report.padded_calls.reasons.clear()
-        hook = module.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
-        packed.close(packed.step(without, call), packed.step(padded, call))
-        assert list(report.padded_calls.reasons) == [f"a {name} has a hook, which may read padding"]
-        hook.remove()
-        packed.close(packed.step(without, call), packed.step(padded, call))
-        assert list(report.padded_calls.reasons.values()) == [1]
-    assert shapes == [(3, 9, 32), (3, 9, 40)]
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -136,15 +80,6 @@ def test_a_checkpoint_before_a_layer_without_one() -> None:
     ours, expected = (packed.step(model.train(), call) for model in (again, plain))
     assert ours.keys() == expected.keys()
     packed.close(ours, expected)
-
-
-def test_gradient_checkpoints_with_a_bias_between_positions() -> None:
-    padded, without, report = both(T5)
-    for model in (padded, without):
-        model.gradient_checkpointing_enable()
-    call = packed.batch(T5, "right")
-    packed.close(packed.step(without.train(), call), packed.step(padded.train(), call))
-    assert list(report.padded_calls.reasons) == ["its gradient checkpointing passes on a position bias"]
 
 
 def test_autocast() -> None:
@@ -266,7 +201,7 @@ CACHES = [
 
 
 @pytest.mark.parametrize("argument", CACHES)
-@pytest.mark.parametrize("name", [GPT2, BART, "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", [GPT2, BART, LLAMA])
 def test_a_call_with_the_cache_of_an_earlier_call(name: str, argument: str) -> None:
     padded, without, report = both(name)
     call = packed.batch(name, "left").given
@@ -302,19 +237,14 @@ def test_a_compiled_model_runs_with_padding() -> None:
         torch.testing.assert_close(out, padded.eval()(**call).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_undo_pickle_and_copy() -> None:
-    _, model, report = both(BERT)
-    plain = packed.make(BERT)
-    call = packed.batch(BERT, "right").given
-    expected = model.eval()(**call).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(**call).logits, expected)
-        assert not other(**call).logits[~call["attention_mask"].bool()].any()
-    assert not tfast.accelerate(model, packed=True).swapped
-    report.undo()
-    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    assert model(**call).logits[~call["attention_mask"].bool()].any()
+@pytest.mark.parametrize("name", [BERT, BART, GPT2, "T5ForConditionalGeneration"])
+def test_copies_a_second_call_and_undo(name: str) -> None:
+    plain, fast, report = packed.pair(name)
+    call = packed.batch(name, "right")
+    assert not fast(**call.given).logits[~call.tokens].any()
+    run = lambda model: model.eval()(**call.given).logits  # noqa: E731
+    assert_copied_and_undone(fast, report, state(plain), run, packed=True)
+    assert run(fast)[~call.tokens].any()
 
 
 def test_padding_is_left_out_of_a_model_that_was_accelerated_before() -> None:
@@ -343,3 +273,80 @@ def test_the_output_layer_runs_on_tokens() -> None:
     for out in outs:
         assert out.logits.shape[:2] == call.tokens.shape and not out.logits[~call.tokens].any()
         assert type(out.logits) is Tensor
+
+
+def mean_of_logits(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+    return logits.logsumexp(-1).mean()
+
+
+def test_a_loss_that_was_replaced_in_the_table_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fast, _ = packed.pair(LLAMA)
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", mean_of_logits)
+    packed.hold(plain, fast, packed.batch(LLAMA, "right"))
+
+
+@pytest.mark.parametrize("name", ["BertForPreTraining", "GPT2DoubleHeadsModel"])
+def test_labels_at_padding_of_heads_with_two_losses(name: str) -> None:
+    plain, fast, _ = packed.pair(name)
+    call = packed.batch(BERT, "right")
+    call.given["labels"] = call.given["input_ids"]
+    more = {"next_sentence_label": [0, 1, 0]} if "Bert" in name else {"mc_token_ids": [8, 2, 4]}
+    given = call.given | {key: torch.tensor(value) for key, value in more.items()}
+    torch.testing.assert_close(fast(**given).loss, plain(**given).loss, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_other_numbers() -> None:
+    """OPT counts positions by the values of the mask."""
+    plain, fast, report = packed.pair("OPTForCausalLM")
+    call = packed.batch("OPTForCausalLM", "left")
+    call.given["attention_mask"] *= 2
+    assert not report.padded_calls.reasons
+    keep = call.given["attention_mask"] > 0
+    with torch.no_grad():
+        ours, theirs = (model(**call.given).logits[keep] for model in (fast, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def identities(model: nn.Module) -> None:
+    for layer in model.bert.encoder.layer:
+        layer.output.dropout = nn.Identity()
+
+
+def weights_as_attributes(model: nn.Module) -> None:
+    for path in ("output.dense", "attention.self.query", "output.LayerNorm"):
+        module = model.get_submodule(f"bert.encoder.layer.0.{path}")
+        weight = module.weight * 1.0
+        del module.weight
+        module.weight = weight
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("change", [identities, weights_as_attributes])
+def test_layers_whose_parts_were_changed(change: Callable[[nn.Module], None], packs: bool) -> None:
+    (plain, fast, _), call = pair(packed.make(BERT), packed=packs), packed.batch(BERT, "right")
+    for model in (plain, fast):
+        change(model)
+    torch.testing.assert_close(fast(**call.given).loss, plain(**call.given).loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [torch.tensor([0, 1]), torch.tensor([0]), 2])
+def test_logits_of_some_positions(keep: Tensor | int) -> None:
+    plain, fast, _ = packed.pair(LLAMA)
+    given = {key: value for key, value in packed.batch(LLAMA, "left").given.items() if key != "labels"}
+    ours, theirs = (model(**given, use_cache=False, logits_to_keep=keep).logits for model in (fast, plain))
+    places = given["attention_mask"].bool()[:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
+    torch.testing.assert_close(ours[places], theirs[places], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [BERT, LLAMA, "OPTForCausalLM"])
+def test_logits_may_be_written_to_and_are_in_the_graph_of_the_loss(name: str) -> None:
+    plain, fast, report = packed.pair(name)
+    call = packed.batch(name, "right")
+    grads = []
+    for model in (fast, plain):
+        output = model(**call.given)
+        grads.append(torch.autograd.grad(output.loss, output.logits, retain_graph=True)[0][call.tokens])
+        output.logits[..., :5] = -1e4
+        output.logits /= 2.0
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+    assert not report.padded_calls.reasons

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
+import accelerated
 import packed_models as packed
 
 import transformer_fast as tfast
@@ -18,22 +18,17 @@ from transformer_fast.huggingface.logits import PaddedGradient
 from transformer_fast.swap import output_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-MODELS = {
-    "BertForMaskedLM": {}, "LlamaForCausalLM": {}, "Gemma2ForCausalLM": {}, "BartForConditionalGeneration": {},
-    "T5ForConditionalGeneration": {"decoder_start_token_id": 1}, "BertForTokenClassification": {},
-    "BertForSequenceClassification": {}, "DistilBertModel": {},
-}  # fmt: skip
-"""Models and settings: their logits are the output of a linear layer, or that with a bias, scaled or limited."""
+MODELS = [
+    "BertForMaskedLM", "LlamaForCausalLM", "Gemma2ForCausalLM", "BartForConditionalGeneration",
+    "T5ForConditionalGeneration", "BertForTokenClassification", "BertForSequenceClassification", "DistilBertModel",
+]  # fmt: skip
+"""Their logits are the output of a linear layer, or that with a bias, scaled or limited."""
 
 
 def pair(name: str) -> tuple[nn.Module, nn.Module, packed.Batch, tfast.accelerate.Report]:
-    """Return a plain model and one without padding, after a call that learns which layers are called."""
-    plain = packed.make(name, **MODELS[name]).train()
-    fast, call = copy.deepcopy(plain), packed.batch(name, "right")
-    report = tfast.accelerate(fast, packed=True)
-    with torch.no_grad():
-        fast(**call.given)
-    return plain, fast, call, report
+    """Return a plain model and one without padding."""
+    plain, fast, report = packed.pair(name)
+    return plain.train(), fast.train(), packed.batch(name, "right"), report
 
 
 def loss_of(output: Any, call: packed.Batch) -> Tensor:
@@ -145,9 +140,8 @@ def test_the_gradient_of_logits_is_padded_only_where_something_reads_it(
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM", "BartForConditionalGeneration"])
 def test_a_fused_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_layer, "WORTH_IT", 0)
-    plain, call = packed.make(name).train(), packed.batch(name, "right")
-    fast, found = copy.deepcopy(plain), []
-    report = tfast.accelerate(fast, packed=True, fused_loss=True)
+    plain, fast, report = accelerated.pair(packed.make(name).train(), packed=True, fused_loss=True)
+    call, found = packed.batch(name, "right"), []
     for model in (fast, plain, fast, plain):
         model.zero_grad()
         output = model(**call.given)

@@ -80,10 +80,8 @@ def reads_of(run: Callable[[], Any]) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_batch_is_read_once(name: str, layers: int, padding: str, labels: bool) -> None:
-    settings = {"decoder_start_token_id": 1} if name.startswith("T5") else {}
     count = {"T5": "num_layers", "Ba": "decoder_layers", "Ma": "decoder_layers", "Di": "n_layers"}
-    model = packed.make(name, **settings, **{count.get(name[:2], "num_hidden_layers"): layers})
-    report = tfast.accelerate(model, packed=True)
+    _, model, report = packed.pair(name, **{count.get(name[:2], "num_hidden_layers"): layers})
     given = packed.batch(name, padding).given
     if not labels and "labels" in given:
         target = given.pop("labels")

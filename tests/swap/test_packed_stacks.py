@@ -6,21 +6,23 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import pickle
 from collections.abc import Callable
+from typing import Any
 
 import handwritten
 import pytest
 import torch
+from accelerated import assert_copied_and_undone, pair, state
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 from examples import examples
-from transformer_fast.layers.padded_calls import NO_SOURCE
+from transformer_fast.layers.padded_calls import NO_SOURCE, padded_calls
 from transformer_fast.reference import layers as reference
 from transformer_fast.reference.dialects import d2l, tensorflow
+from transformer_fast.swap.form import form_of
 from transformer_fast.testing import ULPS, errors
 
 D, VOCABULARY = 16, 40
@@ -44,8 +46,7 @@ def outcome(model: nn.Module, call: Call, keep: Tensor) -> list[Tensor]:
 
 def hold(plain: nn.Module, call: Call, keep: Tensor, *, reasons: tuple[str, ...] = ()) -> tfast.accelerate.Report:
     """Compare a model with its copy without padding by the gate."""
-    fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    report = tfast.accelerate(fast, packed=True)
+    (_, fast, report), exact = pair(plain, packed=True), copy.deepcopy(plain).double()
     found = [outcome(model, call, keep) for model in (fast, plain, exact)]
     scale = max(t.abs().max().item() for t in found[2][1:])
     for number, (ours, eager, true) in enumerate(zip(*found, strict=True)):
@@ -258,10 +259,7 @@ def test_a_mask_that_is_more_than_padding_stays() -> None:
     keep, trg_keep = lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET)
     src, trg, src_mask, trg_mask = ids_and_masks(keep, trg_keep)
     trg_mask[:, 4, 1] = False
-    fast = MODELS["annotated"]()
-    padded = copy.deepcopy(fast)
-    report = tfast.accelerate(fast, packed=True)
-    tfast.accelerate(padded)
+    padded, fast, report = pair(MODELS["annotated"], packed=True)
     found = (outcome(m, lambda m: m(src, trg, src_mask, trg_mask), trg_keep) for m in (fast, padded))
     torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
     (reason,) = report.padded_calls.reasons
@@ -301,9 +299,7 @@ def test_weights_are_those_of_the_plain_model(name: str) -> None:
     """A decoder of the tutorial returns weights with gradients; an encoder of the textbook stores them."""
     src_keep, keep = lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET)
     given_ = ids_and_masks(src_keep, keep)
-    plain = MODELS[name]().eval()
-    fast = copy.deepcopy(plain)
-    report, found = tfast.accelerate(fast, packed=True), []
+    (plain, fast, report), found = pair(lambda: MODELS[name]().eval(), packed=True), []
     for model in (fast, plain):
         weights = model.weights(*given_)
         queries = src_keep if name == "d2l" else keep
@@ -340,30 +336,68 @@ def test_a_hook_on_a_layer_of_a_stack_sees_padded_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_undo_pickle_and_copy(name: str) -> None:
-    keep = lengths(TARGETS, TARGET)
-    given_ = ids_and_masks(lengths(SOURCES, SOURCE), keep)
-    model = MODELS[name]()
-    expected = model(*given_)
-    before = {path: (type(m), set(m.__dict__)) for path, m in model.named_modules()}
-    report = tfast.accelerate(model, packed=True)
-    out = model(*given_)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(*given_), out)
-    again = tfast.accelerate(model, packed=True)
-    assert not again.swapped
-    report.undo()
-    assert {path: (type(m), set(m.__dict__)) for path, m in model.named_modules()} == before
-    assert torch.equal(model(*given_), expected)
+def test_copies_a_second_call_and_undo(name: str) -> None:
+    given_ = ids_and_masks(lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET))
+    plain, model, report = pair(MODELS[name], packed=True)
+    assert_copied_and_undone(model, report, state(plain), lambda m: m(*given_), packed=True)
+    assert torch.equal(model(*given_), plain(*given_))
 
 
 def test_a_batch_without_padding_is_computed_as_before() -> None:
     given_ = ids_and_masks(*(torch.ones(4, n, dtype=torch.bool) for n in (SOURCE, TARGET)))
     for name in ("annotated", "classic"):
-        model = MODELS[name]()
-        padded = copy.deepcopy(model)
-        tfast.accelerate(model, packed=True)
+        padded, model, _ = pair(MODELS[name], packed=True)
         tfast.accelerate(padded)
         keep = torch.ones(4, TARGET, dtype=torch.bool)
         found = (outcome(m, lambda m: m(*given_), keep) for m in (model, padded))
         assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
+
+
+class Around(nn.Module):
+    """Module around attention, as adapters have it; a text may read attributes of the attention."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "base" else getattr(self.base, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.base(*args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+
+class Neighbours(nn.Conv1d):
+    """Network that reads several positions."""
+
+    def __init__(self, _: nn.Module) -> None:
+        super().__init__(D, D, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
+@pytest.mark.parametrize("name", ["annotated", "classic", "tensorflow", "d2l", "blocks of BERT"])
+def test_what_is_replaced_afterwards_keeps_the_padding(name: str) -> None:
+    """An attention, or a network that reads several positions."""
+    keep = lengths(TARGETS, TARGET)
+    given_ = ids_and_masks(lengths(SOURCES, SOURCE), keep)
+    plain, fast, _ = pair(lambda: MODELS[name]().eval(), packed=True)
+    places: dict[str, type[nn.Module]] = {
+        path: Around for path, m in fast.named_modules() if (form := form_of(m)) is not None and form.attends
+    }
+    if name != "blocks of BERT":  # in a list of blocks, one reads what the block before has at padding, which is 0
+        ends = (".ff", ".ffn", ".feed_forward")
+        places |= {path: Neighbours for path, _ in plain.named_modules() if path.endswith(ends)}
+        assert set(places.values()) == {Around, Neighbours}
+    for path, kind in places.items():
+        changed = [copy.deepcopy(m) for m in (fast, plain)]
+        for m in changed:
+            torch.manual_seed(1)
+            m.set_submodule(path, kind(m.get_submodule(path)).eval())
+        found = [outcome(m, lambda m: m(*given_), keep)[0] for m in changed]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
+        reasons = {reason for m in changed[0].modules() if (calls := padded_calls(m)) for reason in calls.reasons}
+        is_kept = kind is Around or (name, path.partition(".")[0]) == ("d2l", "decoder")  # the latter in any case
+        assert is_kept or "its Neighbours may read several positions" in reasons

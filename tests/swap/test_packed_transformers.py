@@ -50,8 +50,7 @@ MODELS = {
     for name in names.split()
 }  # fmt: skip
 """Classes, and for each padding side the reason why their calls keep padding."""
-SETTINGS = {"M2M100ForConditionalGeneration": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}}
-SEQ2SEQ = {name: {"decoder_start_token_id": 1} for name in MODELS if name.startswith(("T5", "MT5"))}
+DECODES = ("ForConditionalGeneration", "MTModel")
 
 
 @pytest.mark.cover("values")
@@ -59,7 +58,7 @@ SEQ2SEQ = {name: {"decoder_start_token_id": 1} for name in MODELS if name.starts
 @pytest.mark.parametrize("padding", packed.PADDING)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_that_of_the_plain_model(name: str, padding: str) -> None:
-    sides = packed.Sides(packed.make(name, **SETTINGS.get(name, {}), **SEQ2SEQ.get(name, {})))
+    sides = packed.Sides(packed.make(name, **packed.SETTINGS.get(name, {})))
     assert any(row.now == "without padding" for row in sides.report.rows)
     reason = MODELS[name].get(padding)
     call = packed.batch(name, padding)
@@ -79,10 +78,10 @@ def test_a_step_is_that_of_the_plain_model(name: str, padding: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith(("ForConditionalGeneration", "MTModel"))])
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith(DECODES)])
 def test_a_decoder_without_padding_beside_an_encoder_with_some(name: str, attention: str) -> None:
     """With sdpa such a decoder gets no mask, and its layers say that they are causal."""
-    sides = packed.Sides(packed.make(name, attention, **SETTINGS.get(name, {}), **SEQ2SEQ.get(name, {})))
+    sides = packed.Sides(packed.make(name, attention, **packed.SETTINGS.get(name, {})))
     call = packed.batch(name, "right")
     target = call.given.pop("labels").clamp(min=1)
     call = packed.Batch(call.given | {"decoder_input_ids": target}, torch.ones_like(target, dtype=torch.bool))
@@ -128,7 +127,7 @@ DRAWN = (
 @functools.cache
 def sides(name: str) -> tuple[nn.Module, nn.Module]:
     """Return a model without padding and the same model with padding; both run on the fused ops."""
-    padded = packed.make(name, **SEQ2SEQ.get(name, {}))
+    padded = packed.make(name, **packed.SETTINGS.get(name, {}))
     without = copy.deepcopy(padded)
     tfast.accelerate(padded)
     tfast.accelerate(without, packed=True)
@@ -149,7 +148,7 @@ def test_any_batch(data: st.DataObject) -> None:
     keep = some(length)
     ids = torch.randint(4, models.VOCABULARY - 4, (rows, length))
     given_ = {"input_ids": ids.where(keep, models.PAD), "attention_mask": keep.long()}
-    tokens = some(target) if name in SEQ2SEQ or name.startswith("Bart") else keep
+    tokens = some(target) if name.endswith(DECODES) else keep
     counted = some(tokens.shape[1]) if data.draw(st.booleans()) else tokens
     labels = torch.randint(4, models.VOCABULARY - 4, counted.shape)
     labels = labels % 2 if "Token" in name else labels

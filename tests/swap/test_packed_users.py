@@ -1,10 +1,9 @@
-"""``accelerate(model, packed=True)`` on models that a user derived or changed: each call equals the plain model."""
+"""``accelerate(model, packed=True)`` on models that a user derived from those of transformers, or put into own
+modules: the code of the user reads zeros at padding."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 import packed_models as packed  # noqa: E402
+from accelerated import pair  # noqa: E402
 from transformers.models.bart.modeling_bart import BartEncoder  # noqa: E402
 from transformers.models.bert import modeling_bert as bert  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5Stack  # noqa: E402
@@ -116,11 +116,6 @@ def made(kind: type[nn.Module], like: str, *, use_cache: bool = False) -> nn.Mod
     return packed.with_large_weights(kind(config))
 
 
-def hold(plain: nn.Module, fast: nn.Module, call: packed.Batch) -> None:
-    for training in (True, False, True):
-        packed.close(*(packed.step(model.train(training), call) for model in (fast, plain)))
-
-
 def zeros_at_padding(model: nn.Module, tokens: Tensor) -> None:
     """Set the outputs of the stacks of a plain model to 0 at padding."""
 
@@ -139,11 +134,9 @@ def zeros_at_padding(model: nn.Module, tokens: Tensor) -> None:
 def test_code_around_a_stack_reads_zeros_at_padding(what: str, named: str) -> None:
     like, kind, ending = DERIVED[what]
     kind = type(kind.__name__ + (ending if "transformers" in named else ""), (kind,), {})
-    plain, call = made(kind, like), packed.batch(like, "right")
-    fast = copy.deepcopy(plain)
-    report = tfast.accelerate(fast, packed=True)
+    (plain, fast, report), call = pair(made(kind, like), packed=True), packed.batch(like, "right")
     zeros_at_padding(plain, call.given["attention_mask"].bool())
-    hold(plain, fast, call)
+    packed.hold(plain, fast, call, (True, False, True))
     assert not report.padded_calls.reasons
     (note,) = (note for note in report.notes if "at padding" in note)
     assert note == f"what the code of {kind.__name__} reads of the stacks inside is 0 at padding"
@@ -174,157 +167,14 @@ SAFE: dict[str, tuple[str, dict[str, Any], Change]] = {
 @pytest.mark.parametrize("what", SAFE)
 def test_a_class_that_leaves_padding_alone_skips_it(what: str) -> None:
     like, methods, change = SAFE[what]
-    plain, call = made(type("Mine", (getattr(transformers, like),), methods), like), packed.batch(like, "right")
-    fast = copy.deepcopy(plain)
-    report = tfast.accelerate(fast, packed=True)
+    plain, fast, report = pair(made(type("Mine", (getattr(transformers, like),), methods), like), packed=True)
+    call = packed.batch(like, "right")
     for model in (plain, fast):
         torch.manual_seed(1)
         change(model)
-    hold(plain, fast, call)
+    packed.hold(plain, fast, call, (True, False, True))
     assert not report.padded_calls.reasons
     assert "these layers skip" in report.explain(call.given)
-
-
-class Mixing(nn.Module):
-    """A module that stands in the place of another one and reads all positions."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(hidden - hidden.mean(1, keepdim=True), *args, **kwargs)
-
-
-def put(path: str, make: Callable[[nn.Module], nn.Module] = Mixing) -> Change:
-    return lambda model: model.set_submodule(path, make(model.get_submodule(path)))
-
-
-def patched(path: str) -> Change:
-    """Replace the forward of one module."""
-
-    def change(model: nn.Module) -> None:
-        module = model.get_submodule(path)
-        forward = module.forward
-        module.forward = lambda x, *args, **kwargs: forward(x - x.mean(1, keepdim=True), *args, **kwargs)
-
-    return change
-
-
-def of_a_class(path: str) -> Change:
-    """Give a module a class derived from its own."""
-
-    def change(model: nn.Module) -> None:
-        module = model.get_submodule(path)
-        base = type(module)
-
-        class Own(base):
-            def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-                return super().forward(x - x.mean(1, keepdim=True), *args, **kwargs)
-
-        module.__class__ = Own
-
-    return change
-
-
-def hooked(path: str) -> Change:
-    return lambda model: (
-        model.get_submodule(path).register_forward_pre_hook(
-            lambda module, args: (args[0] - args[0].mean(1, keepdim=True), *args[1:])
-        )
-        and None
-    )
-
-
-def loss_of(model: nn.Module) -> None:
-    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten())
-
-    model.loss_function = loss
-
-
-CHANGED: dict[str, tuple[str, Change]] = {
-    "a classifier": ("BertForTokenClassification", put("classifier")),
-    "a convolution": (
-        "BertForTokenClassification",
-        put("classifier", lambda old: nn.Sequential(Convolution(types.SimpleNamespace(hidden_size=32)))),
-    ),
-    "a convolution of torch": (
-        "BertForTokenClassification",
-        put("classifier", lambda old: nn.Sequential(nn.AvgPool1d(3, 1, 1), nn.Conv1d(9, 9, 1), old)),
-    ),
-    "a pooler": ("BertForSequenceClassification", put("bert.pooler")),
-    "a last norm": ("LlamaForCausalLM", put("model.norm")),
-    "an output layer": ("LlamaForCausalLM", put("lm_head")),
-    "the class of an output layer": ("LlamaForCausalLM", of_a_class("lm_head")),
-    "the forward of an output layer": ("BertForMaskedLM", patched("cls.predictions.transform")),
-    "an encoder": ("BertForMaskedLM", put("bert.encoder")),
-    "a loss": ("LlamaForCausalLM", loss_of),
-    "a layer": ("BertForMaskedLM", put("bert.encoder.layer.1")),
-    "the class of a layer": ("BertForMaskedLM", of_a_class("bert.encoder.layer.1")),
-    "an attention": ("BertForMaskedLM", put("bert.encoder.layer.1.attention.self")),
-    "the class of an attention": ("LlamaForCausalLM", of_a_class("model.layers.0.mlp")),
-    "a forward inside a layer": ("T5ForConditionalGeneration", patched("encoder.block.0.layer.1")),
-    "a hook in front of a layer": ("BertForMaskedLM", hooked("bert.encoder.layer.1")),
-    "a hook in front of the head": ("BertForMaskedLM", hooked("cls")),
-    "a hook inside a layer": ("BartForConditionalGeneration", hooked("model.encoder.layers.0.fc1")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("copied", [False, True], ids=["", "of a copy"])
-@pytest.mark.parametrize("what", CHANGED)
-def test_a_module_that_is_replaced_after_accelerate_is_seen(what: str, copied: bool) -> None:
-    name, change = CHANGED[what]
-    settings = {"decoder_start_token_id": 1} if name.startswith("T5") else {}
-    plain, call = packed.make(name, **settings), packed.batch(name, "right")
-    fast = copy.deepcopy(plain)
-    report = tfast.accelerate(fast, packed=True)
-    fast = pickle.loads(pickle.dumps(fast)) if copied else fast
-    hold(plain, fast, call)
-    report.padded_calls.reasons.clear()
-    fast.__dict__["_without_padding"] = report.padded_calls
-    for model in (plain, fast):
-        torch.manual_seed(1)
-        change(model)
-    hold(plain, fast, call)
-    assert report.padded_calls.reasons
-
-
-def test_a_layer_that_was_changed_is_looked_at_in_each_call() -> None:
-    plain, call = packed.make("BertForMaskedLM"), packed.batch("BertForMaskedLM", "right")
-    fast = copy.deepcopy(plain)
-    report = tfast.accelerate(fast, packed=True)
-    for model in (plain, fast):
-        torch.manual_seed(1)
-        put("bert.encoder.layer.1.output.dense", lambda old: nn.Sequential(old, nn.Linear(32, 32)))(model)
-    hold(plain, fast, call)
-    assert not report.padded_calls.reasons
-    for model in (plain, fast):
-        put("bert.encoder.layer.0.output.dense")(model)
-    hold(plain, fast, call)
-    assert list(report.padded_calls.reasons) == ["a Mixing inside is not known; it may read padding"]
-
-
-def test_a_class_of_transformers_that_is_patched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = packed.batch("BertForMaskedLM", "right")
-    for kind in (bert.BertIntermediate, bert.BertOnlyMLMHead, bert.BertModel):
-        plain = packed.make("BertForMaskedLM")
-        fast = copy.deepcopy(plain)
-        report = tfast.accelerate(fast, packed=True)
-        hold(plain, fast, call)
-        assert not report.padded_calls.reasons
-        forward = kind.forward
-
-        def mixing(self: nn.Module, *args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-            made = forward(self, *args, **kwargs)
-            hidden = made if isinstance(made, Tensor) else made[0]
-            hidden.data.sub_(hidden.data.mean(1, keepdim=True))
-            return made
-
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "forward", mixing)
-            hold(plain, fast, call)
-        assert report.padded_calls.reasons
 
 
 def test_a_model_inside_of_another_module_is_packed() -> None:
@@ -342,11 +192,11 @@ def test_a_model_inside_of_another_module_is_packed() -> None:
         fast = copy.deepcopy(plain)
         root = wrap([fast]) if wrap is not nn.Sequential else nn.Sequential(fast)
         report = tfast.accelerate(root, packed=True)
-        hold(plain, fast, call)
+        packed.hold(plain, fast, call, (True, False, True))
         assert not report.padded_calls.reasons and not fast.encoder(**call.given)[0][~call.tokens].any()
         assert "what the code of Mean reads of the stacks inside is 0 at padding" in report.notes
         report.undo()
-        hold(plain, fast, call)
+        packed.hold(plain, fast, call, (True, False, True))
         assert fast.encoder(**call.given)[0][~call.tokens].any()
 
 
@@ -356,16 +206,13 @@ def test_a_cache_that_a_derived_class_reads_is_there() -> None:
             output = super().forward(**given)
             return {"loss": output.loss, "rows": output.past_key_values.layers[0].keys.amax(2)}
 
-    plain, call = made(Cached, "LlamaForCausalLM", use_cache=True), packed.batch("LlamaForCausalLM", "right")
-    fast = copy.deepcopy(plain)
-    tfast.accelerate(fast, packed=True)
-    hold(plain, fast, call)
+    plain, fast, _ = pair(made(Cached, "LlamaForCausalLM", use_cache=True), packed=True)
+    call = packed.batch("LlamaForCausalLM", "right")
+    packed.hold(plain, fast, call, (True, False, True))
 
 
 def test_no_call_runs_twice_and_its_error_is_raised() -> None:
-    call, runs = packed.batch("BertForMaskedLM", "right"), []
-    model = packed.make("BertForMaskedLM")
-    report = tfast.accelerate(model, packed=True)
+    (_, model, report), call, runs = packed.pair("BertForMaskedLM"), packed.batch("BertForMaskedLM", "right"), []
 
     def count(*_: Any) -> None:
         runs.append(1)

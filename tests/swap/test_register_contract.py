@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from accelerated import pair
 from registered_texts import KEEP, LENGTH, D, Layer, Stack, X, registered
 from torch import Tensor, nn
 
@@ -41,8 +41,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_replaced_later_keeps_the_padding(pair: Any, name: str) -> None:
-    plain, model, report = pair
+def test_what_is_replaced_later_keeps_the_padding(sides: Any, name: str) -> None:
+    plain, model, report = sides
     change, reason = CHANGES[name]
     for each in (plain, model):
         change(each.layers[0])
@@ -71,17 +71,16 @@ class Later(Layer):
 def test_a_flag_of_a_later_layer_that_changes_attention_keeps_the_padding(flag: str, reason: str) -> None:
     plain = Stack(Later)
     setattr(plain.layers[2], flag, True)
-    model = copy.deepcopy(plain)
     with registered(Later, "blocked", lambda keep: ~keep):
-        report = tfast.accelerate(model, packed=True)
+        _, model, report = pair(plain, packed=True)
     torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
     (found,) = report.padded_calls.reasons
     assert reason in found
 
 
-def test_layers_with_other_masks_raise_an_error(pair: Any) -> None:
+def test_layers_with_other_masks_raise_an_error(sides: Any) -> None:
     """The second mask keeps positions at which the first layer returns 0."""
-    plain, model, _ = pair
+    plain, model, _ = sides
     first, second, _ = model.layers
     x = first(X, ~KEEP)
     for mask in (~torch.ones_like(KEEP), None):
@@ -93,9 +92,9 @@ def test_layers_with_other_masks_raise_an_error(pair: Any) -> None:
         torch.testing.assert_close(second(x, ~keep)[keep], plain.layers[1](padded, ~keep)[keep])
 
 
-def test_a_head_behind_the_list_gets_padded_tensors(pair: Any) -> None:
+def test_a_head_behind_the_list_gets_padded_tensors(sides: Any) -> None:
     """The documented contract: shapes of the plain model, equal at tokens, and 0 at padding."""
-    plain, model, _ = pair
+    plain, model, _ = sides
     head = nn.LSTM(D, D, batch_first=True)
     found, expected = model(X, ~KEEP), plain(X, ~KEEP)
     assert found.shape == expected.shape
@@ -122,10 +121,8 @@ def test_more_than_hidden_states_and_a_mask_keeps_the_padding() -> None:
         def forward(self, x: Tensor, mask: Tensor | None = None, *, shift: float = 0.0) -> Any:
             return super().forward(x, mask) + shift * torch.arange(x.shape[1])[None, :, None]
 
-    plain = Stack(Positions)
-    model = copy.deepcopy(plain)
     with registered(Positions, "blocked", lambda keep: ~keep):
-        report = tfast.accelerate(model, packed=True)
+        plain, model, report = pair(lambda: Stack(Positions), packed=True)
     torch.testing.assert_close(model(X, ~KEEP, shift=1.0)[KEEP], plain(X, ~KEEP, shift=1.0)[KEEP])
     (reason,) = report.padded_calls.reasons
     assert reason == "its layers are given shift, which is more than hidden states and a mask"

@@ -4,14 +4,13 @@ every token. What a call cannot run on tokens keeps its padding, and the report 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from accelerated import assert_copied_and_undone, copies, pair, state
 from registered_texts import ATTENTIONS, KEEP, LAYERS, D, Layer, LengthFirstLayer, Stack, X, registered
 from test_packed_stacks import hold, lengths, outcome
 from torch import Tensor, nn
@@ -49,9 +48,7 @@ def call_with(mask: Tensor) -> Callable[[nn.Module], Tensor]:
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_equal_the_padded_ones_at_tokens(name: str, keep: Tensor) -> None:
     kind, _, as_mask = LAYERS[name]
-    plain = Stack(kind)
-    model = copy.deepcopy(plain)
-    report = tfast.accelerate(model, packed=True)
+    plain, model, report = pair(lambda: Stack(kind), packed=True)
     found = [outcome(each, call_with(as_mask(keep)), keep) for each in (model, plain)]
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
     with torch.no_grad():
@@ -66,9 +63,7 @@ def test_the_batch_size_is_the_length(name: str) -> None:
     kind, _, as_mask = LAYERS[name]
     keep, x = KEEP[:, :4].clone(), X[:, :4]
     keep[1, 0] = False
-    plain = Stack(kind)
-    model = copy.deepcopy(plain)
-    report = tfast.accelerate(model, packed=True)
+    plain, model, report = pair(lambda: Stack(kind), packed=True)
     torch.testing.assert_close(model(x, as_mask(keep))[keep], plain(x, as_mask(keep))[keep], atol=1e-5, rtol=1e-4)
     assert not report.padded_calls.reasons
 
@@ -96,9 +91,7 @@ def test_layers_that_are_no_list() -> None:
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return self.second(self.first(x, mask), mask)
 
-    plain = Loop()
-    model = copy.deepcopy(plain)
-    report = tfast.accelerate(model, packed=True)
+    plain, model, report = pair(Loop, packed=True)
     torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
     assert [row.path for row in report.rows if row.was == "2 Layer"] == [""]
 
@@ -132,8 +125,8 @@ def test_dropout_is_drawn_for_tokens_and_repeats_with_its_seed(name: str) -> Non
     assert not report.padded_calls.reasons
 
 
-def test_a_call_with_another_mask_keeps_its_padding(pair: Any) -> None:
-    plain, model, report = pair
+def test_a_call_with_another_mask_keeps_its_padding(sides: Any) -> None:
+    plain, model, report = sides
     scores = torch.zeros(KEEP.shape).masked_fill(~KEEP, float("-inf"))
     scores[0, 0] = 0.5
     empty = ~KEEP
@@ -144,8 +137,8 @@ def test_a_call_with_another_mask_keeps_its_padding(pair: Any) -> None:
         assert any(reason in found for found in report.padded_calls.reasons), report.padded_calls.reasons
 
 
-def test_a_hook_inside_sees_the_padding(pair: Any) -> None:
-    plain, model, report = pair
+def test_a_hook_inside_sees_the_padding(sides: Any) -> None:
+    plain, model, report = sides
     found = []
     model.layers[1].norm.register_forward_hook(lambda module, args, out: found.append(out.shape))
     torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
@@ -167,23 +160,16 @@ def test_the_authors_errors_stay_theirs() -> None:
     assert not model(X, ~KEEP)[~KEEP].any() and len(report.padded_calls.reasons) == 1
 
 
-def test_copies_pickles_and_undo(pair: Any) -> None:
-    plain, model, report = pair
-    expected = model(X, ~KEEP)
-    assert not expected[~KEEP].any()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(X, ~KEEP), expected)
-    again = tfast.accelerate(model, packed=True)
-    assert [row.why for row in again.rows if row.path == "layers"] == ["it runs on the fused ops already"]
-    assert torch.equal(model(X, ~KEEP), expected)
-    report.undo()
+def test_copies_a_second_call_and_undo(sides: Any) -> None:
+    plain, model, report = sides
+    assert model.state_dict().keys() == plain.state_dict().keys() and not model(X, ~KEEP)[~KEEP].any()
+    assert "padding is skipped in layers" in str(report).splitlines()[0]
+    assert_copied_and_undone(model, report, state(plain), lambda m: m(X, ~KEEP), packed=True)
     assert torch.equal(model(X, ~KEEP), plain(X, ~KEEP))
-    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
-    assert [m.__dict__.keys() for m in model.modules()] == [m.__dict__.keys() for m in plain.modules()]
 
 
-def test_a_compiled_model_runs_with_its_padding(pair: Any) -> None:
-    plain, model, _ = pair
+def test_a_compiled_model_runs_with_its_padding(sides: Any) -> None:
+    plain, model, _ = sides
     fast = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(fast(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
 
@@ -196,9 +182,7 @@ def test_a_checkpoint_around_a_layer_has_no_padding(reentrant: bool) -> None:
                 x = checkpoint(layer, x, mask, use_reentrant=reentrant)
             return x
 
-    plain = Checkpointed(Layer)
-    model = copy.deepcopy(plain)
-    report = tfast.accelerate(model, packed=True)
+    plain, model, report = pair(lambda: Checkpointed(Layer), packed=True)
     x = X.clone().requires_grad_()
     found = [outcome(each, lambda m: m(x, ~KEEP), KEEP) for each in (model, plain)]
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
@@ -208,9 +192,7 @@ def test_a_checkpoint_around_a_layer_has_no_padding(reentrant: bool) -> None:
 @pytest.mark.parametrize("name", ["nn.MultiheadAttention", "torch's function", "ESPnet", "RecBole"])
 def test_bfloat16(name: str) -> None:
     kind, _, as_mask = LAYERS[name]
-    plain = Stack(kind).bfloat16()
-    model = copy.deepcopy(plain)
-    report = tfast.accelerate(model, packed=True)
+    plain, model, report = pair(lambda: Stack(kind).bfloat16(), packed=True)
     mask = as_mask(KEEP)
     mask = mask.bfloat16() if mask.is_floating_point() else mask
     found = [call_with(mask)(each)[KEEP] for each in (model, plain)]
@@ -233,11 +215,6 @@ def test_what_is_not_registered_keeps_its_padding() -> None:
         "others.layers": ("3 Layer", "without padding (registered)"),
     }
     assert model["layers"](X, ~KEEP)[~KEEP].any() and not model["others"](X, ~KEEP)[~KEEP].any()
-    report = tfast.accelerate(Stack(Derived), packed=True)
-    assert report.notes == [
-        "packed: padding stays in layers (3 Derived): "
-        "tfast.register(Derived, mask=..., tokens=True, check=...) lets them skip padding"
-    ]
 
 
 def test_a_mask_that_is_given_by_name_only() -> None:
@@ -247,18 +224,14 @@ def test_a_mask_that_is_given_by_name_only() -> None:
 
     sample = Named(), {"x": X, "keep": KEEP}
     with tfast.register(Named, mask="keep", mask_means="keep", tokens=True, check=sample):
-        plain = Named()
-        model = nn.ModuleList([copy.deepcopy(plain)])
-        tfast.accelerate(model, packed=True)
+        plain, model, _ = pair(lambda: nn.ModuleList([Named()]), packed=True)
     found = model[0](x=X, keep=KEEP)
-    torch.testing.assert_close(found[KEEP], plain(X, keep=KEEP)[KEEP])
+    torch.testing.assert_close(found[KEEP], plain[0](X, keep=KEEP)[KEEP])
     assert not found[~KEEP].any()
 
 
 def test_one_layer_is_the_model() -> None:
-    plain = Layer()
-    model = copy.deepcopy(plain)
-    report = tfast.accelerate(model, packed=True)
+    plain, model, report = pair(Layer, packed=True)
     torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
     assert not model(X, ~KEEP)[~KEEP].any() and not report.notes
     assert [row.now for row in report.rows if row.was == "1 Layer"] == ["without padding (registered)"]
@@ -283,12 +256,10 @@ class FastBoth(Both):
 
 
 def test_a_class_that_is_registered_in_both_ways() -> None:
-    plain = Stack(Both)
-    model = copy.deepcopy(plain)
     sample = Both(), (X, ~KEEP)
     with tfast.register(Both, FastBoth, check=sample), registered(Both, "blocked", lambda keep: ~keep):
-        report = tfast.accelerate(model, packed=True)
-    for each in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        plain, model, report = pair(lambda: Stack(Both), packed=True)
+    for each in (model, *copies(model)):
         torch.testing.assert_close(each(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
         assert not each(X, ~KEEP)[~KEEP].any() and each.layers[0].fast
     report.undo()
@@ -305,13 +276,5 @@ def test_a_function_of_batch_and_length_makes_the_inputs() -> None:
             return super().forward(x, key_padding_mask)
 
     with tfast.register(Named, mask="key_padding_mask", tokens=True, batch_first=False, check=(Named(0.1), inputs)):
-        model = Stack(Named)
-        plain = copy.deepcopy(model)
-        tfast.accelerate(model, packed=True)
+        plain, model, _ = pair(lambda: Stack(Named), packed=True)
     torch.testing.assert_close(model(X, ~KEEP)[KEEP], plain(X, ~KEEP)[KEEP])
-
-
-def test_the_keys_of_a_state_dict_stay(pair: Any) -> None:
-    plain, model, report = pair
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    assert "padding is skipped in layers" in str(report).splitlines()[0]

@@ -1,12 +1,20 @@
-"""Reasons in a report: attention that is not fused, subclasses of torch's classes, and layers that keep padding."""
+"""Reasons in a report: attention that is not fused, subclasses of torch's classes, layers that keep padding; and what
+``explain`` says of a batch."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.nn.functional as F
+from accelerated import kinds, pair
 from torch import Tensor, nn
 
+pytest.importorskip("transformers")
+import packed_models as packed
+
 import transformer_fast as tfast
+
+BERT, BART = "BertForMaskedLM", "BartForConditionalGeneration"
 
 D = 8
 
@@ -180,10 +188,7 @@ def test_a_stack_that_skips_padding_has_no_note() -> None:
 
 
 def test_a_change_of_attention_alone_is_a_change() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    config = transformers.LlamaConfig(vocab_size=9, num_key_value_heads=2, **sizes)
-    layer = nn.ModuleList([transformers.LlamaModel(config).layers[0].self_attn])
+    layer = nn.ModuleList([packed.make("LlamaForCausalLM").model.layers[0].self_attn])
     report = tfast.accelerate(layer)
     first, numbers, *_ = str(report).splitlines()
     assert first == f"attention: fused in 1 of 1 modules (LlamaAttention); {COMPUTED}"
@@ -197,3 +202,48 @@ def test_packing_a_model_that_was_swapped_is_a_change() -> None:
     report = tfast.accelerate(stack, packed=True)
     assert f"0 modules swapped, {swapped} on the fused ops already, 0 left" in str(report)
     assert "padding is skipped in the model" in str(report).splitlines()[0]
+
+
+def test_explain_counts_positions_and_tokens() -> None:
+    call, seq2seq = packed.batch(BERT, "right"), packed.batch(BART, "right")
+    _, _, report = packed.pair(BERT)
+    text = report.explain(call.given)
+    assert text.splitlines()[1:3] == [
+        "calls: layer_norm 6, embed 3, attention_packed 2", "bert.encoder (2): 17 of 27 positions",
+    ]  # fmt: skip
+    assert text.endswith("these layers skip 37% of their positions, which are padding")
+    kept = report.explain(call.given | {"output_attentions": True})
+    reason = "attention weights are requested (output_attentions)"
+    assert kept.splitlines()[2] == f"bert.encoder (2): 27 of 27 positions: {reason}"
+    assert kept.splitlines()[1] == "calls: layer_norm 7, embed 6, attention 2, attention_weights 2"
+    _, _, report = packed.pair(BART)
+    assert report.explain(seq2seq.given).splitlines()[2:-1] == [
+        "model.encoder (2): 17 of 27 positions", "model.decoder (2): 13 of 21 positions",
+    ]  # fmt: skip
+    assert "no padding" in packed.pair(BERT)[2].explain((torch.ones(2, 5, dtype=torch.int64),))
+
+
+def test_explain_says_what_would_be_left_out() -> None:
+    _, model, report = pair(packed.make(BERT))
+    before = kinds(model)
+    text = report.explain(packed.batch(BERT, "right").given)
+    assert text.startswith("with packed=True:\n") and "37% of their positions" in text and kinds(model) == before
+
+
+def test_explain_counts_the_attention_that_stays_torchs() -> None:
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(self.norm(x), x, x)
+
+    text = tfast.accelerate(Own(nn.Identity())).explain(torch.randn(1, 2, 3, D))
+    assert "calls: layer_norm 1, torch's own attention 1" in text.splitlines()
+
+
+@pytest.mark.parametrize("name", [BERT, BART, "T5ForConditionalGeneration", "MPNetForMaskedLM"])
+def test_accelerate_and_explain_log_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    for options in ({}, {"packed": True}):
+        _, _, report = pair(packed.make(name, **packed.SETTINGS.get(name, {})), **options)
+        str(report)
+        if not options:
+            report.explain(packed.batch(name, "between").given)
+    assert not [record for record in caplog.records if record.name == "transformer_fast"]
