@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast.huggingface import Fast
 from transformer_fast.huggingface import blocks as fast_blocks
 from transformer_fast.layers import norm as fast_norm
+from transformer_fast.ops.linear import is_faster, products_by
 from transformer_fast.testing import assert_as_exact_as_eager
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -260,3 +263,59 @@ def test_a_decoder_with_and_without_an_encoder(name: str) -> None:
             first = model(ids[:, :4], **more, use_cache=True)
             second = model(ids[:, 4:], **more, past_key_values=first.past_key_values).logits
             torch.testing.assert_close(second, theirs[:, 4:], rtol=1e-4, atol=1e-4)
+
+
+D = 97
+NORMS = {
+    "llama": "LlamaRMSNorm", "t5": "T5LayerNorm", "olmo2": "Olmo2RMSNorm", "helium": "HeliumRMSNorm",
+    "llama4": "Llama4TextRMSNorm", "gemma4": "Gemma4RMSNorm", "cohere": "CohereLayerNorm",
+    "deberta": "DebertaLayerNorm",
+}  # fmt: skip
+"""One class of each code, by its folder."""
+
+
+def made(folder: str) -> nn.Module:
+    norm = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), NORMS[folder])(D)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, 1.0, 0.3)
+    return norm
+
+
+def norm_step(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    out = norm(x)
+    grads = torch.autograd.grad((out * torch.linspace(-1, 1, D, dtype=out.dtype)).sum(), (x, *norm.parameters()))
+    return {"out": out.detach(), **dict(zip(("x", "weight", "bias"), grads))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("folder", NORMS)
+def test_norms_are_as_exact_as_transformers(folder: str, dtype: torch.dtype) -> None:
+    plain, fast, report = accelerated.pair(made(folder).to(dtype))
+    assert [row.now for row in report.rows] == [f"huggingface.{type(fast).__bases__[0].__name__}"]
+    x = torch.randn(3, 17, D).to(dtype)
+    exact = copy.deepcopy(plain).double()
+    with torch.no_grad():  # rows as small as eps show where it is added
+        for rows in (x, x * 1e-3):
+            assert_as_exact_as_eager(fast(rows), plain(rows), exact(rows.double()), ulps=8.0)
+    if dtype == torch.float32:
+        for name, true in norm_step(exact, x.double()).items():
+            ours, theirs = norm_step(fast, x)[name], norm_step(plain, x)[name]
+            assert_as_exact_as_eager(ours, theirs, true, ulps=8.0 * 51**0.5, what=name)
+
+
+@pytest.mark.parametrize("library", ["onednn", "aten"])
+def test_linear_layers_of_gpt2(library: str) -> None:
+    """GPT-2's linear layers, with a weight (in, out), are swapped if oneDNN is the faster library."""
+    conv = transformers.pytorch_utils.Conv1D
+    with products_by(library):
+        layer, fast, report = accelerated.pair(conv(256, 512))
+        faster = is_faster(layer.weight.t())
+        assert [row.now for row in report.rows] == ["huggingface.TransposedLinear" if faster else None]
+        assert isinstance(fast, Fast) == faster
+        x, results = torch.randn(2, 300, 512, requires_grad=True), []
+        for m in (fast, layer):
+            grads = torch.autograd.grad(m(x).square().sum(), (x, m.weight, m.bias))
+            results.append([m(x), *grads])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.detach().abs().max()))

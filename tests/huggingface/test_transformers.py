@@ -16,7 +16,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
 from transformer_fast.huggingface import masks as lazy_mask
-from transformer_fast.testing import assert_as_exact_as_eager
 
 transformers = pytest.importorskip("transformers")
 import huggingface_models as models  # noqa: E402
@@ -229,17 +228,6 @@ def test_weights_on_request(name: str) -> None:
             torch.testing.assert_close(getattr(ours, field), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_bf16_by_the_gate(name: str) -> None:
-    given, (ours, theirs) = inputs(name, "right"), both(name)
-    kept = real(name, given)
-    with torch.no_grad():
-        exact = theirs(**given).logits[kept]
-        logits, eager = (model.bfloat16()(**given).logits[kept] for model in (ours, theirs))
-    assert logits.dtype == torch.bfloat16
-    assert_as_exact_as_eager(logits, eager, exact, ulps=4.0)
-
-
 def test_a_saved_model_is_loaded_by_name(tmp_path: Path) -> None:
     saved, given = build(LLAMA, "eager"), inputs(LLAMA, "right")
     saved.save_pretrained(tmp_path)
@@ -247,19 +235,6 @@ def test_a_saved_model_is_loaded_by_name(tmp_path: Path) -> None:
     assert model.config._attn_implementation == NAME
     ours, theirs = (m(**given).logits[real(LLAMA, given)] for m in (model, saved))
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
-
-
-@pytest.mark.parametrize("name", [LLAMA, BART])
-def test_activation_checkpointing_draws_the_same_dropout(name: str) -> None:
-    results = []
-    for again in (False, True):
-        model = build(name, **DROPOUT[name], use_cache=False).train()
-        if again:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        torch.manual_seed(3)
-        model(**inputs(name, "right")).logits.square().mean().backward()
-        results.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*results)
 
 
 def test_a_compiled_step_fills_a_static_cache() -> None:
@@ -270,18 +245,6 @@ def test_a_compiled_step_fills_a_static_cache() -> None:
     with torch.no_grad():
         logits = compiled(**given, past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(logits[kept], eager(**given).logits[kept], atol=2e-4, rtol=2e-3)
-
-
-LOWEST = torch.finfo(torch.float32).min
-
-
-@pytest.mark.parametrize("given", [
-    {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2]] * 3), "use_cache": False},
-    {"attention_mask": torch.randn(3, 1, 7, 7).masked_fill(torch.rand(3, 1, 7, 7) > 0.7, LOWEST)},
-], ids=["sequences packed into a row by their positions", "a prepared additive mask"])  # fmt: skip
-def test_other_arguments(given: dict[str, Any]) -> None:
-    given = given | {"input_ids": torch.randint(4, 40, (3, 7))}
-    torch.testing.assert_close(*(model(**given).logits for model in both(LLAMA)), atol=2e-4, rtol=2e-3)
 
 
 def test_sinks_are_learned_as_in_eager() -> None:

@@ -1,4 +1,5 @@
-"""accelerate on dropout modules, and the function that they call."""
+"""accelerate on dropout modules. ``tests/functional`` has the calls that the function behind them takes or leaves, and
+``tests/ops/test_torch_samples.py`` its masks."""
 
 from __future__ import annotations
 
@@ -25,77 +26,6 @@ def is_ours(call: Callable[[], Tensor]) -> bool:
 
 def leaf(x: Tensor = X) -> Tensor:
     return x.clone().requires_grad_()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
-def test_the_mask_the_scale_and_the_gradient(p: float, dtype: torch.dtype) -> None:
-    """The mask equals the reference's mask of the same seed. The op's tests test its share."""
-    x = torch.ones(500, 400, dtype=dtype, requires_grad=True)
-    y, again = from_one_seed(lambda: dropout(x, p), lambda: dropout(x, p))
-    with tfast.backend("reference"):
-        assert torch.equal(y, from_one_seed(lambda: dropout(x, p))[0])
-    kept = y != 0
-    assert torch.equal(y, again) and not torch.equal(y, dropout(x, p)) and y.dtype == dtype
-    torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / (1 - p)))
-    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    assert torch.equal(grad, y)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0, 0, 1])
-def test_nothing_to_drop_returns_the_input_itself(p: float) -> None:
-    for function in (dropout, F.dropout):
-        assert function(X, p, False) is X and (p != 0 or function(X, p, True) is X)
-    empty = torch.zeros(3, 0)
-    assert dropout(empty, 0.3) is F.dropout(empty, 0.3) is empty
-
-
-class Labelled(Tensor):
-    """Tensor subclass of a user."""
-
-
-SERVED_BY_TORCH: dict[str, Callable[[Any], Tensor]] = {
-    "a subclass": lambda f: f(X.as_subclass(Labelled), 0.4),
-    "in place": lambda f: f(X.clone(), 0.4, True, True),
-    "all of it, not a number": lambda f: f(torch.full((3, 4), float("nan")), 1.0),
-    "no dimension": lambda f: f(torch.tensor(2.0), 0.4),
-    "gaps": lambda f: f(X[:, ::2], 0.4),
-    "expanded": lambda f: f(X[:1].expand(9, -1), 0.4),
-    "vmap": lambda f: torch.func.vmap(lambda x: f(x, 0.4), randomness="different")(X),
-    "grad": lambda f: torch.func.grad(lambda x: f(x, 0.4).square().sum())(X),
-    "traced": lambda f: torch.jit.trace(lambda x: f(x, 0.4), X, check_trace=False)(X),
-    "keywords": lambda f: f(input=X.clone(), p=0.4, training=True, inplace=True),
-}
-
-
-@pytest.mark.parametrize("what", SERVED_BY_TORCH)
-def test_what_the_op_does_not_serve_is_torchs(what: str) -> None:
-    call = SERVED_BY_TORCH[what]
-    ours, torchs = from_one_seed(lambda: call(dropout), lambda: call(F.dropout))
-    assert type(ours) is type(torchs) and ours.stride() == torchs.stride()
-    assert torch.allclose(ours, torchs, rtol=0, atol=0, equal_nan=True)
-
-
-WRONG: dict[str, Callable[[Any], Tensor]] = {
-    "p above": lambda f: f(X, 1.5),
-    "p below, in evaluation": lambda f: f(X, -0.5, False),
-    "p is not a number": lambda f: f(X, "half"),
-    "training is a number": lambda f: f(X, 0.4, 1),
-    "complex": lambda f: f(torch.randn(40, 40, dtype=torch.complex64), 0.4),
-    "no tensor": lambda f: f([1.0], 0.5),
-    "integers": lambda f: f(torch.ones(3, 4, dtype=torch.long), 0.5),
-    "too many": lambda f: f(X, 0.5, True, False, 1),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_call_gets_torchs_error(what: str) -> None:
-    errors = []
-    for function in (dropout, F.dropout):
-        with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
-            WRONG[what](function)
-        errors.append((error.type, str(error.value)))
-    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1), (2, 0, 1)])

@@ -103,19 +103,6 @@ def test_gradients_over_two_batches(each: Both, fused: list[Any]) -> None:
     compare(eager, fast)
 
 
-def test_a_loss_of_one_s_own(each: Both, fused: list[Any]) -> None:
-    eager, fast, batch = each
-    given, losses = batch(), []
-    for model in (eager, fast):
-        logits = model(**given).logits
-        loss_of = nn.CrossEntropyLoss(label_smoothing=0.1)
-        losses.append(loss_of(logits.view(-1, logits.size(-1)), given["labels"].view(-1)))
-        losses[-1].backward()
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
-    assert [options["label_smoothing"] for options in fused] == [0.0, 0.1]
-    compare(eager, fast)
-
-
 def test_evaluation_and_generation(each: Both, fused: list[Any]) -> None:
     eager, fast, batch = each
     given = batch()
@@ -128,35 +115,6 @@ def test_evaluation_and_generation(each: Both, fused: list[Any]) -> None:
         fast.train()  # generate() computes without gradients in training too
         name = next(name for name in given if name.startswith("input"))
         assert torch.equal(*(m.generate(given[name], max_new_tokens=4, do_sample=False) for m in (eager, fast)))
-    assert not fused
-
-
-class Adapter(nn.Module):
-    """Low-rank adapter around the head."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = (nn.Linear(*size, bias=False).double() for size in ((models.WIDTH, 2), (2, V)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
-@pytest.mark.parametrize("accelerate_first", [False, True])
-def test_a_head_with_an_adapter_is_left_to_it(gpt2: Both, accelerate_first: bool, fused: list[Any]) -> None:
-    eager, _, batch = gpt2
-    fast = copy.deepcopy(eager)
-    if accelerate_first:
-        tfast.accelerate(fast, fused_loss=True)
-    eager.lm_head, fast.lm_head = Adapter(eager.lm_head), Adapter(fast.lm_head)
-    fast.lm_head.load_state_dict(eager.lm_head.state_dict())
-    if not accelerate_first:
-        assert "fused loss" not in {row.now for row in tfast.accelerate(fast, fused_loss=True).rows}
-    given = batch()
-    for model in (eager, fast):
-        model(**given).loss.backward()
-    compare(eager, fast)
     assert not fused
 
 

@@ -269,23 +269,13 @@ def test_norms_keep_the_dtype_of_the_plain_ones(autocast: bool, dtype: torch.dty
     plain = nn.Sequential(nn.Linear(16, 16), kind(16))
     if not autocast:
         plain[0].to(dtype)
-    model = copy.deepcopy(plain)
-    assert tfast.accelerate(model).swapped
+    _, model, report = pair(plain)
+    assert report.swapped
     x = torch.randn(2, 5, 16, dtype=torch.float32 if autocast else dtype)
     with torch.autocast("cpu", dtype=dtype, enabled=autocast):
         out, expected = model(x), plain(x)
     assert out.dtype == expected.dtype == dtype
     torch.testing.assert_close(out, expected)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_layers_take_jagged_tensors_as_torch_does(training: bool) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Dropout(0.0), nn.GELU()).train(training)
-    model = copy.deepcopy(plain)
-    assert tfast.accelerate(model).swapped
-    x = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
-    torch.testing.assert_close(model(x).values(), plain(x).values())
 
 
 def test_every_op_says_if_it_stays_with_torch_on_a_gpu() -> None:

@@ -1,19 +1,17 @@
-"""Padded positions of ``nn.TransformerEncoder``: zeros in eager evaluation, in graphs what was computed there.
+"""Graphs of accelerated models and of plain ones, as docs/export.md says.
 
-docs/export.md and docs/accelerate.md say so, of PyTorch's encoder and of the accelerated one. A trace by
-torch.jit has zeros: an accelerated encoder is traced as PyTorch's own.
+Padded positions of ``nn.TransformerEncoder`` are zeros in eager evaluation and in a trace, and in other graphs what was
+computed there. A tied table is stored by ONNX as that of the plain model.
 """
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
+from accelerated import pair
 from torch import Tensor, nn
-
-import transformer_fast as tfast
 
 D = 16
 GRAPHS = (
@@ -60,10 +58,9 @@ def through(way: str, model: nn.Module, given: tuple[Tensor, Tensor], path: Path
 @pytest.mark.parametrize("way", ["eager", *GRAPHS])
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_padding_is_zero_in_eager_evaluation_alone(accelerated: bool, way: str, tmp_path: Path) -> None:
-    plain = encoder()
-    model = copy.deepcopy(plain)
-    if accelerated:
-        assert tfast.accelerate(model).swapped
+    plain, fast, report = pair(encoder)
+    model = fast if accelerated else plain
+    assert report.swapped
     x, blocked = torch.randn(3, 7, D), torch.arange(7) >= torch.tensor([[7], [4], [2]])
     with torch.no_grad():
         expected = plain(x, src_key_padding_mask=blocked)
@@ -74,3 +71,39 @@ def test_padding_is_zero_in_eager_evaluation_alone(accelerated: bool, way: str, 
         assert torch.all(out[blocked] == 0.0)
     else:
         assert torch.all(out[blocked].abs().amax(-1) > 0.1), f"{way}: padding is zero, other than the pages say"
+
+
+V = 4000
+
+
+class Tied(nn.Module):
+    """Embedding and output layer of one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.out = nn.Embedding(V, D), nn.LayerNorm(D), nn.Linear(D, V, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.norm(self.table(ids)))
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_tied_table_is_stored_as_that_of_the_plain_model(newer: bool, tmp_path: Path) -> None:
+    onnx, quantization = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime.quantization")
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    def quantised(graph: Path) -> set[str]:
+        written = graph.with_suffix(".int8.onnx")
+        quantization.quantize_dynamic(graph, written)
+        return {node.op_type for node in onnx.load(written).graph.node}
+
+    plain, fast, report = pair(lambda: Tied().eval())
+    assert report.swapped
+    for model in (plain, fast):
+        path, folded = tmp_path / "tied.onnx", tmp_path / "folded.onnx"
+        torch.onnx.export(model, (torch.tensor([[1, 2, 3]]),), path, dynamo=newer, external_data=False)
+        assert round(path.stat().st_size / (4 * V * D)) == (1 if newer else 2)
+        assert ("MatMulInteger" in quantised(path)) != newer
+        quant_pre_process(path, folded)
+        assert "MatMulInteger" in quantised(folded)
