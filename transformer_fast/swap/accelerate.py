@@ -317,8 +317,8 @@ class _Walk:
         backend, why = backends.choose(op, device, dtype)
         return f"no kernel here: {why}" if backend == "reference" and backends.current() == "auto" else ""
 
-    def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str, stays: str = "") -> None:
-        self.report.rows.append(Row(path, _name(type(module)), name, stays))
+    def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str) -> None:
+        self.report.rows.append(Row(path, _name(type(module)), name))
         self.report._give_class(module, made)
         self.fused.add(id(module))
 
