@@ -133,7 +133,7 @@ def attention_forward(
     if sequences is not None:
         mask = mask or AttentionMask()
         if bias is None and not requested and is_packable(mask):
-            return sequences.attend(query, key, value, mask, sequences, **options), None
+            return sequences.attend(query, key, value, mask, **options), None
         mask = mask & sequences.documents(query.shape[2])
     result = module_attention(query, key, value, mask, bias=bias, return_weights=requested, **options)
     out, weights = result if requested else (result, None)

@@ -202,20 +202,17 @@ class Bounds:
             most = None if torch.compiler.is_compiling() else int(most)
         return Bounds(starts.to(torch.int32), most)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, keys: Bounds, **options: Any
-    ) -> Tensor:
-        """Attention (1, Tq, H, D) of each of these sequences to that of the keys.
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
+        """Attention (1, T, H, D) of each sequence to itself.
 
         Args:
-            query, key, value: (1, H, Tq, D) and (1, Hkv, Tk, D).
+            query, key, value: (1, H, T, D) and (1, Hkv, T, D).
             mask: parts that :func:`transformer_fast.attention_packed` takes; offsets count within each sequence.
-            keys: sequences of the keys.
             options: scale, softcap, sinks and others of :func:`transformer_fast.attention_packed`.
         """
         tokens = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
-        lengths = {"max_seqlen_q": self.most, "max_seqlen_k": keys.most}
-        return ops.attention_packed(*tokens, self.starts, keys.starts, mask=mask, **lengths, **options).unsqueeze(0)
+        lengths = {"max_seqlen_q": self.most, "max_seqlen_k": self.most}
+        return ops.attention_packed(*tokens, self.starts, self.starts, mask=mask, **lengths, **options).unsqueeze(0)
 
     def documents(self, tokens: int) -> AttentionMask:
         """The sequences as a part of a mask."""
