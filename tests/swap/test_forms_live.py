@@ -1,5 +1,5 @@
-"""What a swapped hand-written module reads and keeps at each call: its attributes, children and arguments, the weights
-that its text stores, and its author's ``forward`` where a class has got another one."""
+"""Swapped hand-written modules at each call: they read live attributes, children and arguments, keep the weights that
+their text stores, and run the author's ``forward`` where a class has got another one."""
 
 from __future__ import annotations
 
