@@ -59,6 +59,9 @@ FORMS: Forms = {
     "positions, length first": (lambda: hw.PositionsLengthFirst(D, 0.1), ONE),
     "bert attention": (lambda: hw.BertAttention(2, D), lambda: (x(), x(S), x(S), keep(B, 1, 1, S))),
     "bert attention, dense": (lambda: hw.BertAttention(2, D), lambda: (x(), x(), x(), keep(B, 1, L, L))),
+    "bert attention, a module computes the weights": (
+        lambda: bert.MultiHeadedAttention(2, D), lambda: (x(), x(S), x(S), keep(B, 1, 1, S)),
+    ),
     "bert attention, a mask per head": (lambda: hw.BertAttention(2, D), lambda: (x(), x(), x(), keep(2, L, L))),
     "bert embedding": (lambda: hw.TokenEmbedding(11, D), TEXT),
     "tensorflow attention": (lambda: hw.TensorflowAttention(D, 2), lambda: (x(S), x(S), x(), blocked(B, 1, 1, S))),

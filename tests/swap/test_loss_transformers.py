@@ -118,6 +118,35 @@ def test_evaluation_and_generation(each: Both, fused: list[Any]) -> None:
     assert not fused
 
 
+class Adapter(nn.Module):
+    """Low-rank adapter around the head."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = (nn.Linear(*size, bias=False).double() for size in ((models.WIDTH, 2), (2, V)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize("accelerate_first", [False, True])
+def test_a_head_with_an_adapter_is_left_to_it(gpt2: Both, accelerate_first: bool, fused: list[Any]) -> None:
+    eager, _, batch = gpt2
+    fast = copy.deepcopy(eager)
+    if accelerate_first:
+        tfast.accelerate(fast, fused_loss=True)
+    eager.lm_head, fast.lm_head = Adapter(eager.lm_head), Adapter(fast.lm_head)
+    fast.lm_head.load_state_dict(eager.lm_head.state_dict())
+    if not accelerate_first:
+        assert "fused loss" not in {row.now for row in tfast.accelerate(fast, fused_loss=True).rows}
+    given = batch()
+    for model in (eager, fast):
+        model(**given).loss.backward()
+    compare(eager, fast)
+    assert not fused
+
+
 def test_gradient_checkpointing(gpt2: Both, fused: list[Any]) -> None:
     """transformers checkpoints the layers; the head is outside, so its loss stays fused."""
     eager, fast, batch = gpt2
