@@ -1,4 +1,5 @@
-"""Builds the C++/CUDA extension ``transformer_fast._C`` (everything else is in pyproject.toml).
+"""Builds the C++/CUDA extension (everything else is in pyproject.toml): the library of the ops, libraries of CPU
+kernels, and the Python module ``transformer_fast._C``.
 
 Environment:
     TRANSFORMER_FAST_CUDA         auto (default): with CUDA where a CUDA build of torch, nvcc, its headers and libcudart
@@ -131,7 +132,7 @@ def can_link(library: str, folders: list[str]) -> bool:
     return own != library or any(Path(folder, library).exists() for folder in folders)
 
 
-KERNELS = "transformer_fast.cpu_"
+KERNELS, OPS = "transformer_fast.cpu_", "transformer_fast.ops_library"
 # Kernels that are compiled as one, because they share most of their templates: 18 seconds of a core instead of 29.
 KERNEL_UNITS = {"attention_backward": ["csrc/cpu/attention/backward.cpp", "csrc/cpu/attention/grad_bias.cpp"]}
 
@@ -188,7 +189,8 @@ def compiler_name(compiler: list[str]) -> str:
 
 
 class Build(cpp_extension.BuildExtension):
-    """Builds the module, for this Python and this torch, and a library of kernels for each instruction set, for any."""
+    """Builds the module for this Python and this torch, the library of the ops for this torch and any Python, and a
+    library of kernels for each instruction set, for any."""
 
     def get_ext_filename(self, name: str) -> str:
         """The file of an extension, as transformer_fast/extension.py looks for it.
@@ -196,9 +198,11 @@ class Build(cpp_extension.BuildExtension):
         setuptools asks for the whole name, distutils for its last part.
         """
         package, _, last = name.rpartition(".")
+        minor = ".".join(torch.__version__.split(".")[:2])
         if last.startswith("cpu_"):
             return os.path.join(package, kernels_file(last))
-        minor = ".".join(torch.__version__.split(".")[:2])
+        if last == OPS.rpartition(".")[2]:
+            return os.path.join(package, ops_file(minor))
         return super().get_ext_filename(name).replace("_C.", f"_C.torch{minor}.")
 
     def finalize_options(self) -> None:
@@ -221,7 +225,7 @@ class Build(cpp_extension.BuildExtension):
             shutil.copytree(PREBUILT, self.build_lib, dirs_exist_ok=True)
             return
         use_ccache(Path(self.build_temp).resolve())
-        with_cuda = any(source.endswith(".cu") for source in self.extensions[-1].sources)
+        with_cuda = any(source.endswith(".cu") for extension in self.extensions for source in extension.sources)
         folder = Path(self.build_temp).resolve()
         write_records(folder, torch.__version__, with_cuda)
         for extension in self.extensions:
@@ -265,11 +269,11 @@ class Wheel(bdist_wheel):
 def in_units(folder: Path, files: list[str]) -> list[str]:
     """Write files that include several of an extension's sources, and put them in their place, first.
 
-    All C++ files of the module are one, because a compiler mostly reads PyTorch's headers there.
+    All C++ files of the ops are one, and all of the module, because a compiler mostly reads PyTorch's headers there.
     """
-    module = {"module": [file for file in files if file.endswith(".cpp")]}
+    whole = {"ops" if "csrc/library.cpp" in files else "module": [file for file in files if file.endswith(".cpp")]}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, together in (KERNEL_UNITS if "csrc/cpu/kernels.cpp" in files else module).items():
+    for name, together in (KERNEL_UNITS if "csrc/cpu/kernels.cpp" in files else whole).items():
         unit = folder / f"{name}.cpp"
         write_changed(unit, "".join(f'#include "{ROOT / file}"\n' for file in sorted(together)))
         files = [str(unit.resolve()), *(file for file in files if file not in together)]
@@ -277,12 +281,13 @@ def in_units(folder: Path, files: list[str]) -> list[str]:
 
 
 def write_records(folder: Path, torch_version: str, with_cuda: bool = False) -> None:
-    """Write the headers that tell a module what it is built for, and the kernels what they are compiled of."""
+    """Write the headers that say what the module and the libraries are built for, and what they are compiled of."""
     information = {
         "torch": torch_version,
         "cuda": torch.version.cuda if with_cuda else None,
         "arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if with_cuda else None,
         "compiler": compiler_name(shlex.split(os.environ.get("CXX", "")) or ["c++"]),
+        "sources": ops_digest(),
     }
     write_define(folder / "build_config.h", "TRANSFORMER_FAST_BUILD", json.dumps(information))
     write_define(folder / "kernels_config.h", "TRANSFORMER_FAST_KERNELS", kernels_digest())
@@ -294,8 +299,17 @@ def write_define(header: Path, name: str, text: str) -> None:
 
 
 def kernels_digest() -> str:
-    """A digest of all that the kernels are compiled of. Libraries and modules with the same one fit together."""
-    files = [*(ROOT / "csrc/cpu").rglob("*.*"), *(ROOT / "csrc").glob("*.h")]
+    """A digest of all that the kernels are compiled of. Kernels and ops with the same one fit together."""
+    return digest([*(ROOT / "csrc/cpu").rglob("*.*"), *(ROOT / "csrc").glob("*.h")])
+
+
+def ops_digest() -> str:
+    """A digest of all that the ops and the module are compiled of. A library of ops and a module with the same one fit
+    together."""
+    return digest([*(ROOT / "csrc").rglob("*.h"), *(ROOT / file for file in [*ops_sources(), *module_sources()])])
+
+
+def digest(files: list[Path]) -> str:
     texts = sorted((file.relative_to(ROOT).as_posix(), file.read_text()) for file in files)
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
@@ -310,6 +324,14 @@ def sources(folder: str) -> list[str]:
     files = (file.relative_to(ROOT).as_posix() for file in (ROOT / "csrc" / folder).rglob("*.cpp"))
     place = {f"csrc/cpu/{stem}.cpp": number for number, stem in enumerate(SLOW)}
     return sorted(files, key=lambda file: (place.get(file, len(place)), file))
+
+
+def module_sources() -> list[str]:
+    return [*sources("python"), *sources("triton")]
+
+
+def ops_sources() -> list[str]:
+    return [file for file in sources("") if not file.startswith("csrc/cpu/") and file not in module_sources()]
 
 
 # With -O2 attention takes 2.0 to 2.6 times as long, norms and dropout 1.3 to 1.5 times (GCC 12).
@@ -355,21 +377,39 @@ def kernels_extension(name: str, flags: list[str]) -> Extension:
     )
 
 
-def module_extension() -> cpp_extension.Extension:
-    """Extension with the Python module: checks, autograd and kernel calls, compiled for any processor, and the CUDA
-    kernels."""
+def ops_file(minor: str) -> str:
+    """The file of the library of the ops for a minor version of torch."""
+    return f"libtransformer_fast_ops.torch{minor}.so"
+
+
+def ops_extension() -> Extension:
+    """Extension with the ops: checks, autograd and kernel calls, compiled for any processor, and the CUDA kernels. It
+    is a library that torch loads, and needs no Python."""
     with_cuda = want_cuda()
-    files = [file for file in sources("") if not file.startswith("csrc/cpu/")]
+    files = ops_sources()
     nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
     if with_cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
         files += sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda").glob("*.cu"))
     kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
-    return kind(
-        "transformer_fast._C",
+    built = kind(
+        OPS,
         files,
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc},
+        extra_link_args=LINK_FLAGS,
+    )
+    built.libraries.remove("torch_python")
+    return built
+
+
+def module_extension() -> Extension:
+    """Extension with the Python module: the eager doors of the ops, and the launches of Triton kernels."""
+    return cpp_extension.CppExtension(
+        "transformer_fast._C",
+        module_sources(),
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={"cxx": CXX_FLAGS},
         extra_link_args=LINK_FLAGS,
     )
 
@@ -392,7 +432,11 @@ def description(url: str) -> dict[str, object]:
 
 setup(
     **description(os.environ.get("TRANSFORMER_FAST_URL", "").rstrip("/")),
-    ext_modules=[*(kernels_extension(name, flags) for name, (flags, _) in known_sets().items()), module_extension()],
+    ext_modules=[
+        *(kernels_extension(name, flags) for name, (flags, _) in known_sets().items()),
+        ops_extension(),
+        module_extension(),
+    ],
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
     verbose=0,  # no line for each file that is copied; with -v they are printed
 )

@@ -41,7 +41,7 @@ void load_kernels(const std::string& path) {
   TORCH_CHECK(get != nullptr, path, " has no kernels of transformer_fast");
   const Kernels* const kernels = get();
   TORCH_CHECK(std::strcmp(kernels->sources, TRANSFORMER_FAST_KERNELS) == 0, path,
-              " comes from other sources: ", kernels->sources, ", where this module expects ",
+              " comes from other sources: ", kernels->sources, ", where this library expects ",
               TRANSFORMER_FAST_KERNELS);
   loaded = kernels;
 }

@@ -53,7 +53,7 @@ SUMMARY = re.compile(r"(\d+ (?:passed|failed).* in [\d.]+s.*)$", re.MULTILINE)
 UNDEFINED = re.compile(r"^.*: runtime error: .*(?:\n +#\d+ .*)*", re.MULTILINE)
 # Memory that AddressSanitizer did not give; torch raises an error then.
 REFUSED = re.compile(r"^==\d+==WARNING: AddressSanitizer failed to allocate .*\n", re.MULTILINE)
-SUPPORTED = "from transformer_fast import extension; print(*extension.module().supported_instruction_sets())"
+SUPPORTED = "from transformer_fast import extension; print(*extension.supported_instruction_sets())"
 MODULE = """
 from pathlib import Path
 from transformer_fast import extension

@@ -1,28 +1,35 @@
 """Use an installed wheel as a new user would: compare the kernels with the reference, and train a model for some steps.
 
-    python tools/use_wheel.py _C.torch2.13.
+    python tools/use_wheel.py 2.13
+    python tools/use_wheel.py 2.13 --without-module
 
-The argument is the beginning of the name of the extension that is expected; without it none may be found.
+The argument is the minor version of torch whose extension is expected; without it none may be found. Without the module
+of eager calls, as on a Python for which the wheel has none, the dispatcher calls the kernels.
 """
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 from pathlib import Path
 
 import torch
 
-import transformer_fast as tfast
+WITHOUT_MODULE = "--without-module"
+if WITHOUT_MODULE in sys.argv:
+    importlib.machinery.EXTENSION_SUFFIXES[:] = [".cpython-999-x86_64-linux-gnu.so"]
+tfast = importlib.import_module("transformer_fast")
 
 
-def main(expected: str = "") -> None:
+def main(expected: str = "", option: str = "") -> None:
     home = Path(tfast.__file__).resolve()
     assert home.is_relative_to(Path(sys.prefix).resolve()), f"it is not the wheel: {home}"
     config = tfast.__config__()
-    found = config["file"] or ""
-    assert found.startswith(expected) and bool(found) == bool(expected), config
-    missing = f"there is no C++ extension for torch {torch.__version__.rpartition('.')[0]} with"
+    assert config["file"] == (f"libtransformer_fast_ops.torch{expected}.so" if expected else None), config
+    assert bool(config["module"]) == (bool(expected) and option != WITHOUT_MODULE), config
+    missing = f"there is no C++ extension for torch {torch.__version__.rpartition('.')[0]}, only for"
     assert expected or missing in config["status"], config["status"]
+    assert option != WITHOUT_MODULE or "there is no module of eager calls for Python" in config["status"], config
     compare()
     train()
     print(config["status"])

@@ -3,12 +3,13 @@
     python tools/wheel_all.py            # of this checkout, into dist
     python tools/wheel_all.py --clone    # of a clean clone, into build/release/dist
 
-The module is compiled once per pair of torch and Python, the kernels once per instruction set. Only the headers of
-torch are needed: those of the installed torch, or those of a wheel from the registry (half a gigabyte, of which only
-the headers are kept). Ninja runs one compiler at a time (``MAX_JOBS``: more) and keeps object files, so the command
-continues an interrupted run.
+The ops are compiled once per torch, the module of eager calls once per pair of torch and Python, the kernels once per
+instruction set. A Python without a module, such as one that this machine does not have, calls the ops by the
+dispatcher. Only the headers of torch are needed: those of the installed torch, or those of a wheel from the registry
+(half a gigabyte, of which only the headers are kept). Ninja runs one compiler at a time (``MAX_JOBS``: more) and keeps
+object files, so the command continues an interrupted run.
 
-A module that needs a symbol which its torch does not have is refused. setup.py makes the wheel from the compiled files
+A library that needs a symbol which its torch does not have is refused. setup.py makes the wheel from the compiled files
 (``TRANSFORMER_FAST_PREBUILT``). If auditwheel and patchelf are installed, the wheel gets the tag of auditwheel.
 """
 
@@ -33,7 +34,7 @@ from project import ROOT, pythons, setup_names
 
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 FOLDER = ROOT / "build/wheel"
-LIBRARIES = ("libc10", "libtorch_cpu", "libtorch_python")
+LIBRARIES = ("libc10", "libtorch_cpu", "libtorch_python")  # the last for the module only
 WHERE = "import sysconfig; print(sysconfig.get_path('include'), sysconfig.get_config_var('EXT_SUFFIX'), sep='\\n')"
 # auditwheel: these come with torch, and are loaded before the extension is.
 NOT_IN_THE_WHEEL = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so")
@@ -114,7 +115,8 @@ class Plan:
     """Work of ninja: the text of its build file, and the libraries that it makes."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.setup, self.module_extension, self.made = setup, setup["module_extension"](), []
+        self.setup, self.made = setup, []
+        self.ops_extension, self.module_extension = setup["ops_extension"](), setup["module_extension"]()
         self.lines = [f"builddir = {FOLDER}", f"compiler = {os.environ.get('CXX', 'c++')}{RULES}"]
 
     def library(self, name: str, sources: list[str], flags: list[str], link: list[str]) -> Path:
@@ -148,16 +150,24 @@ class Plan:
         self.setup["write_records"](folder, headers.version)
         return folder
 
+    def ops(self, headers: Torch) -> Path:
+        """Add the library of the ops for a torch; return its file."""
+        return self._unit(self.setup["ops_file"](headers.minor), self.ops_extension, headers, [], LIBRARIES[:2])
+
+    def _unit(self, file: str, built: Any, headers: Torch, further: list[str], libraries: tuple[str, ...]) -> Path:
+        """Add a library that is one unit of C++."""
+        unit = self.setup["in_units"](FOLDER / "units", built.sources)
+        folders = included(ROOT / "csrc", self._config(headers), *headers.includes)
+        flags = [*built.extra_compile_args["cxx"], *folders, "-DTORCH_API_INCLUDE_EXTENSION_H", *further]
+        link = [*built.extra_link_args, *library_folders(), *(f"-l{name[3:]}" for name in libraries)]
+        return self.library(file, unit, flags, link)
+
     def module(self, headers: Torch, program: str) -> Path:
         """Add the module for a torch and a Python; return its file."""
         python_headers, suffix = output([program, "-c", WHERE]).split()
-        built = self.module_extension
-        unit = self.setup["in_units"](FOLDER / "units", built.sources)
-        folders = included(ROOT / "csrc", self._config(headers), *headers.includes, Path(python_headers))
-        defines = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
-        link = [*built.extra_link_args, *library_folders(), *(f"-l{name[3:]}" for name in LIBRARIES)]
+        further = [*included(Path(python_headers)), "-DTORCH_EXTENSION_NAME=_C"]
         file = f"_C.torch{headers.minor}{suffix}"
-        return self.library(file, unit, [*built.extra_compile_args["cxx"], *folders, *defines], link)
+        return self._unit(file, self.module_extension, headers, further, LIBRARIES)
 
 
 def included(*folders: Path) -> list[str]:
@@ -169,9 +179,9 @@ def library_folders() -> list[str]:
     return [f"-L{Path(torch.__file__).parent / 'lib'}"]
 
 
-def missing_symbols(module: Path, headers: Torch) -> list[str]:
-    """Names that a module needs of torch and that its torch has not."""
-    needed = output(["nm", "--dynamic", "--undefined-only", "--format=just-symbols", str(module)]).split()
+def missing_symbols(library: Path, headers: Torch) -> list[str]:
+    """Names that a library needs of torch and that its torch has not."""
+    needed = output(["nm", "--dynamic", "--undefined-only", "--format=just-symbols", str(library)]).split()
     exported = set(headers.symbols.read_text().split())
     of_torch = re.compile(r"_ZN?K?(T[IVS]N?)?(2at|3c10|5torch)|THP|torch")
     return [name for name in needed if of_torch.match(name) and name not in exported]
@@ -248,13 +258,14 @@ def main() -> None:
     ]
     plan = Plan(setup_names())
     plan.kernels(in_use)
+    for_torch = {plan.ops(headers): headers for headers in all_headers}
     modules = {plan.module(headers, program): headers for headers in all_headers for program in chosen.values()}
     file = FOLDER / "build.ninja"
     file.write_text("\n".join([*plan.lines, ""]))
     run([sys.executable, "-m", "ninja", "-f", str(file), "-j", os.environ.get("MAX_JOBS", "1")])
-    for module, headers in modules.items():
-        if missing := missing_symbols(module, headers):
-            sys.exit(f"wheel-all: {module.name} needs what torch {headers.version} has not: {', '.join(missing)}")
+    for library, headers in (for_torch | modules).items():
+        if missing := missing_symbols(library, headers):
+            sys.exit(f"wheel-all: {library.name} needs what torch {headers.version} has not: {', '.join(missing)}")
     prebuilt = FOLDER / "prebuilt"
     shutil.rmtree(prebuilt, ignore_errors=True)
     (prebuilt / "transformer_fast").mkdir(parents=True)

@@ -115,7 +115,7 @@ def _change(change: Callable[[_Block], None], block: _Block) -> None:
         return
     with _lock:
         _change_unlocked(change, block)
-        if module := extension.module():  # without the extension, every op runs on the reference
+        if module := extension.module():  # without it, no op runs on Triton
             module.choose_triton(_current == "triton")
 
 
@@ -187,6 +187,25 @@ def in_transform() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
+def for_gradient_of_weights(function: str, backend: str) -> str:
+    """Backend of a call whose gradient goes through returned weights, which the ops leave to Python: the reference
+    where the module of eager calls is missing.
+
+    Raises:
+        BackendError: if another backend was named.
+    """
+    if backend != "native" or not (reason := _module_obstacle()):
+        return backend
+    if current() == "native":
+        raise BackendError(f'backend "native" cannot compute the gradient of the weights of {function}: {reason}')
+    return "reference"
+
+
+@_constant_when_compiled
+def _module_obstacle() -> str:
+    return extension.module_obstacle()
+
+
 def refuse_transform(function: str) -> None:
     """Raise because the op of a public function has no rules for torch.func."""
     raise BackendError(
@@ -242,8 +261,8 @@ def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> s
         return "Triton kernels run on a GPU; on CPU tensors only with TRITON_INTERPRET=1 set before the program starts"
     elif not _triton_imports():
         return "triton is not installed; run `pip install 'transformer_fast[gpu]'`"
-    elif not extension.load():  # the ops are registered there
-        return extension.obstacle()
+    elif reason := extension.module_obstacle():  # the launches are made there
+        return reason
     if dtype == torch.float64 and device.type == "cuda":
         return "the GPU kernels take float32, float16 and bfloat16"
     if dtype == torch.float64 and name == "triton":

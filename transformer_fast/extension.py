@@ -1,10 +1,14 @@
-"""Load the C++/CUDA extension ``transformer_fast._C``, or report why loading failed and which command helps.
+"""Load the C++/CUDA extension, or report why loading failed and which command helps.
 
-Each file of the extension serves one minor version of torch and one of Python. The name of a file says which:
-``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``. A package may have several files; the one that fits is loaded.
+The extension has two parts. The library of the ops (``libtransformer_fast_ops.torch2.13.so``) serves one minor version
+of torch, and every Python: it needs none. The module ``transformer_fast._C``
+(``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``) serves one minor version of torch and one of Python. It has the eager
+doors of the ops, which leave out PyTorch's dispatcher, and what calls Python: launches of Triton kernels. The name of a
+file says what it serves. A package may have several; those that fit are loaded. Where no module fits, the dispatcher
+calls the native kernels.
 
 The package imports even if its extension is missing, broken, built for another torch, or lacks kernels for this CPU;
-:func:`status` names the problem. The build record is read from the file *before* the file is loaded, because an
+:func:`status` names the problem. The build record is read from a file *before* the file is loaded, because an
 extension built for another torch can crash the interpreter.
 
 The CPU kernels are separate libraries, one per instruction set (``libtransformer_fast_cpu_avx2.so``,
@@ -14,6 +18,7 @@ processor can run is loaded, or the one that the environment variable ``TRANSFOR
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import json
@@ -40,13 +45,16 @@ _INSTALLED = (
 )
 _REMEDY = _IN_A_CHECKOUT if (_PACKAGE.parent / "setup.py").is_file() else _INSTALLED
 _MEANWHILE = "the eager reference runs instead: the same numbers, slower"
+_WITHOUT_MODULE = (
+    "the dispatcher calls the same kernels, some microseconds slower per call, and Triton kernels are not launched"
+)
 _MARK = b"transformer_fast build: "
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "generic")
 """Instruction sets with kernels: AVX-512 with and without bfloat16 products, AVX2 with FMA, any CPU that is not x86."""
 
 
 def load() -> bool:
-    """Load the native kernels (``torch.ops.transformer_fast``) on the first call; return True if they are loaded.
+    """Load ops (``torch.ops.transformer_fast``) and native kernels on the first call; return True if they are loaded.
 
     Raises:
         ValueError: if ``TRANSFORMER_FAST_CPU`` names kernels that do not exist or that this CPU cannot run.
@@ -54,14 +62,23 @@ def load() -> bool:
     return _outcome().loaded
 
 
+@functools.cache
 def module() -> ModuleType | None:
-    """``transformer_fast._C``, or None if it cannot be loaded."""
-    return sys.modules["transformer_fast._C"] if load() else None
+    """``transformer_fast._C``, the eager doors; None if it cannot be loaded, while the ops may be there."""
+    return _outcome().module if load() else None
+
+
+def library() -> ctypes.CDLL | None:
+    """The library of the ops, with the C functions of csrc/library.cpp; None if it cannot be loaded."""
+    return _outcome().library if load() else None
 
 
 def status() -> str:
     """State of the extension in one line: its build, or the problem, the command that helps, and the fallback."""
-    return _outcome().message if load() else f"{obstacle()}; {_MEANWHILE}"
+    if not load():
+        return f"{obstacle()}; {_MEANWHILE}"
+    missing = module_obstacle()
+    return _outcome().message + (f"; but {missing}; {_WITHOUT_MODULE}" if missing else "")
 
 
 def obstacle() -> str:
@@ -69,11 +86,17 @@ def obstacle() -> str:
     return "" if load() else _outcome().message
 
 
+def module_obstacle() -> str:
+    """Reason why :func:`module` is None; empty if it is not."""
+    return _outcome().module_message if load() else obstacle()
+
+
 def build_info() -> dict[str, Any]:
     """Record of the extension's build; empty if it is not loaded.
 
     Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``compiler``; ``instruction_set``, the entry of
-        :data:`INSTRUCTION_SETS` whose kernels are in use; and ``file``, the name of the extension's file.
+        :data:`INSTRUCTION_SETS` whose kernels are in use; ``file``, the name of the library's file; and ``module``,
+        that of the module of eager doors, None if it is not loaded.
     """
     return dict(_outcome().record or {})
 
@@ -86,9 +109,9 @@ def config() -> dict[str, Any]:
 
     Example:
         >>> sorted(tfast.__config__())
-        ['arch_list', 'compiler', 'cuda', 'file', 'instruction_set', 'status', 'torch']
+        ['arch_list', 'compiler', 'cuda', 'file', 'instruction_set', 'module', 'status', 'torch']
     """
-    keys = ("file", "instruction_set", "torch", "cuda", "arch_list", "compiler")
+    keys = ("file", "module", "instruction_set", "torch", "cuda", "arch_list", "compiler")
     return {**dict.fromkeys(keys), **build_info(), "status": status()}
 
 
@@ -96,7 +119,12 @@ def usable_instruction_sets() -> list[str]:
     """Instruction sets that this CPU runs and that were built, best first: the values of ``TRANSFORMER_FAST_CPU``."""
     if not load():
         return []
-    return [name for name in module().supported_instruction_sets() if _library(name)]
+    return [name for name in supported_instruction_sets() if _library(name)]
+
+
+def supported_instruction_sets() -> list[str]:
+    """Instruction sets with kernels that this CPU runs, built or not, best first; empty if no extension is loaded."""
+    return _supported(_outcome().library) if load() else []
 
 
 class _Outcome(NamedTuple):
@@ -105,6 +133,9 @@ class _Outcome(NamedTuple):
     loaded: bool
     message: str
     record: dict[str, Any] | None = None
+    library: ctypes.CDLL | None = None
+    module: ModuleType | None = None
+    module_message: str = ""
 
 
 @functools.cache
@@ -118,34 +149,72 @@ def _outcome() -> _Outcome:
 
 
 def _load_and_describe() -> _Outcome:
-    path = _module_file()
-    if path is None:
-        return _Outcome(False, f"{_missing()}: {_REMEDY}")
+    path = _PACKAGE / f"libtransformer_fast_ops.torch{_minor(torch.__version__)}.so"
+    if not path.is_file():
+        return _Outcome(False, f"{_missing_library()}: {_REMEDY}")
     built = _read_build(path)
-    if built is None:
-        return _Outcome(False, f"the C++ extension {path.name} is broken (no build record in it): {_REMEDY}")
-    if not _fits(built):
-        message = f"the C++ extension was built for torch {built['torch']}, but this is torch {torch.__version__}"
-        return _Outcome(False, f"{message}: {_REMEDY}; or `pip install torch=={built['torch']}`")
-    try:
-        module = _imported(path)
-    except ImportError as error:
-        return _Outcome(False, f"the C++ extension {path.name} does not load ({error}): {_REMEDY}")
-    chosen, reason = _choose_kernels(module.supported_instruction_sets(), os.environ.get("TRANSFORMER_FAST_CPU", ""))
-    if chosen is None:
+    if reason := _unfit(path, built):
         return _Outcome(False, reason)
     try:
-        module.load_kernels(str(_library(chosen)))
+        torch.ops.load_library(str(path))
+        library = _declared(ctypes.CDLL(str(path)))
+    except OSError as error:
+        return _Outcome(False, f"the C++ extension {path.name} does not load ({error}): {_REMEDY}")
+    except AttributeError:
+        return _Outcome(False, f"the C++ extension {path.name} is older than the package: {_REMEDY}")
+    chosen, reason = _choose_kernels(_supported(library), os.environ.get("TRANSFORMER_FAST_CPU", ""))
+    if chosen is None:
+        return _Outcome(False, reason)
+    if error := load_kernels(library, _library(chosen)):
+        return _Outcome(False, f"the kernels for {chosen} do not load ({error.splitlines()[0]}): {_REMEDY}")
+    device = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
+    message = f"loaded: {device}, {chosen} kernels{reason}, torch {built['torch']}, {built['compiler']}, {path.name}"
+    module, missing = _load_module(path, built.pop("sources"))
+    file = Path(module.__file__).name if module else None
+    record = {**built, "instruction_set": chosen, "file": path.name, "module": file}
+    return _Outcome(True, message, record, library, module, missing)
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the C functions of the library of the ops; AttributeError if one is missing."""
+    library.transformer_fast_instruction_sets.restype = ctypes.c_char_p
+    library.transformer_fast_load_kernels.restype = ctypes.c_char_p
+    library.transformer_fast_onednn_is_faster.argtypes = [ctypes.c_int64] * 3
+    library.transformer_fast_onednn_is_faster.restype = ctypes.c_bool
+    _ = library.transformer_fast_send_products_to_onednn, library.transformer_fast_library
+    return library
+
+
+def _supported(library: ctypes.CDLL) -> list[str]:
+    return [name for name in library.transformer_fast_instruction_sets().decode().split(",") if name]
+
+
+def load_kernels(library: ctypes.CDLL, path: Path) -> str:
+    """Use the library of kernels at a path from now on; return what went wrong, or ""."""
+    return (library.transformer_fast_load_kernels(os.fsencode(path)) or b"").decode()
+
+
+def _load_module(library: Path, sources: str) -> tuple[ModuleType | None, str]:
+    """The module of eager doors for the library of the ops at a path, of these sources; or the reason for none."""
+    path = _module_file()
+    if path is None:
+        return None, _missing_module()
+    built = _read_build(path)
+    if reason := _unfit(path, built):
+        return None, reason
+    if built["sources"] != sources:
+        return None, f"the C++ extension {path.name} comes from other sources than {library.name}: {_REMEDY}"
+    try:
+        module = _imported(path)
+        module.connect(str(library))
         module.launch_on_cpu(os.environ.get("TRITON_INTERPRET") == "1")
         module.choose_triton(os.environ.get("TRANSFORMER_FAST_BACKEND") == "triton")
         module.set_functional_mode(FunctionalMode)
-    except RuntimeError as error:
-        return _Outcome(False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}")
+    except (ImportError, RuntimeError) as error:
+        return None, f"the C++ extension {path.name} does not load ({str(error).splitlines()[0]}): {_REMEDY}"
     except AttributeError:
-        return _Outcome(False, f"the C++ extension {path.name} is older than the package: {_REMEDY}")
-    device = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
-    message = f"loaded: {device}, {chosen} kernels{reason}, torch {built['torch']}, {built['compiler']}, {path.name}"
-    return _Outcome(True, message, {**built, "instruction_set": chosen, "file": path.name})
+        return None, f"the C++ extension {path.name} is older than the package: {_REMEDY}"
+    return module, ""
 
 
 def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:
@@ -178,21 +247,37 @@ def _module_file() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _missing() -> str:
-    """Say what is missing: every extension, or the extension for this torch and this Python."""
-    names = (re.match(r"_C\.torch([\d.]+)\.cpython-(\d)(\d+)-", path.name) for path in _PACKAGE.glob("_C.torch*"))
-    pythons: dict[str, list[str]] = {}
-    for version, other in sorted((name[1], f"{name[2]}.{name[3]}") for name in names if name):
-        pythons.setdefault(version, []).append(other)
-    if not pythons:
+def _missing_library() -> str:
+    """Say what is missing: every extension, or the extension for this torch."""
+    names = (re.match(r"libtransformer_fast_ops\.torch([\d.]+)\.so", path.name) for path in _PACKAGE.glob("*.so"))
+    there = sorted((name[1] for name in names if name), key=lambda version: [int(part) for part in version.split(".")])
+    if not there:
         return "the C++ extension is missing"
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    there = "; ".join(f"torch {version} with Python {', '.join(of)}" for version, of in pythons.items())
-    return f"there is no C++ extension for torch {_minor(torch.__version__)} with Python {python}, only for {there}"
+    return f"there is no C++ extension for torch {_minor(torch.__version__)}, only for torch {', '.join(there)}"
+
+
+def _missing_module() -> str:
+    """Say which Pythons have a module of eager doors for this torch."""
+    minor = _minor(torch.__version__)
+    names = (re.match(r"_C\.torch([\d.]+)\.cpython-(\d)(\d+)-", path.name) for path in _PACKAGE.glob("_C.torch*"))
+    there = sorted((int(name[2]), int(name[3])) for name in names if name and name[1] == minor)
+    pythons = ", ".join(f"{major}.{number}" for major, number in there)
+    here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    return f"there is no module of eager calls for {here}" + (f", only for Python {pythons}" if pythons else "")
 
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
+
+
+def _unfit(path: Path, built: dict[str, Any] | None) -> str:
+    """Reason why a file of this build record must not be loaded, or ""."""
+    if built is None:
+        return f"the C++ extension {path.name} is broken (no build record in it): {_REMEDY}"
+    if not _fits(built):
+        message = f"the C++ extension was built for torch {built['torch']}, but this is torch {torch.__version__}"
+        return f"{message}: {_REMEDY}; or `pip install torch=={built['torch']}`"
+    return ""
 
 
 def _fits(built: dict[str, Any]) -> bool:
@@ -226,4 +311,4 @@ def _read_build(path: Path) -> dict[str, Any] | None:
             built = json.loads(content.readline())
     except (OSError, ValueError):
         return None
-    return built if {"torch", "cuda", "arch_list", "compiler"} <= built.keys() else None
+    return built if {"torch", "cuda", "arch_list", "compiler", "sources"} <= built.keys() else None

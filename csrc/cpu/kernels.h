@@ -39,7 +39,7 @@ struct TypedKernels {
 };
 
 struct Kernels {
-  const char* sources;  // digest of the kernels' sources (kernels_config.h), which must equal the module's
+  const char* sources;  // digest of the kernels' sources (kernels_config.h), which must equal that of the ops
   int64_t vector_bytes;
   std::tuple<TypedKernels<float>, TypedKernels<double>, TypedKernels<c10::Half>, TypedKernels<c10::BFloat16>> typed;
   void (*fill_positional_table)(float* table, int64_t length, int64_t d);

@@ -7,7 +7,6 @@
 #include "../ops/embedding.h"
 #include "../ops/linear.h"
 #include "../ops/norm.h"
-#include "../python_module.h"
 #include "prepacked_linear.h"
 
 #include <ATen/Parallel.h>
@@ -16,18 +15,18 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/utils/pybind.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 namespace transformer_fast {
 namespace {
-
-namespace py = pybind11;
 
 // Number of rows whose logits are computed at a time, so that the logits stay in the CPU cache.
 constexpr int64_t kLogitRows = 128;
@@ -55,18 +54,9 @@ struct Chosen {
   float* normalizer;
 };
 
-// Greedy steps: the results of choose_tokens per row and step, (rows, steps).
-struct GreedySteps {
-  Tensor token, best, normalizer;
-};
-
-// Steps of beams. Per row: the tokens of all steps but the last (rows, steps), the row's number before the steps, and
-// its log-probability. Per unit and candidate of the last step, as choose_continuations returns them: the cumulative
-// log-probability, the row that is continued, and the token; and the normalizers (rows,), in any order.
-struct BeamSteps {
-  Tensor history, origin, reached;
-  Tensor total, parent, token, normalizer;
-};
+// Choice of generation/topk.py, of several steps; and BeamSteps of generation/session.py.
+using GreedySteps = std::tuple<Tensor, Tensor, Tensor>;
+using BeamSteps = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 struct SessionCache {
   Tensor own;            // (layers, most slots, 2, H, capacity, D)
@@ -78,9 +68,9 @@ struct SessionCache {
   OptionalTensor row_of_slot, slot_of_row;  // all sentences have equally many slots; none: a row is a slot
 };
 
-// A class of pybind11 and not an operator, which would take all weights at every step. A session exists during one call
-// of `generate`, which is not traced or exported. No module holds it, so that models are copied and pickled without it.
-class DecoderSession {
+// A class and not an operator, which would take all weights at every step. A session exists during one call of
+// `generate`, which is not traced or exported. No module holds it, so that models are copied and pickled without it.
+class DecoderSession : public torch::CustomClassHolder {
  public:
   // norm, eps: kind and eps of all norms. activation: "relu", "swish" or "gelu", of the feed-forward layers.
   // suppressed: ascending tokens that are not chosen; with `renormalize` they have no probability either.
@@ -134,7 +124,7 @@ class DecoderSession {
       ids = token.select(0, steps++);
     }
     const auto by_row = [steps](const Tensor& of_steps) { return of_steps.narrow(0, 0, steps).t().contiguous(); };
-    return {by_row(token), by_row(best), by_row(normalizer)};
+    return {by_row(best), by_row(token), by_row(normalizer)};
   }
 
   // Runs beam steps for beams whose `width` hypotheses are all open: newest (units * width,), those of a unit adjacent,
@@ -337,34 +327,22 @@ class DecoderSession {
   SessionCache cache_;
 };
 
-PYTHON_MODULE_FRAGMENT(m) {
-  using py::arg;
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<GreedySteps>(m, "GreedySteps")
-      .def_readonly("token", &GreedySteps::token)
-      .def_readonly("best", &GreedySteps::best)
-      .def_readonly("normalizer", &GreedySteps::normalizer);
-  py::class_<BeamSteps>(m, "BeamSteps")
-      .def_readonly("history", &BeamSteps::history)
-      .def_readonly("origin", &BeamSteps::origin)
-      .def_readonly("reached", &BeamSteps::reached)
-      .def_readonly("total", &BeamSteps::total)
-      .def_readonly("parent", &BeamSteps::parent)
-      .def_readonly("token", &BeamSteps::token)
-      .def_readonly("normalizer", &BeamSteps::normalizer);
-  py::class_<DecoderSession>(m, "DecoderSession")
-      .def(py::init<Tensor, double, bool, const std::string&, double, std::string, int64_t, std::vector<int64_t>,
-                    bool>(),
-           py::kw_only(), arg("embedding"), arg("scale"), arg("norm_first"), arg("norm"), arg("eps"), arg("activation"),
-           arg("eos"), arg("suppressed"), arg("renormalize"))
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  using torch::arg;
+  m.class_<DecoderSession>("DecoderSession")
+      .def(torch::init<Tensor, double, bool, std::string, double, std::string, int64_t, std::vector<int64_t>, bool>(),
+           "",
+           {arg("embedding"), arg("scale"), arg("norm_first"), arg("norm"), arg("eps"), arg("activation"), arg("eos"),
+            arg("suppressed"), arg("renormalize")})
       .def("set_layers", &DecoderSession::set_layers)
-      .def("set_end", &DecoderSession::set_end, py::kw_only(), arg("norm_weight"), arg("norm_bias"), arg("out"),
-           arg("out_bias"), arg("vocabulary"))
-      .def("set_cache", &DecoderSession::set_cache, py::kw_only(), arg("own"), arg("cross"), arg("positions"),
-           arg("length"), arg("cells"), arg("source_lengths"), arg("row_of_slot"), arg("slot_of_row"))
-      .def("step", &DecoderSession::step, Unlocked())
-      .def("greedy", &DecoderSession::greedy, Unlocked())
-      .def("beam", &DecoderSession::beam, Unlocked());
+      .def("set_end", &DecoderSession::set_end, "",
+           {arg("norm_weight"), arg("norm_bias"), arg("out"), arg("out_bias"), arg("vocabulary")})
+      .def("set_cache", &DecoderSession::set_cache, "",
+           {arg("own"), arg("cross"), arg("positions"), arg("length"), arg("cells"), arg("source_lengths"),
+            arg("row_of_slot"), arg("slot_of_row")})
+      .def("step", &DecoderSession::step)
+      .def("greedy", &DecoderSession::greedy)
+      .def("beam", &DecoderSession::beam);
 }
 
 }  // namespace

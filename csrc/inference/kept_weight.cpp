@@ -1,21 +1,16 @@
 #include "kept_weight.h"
 
-#include "../ops/eager_call.h"
 #include "../ops/linear.h"
 #include "prepacked_linear.h"
 
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <optional>
 #include <utility>
 
 namespace transformer_fast {
 namespace {
-
-namespace py = pybind11;
 
 using OnednnWeight = Tensor(const Tensor&, std::optional<c10::SymInt>);
 
@@ -78,48 +73,6 @@ Tensor kept_product(const Tensor& x, const Tensor& copy, const OptionalTensor& b
                                           : step_linear(x, copy, bias, outputs, false);
 }
 
-int64_t KeptWeight::bytes() const {
-  const auto of = [](const Tensor& copy) { return copy.defined() ? copy.numel() * copy.element_size() : 0; };
-  return of(native_) + of(blocked_);
-}
+Tensor kept_copy(KeptWeight& kept, const Tensor& weight, int64_t rows) { return kept.copy_for(weight, rows); }
 
-// The eager fast path.
-namespace eager {
-namespace {
-
-// x weight^T + bias, or None for a call that another product must compute.
-py::object kept_linear(KeptWeight& kept, py::handle x_, py::handle weight_, py::handle bias_) {
-  Arguments arguments;
-  const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
-  const OptionalTensor bias = arguments.optional_floating(bias_);
-  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
-    return py::none();
-  const int64_t in = weight.size(1), out = weight.size(0);
-  arguments.require(x.size(-1) == in && x.scalar_type() == weight.scalar_type() && x.numel() > 0 && out > 0);
-  if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
-  arguments.require(!weight.is_inference() && !needs_gradient(x, weight, bias));
-  if (!arguments.ok()) return py::none();
-  const Tensor copy = kept.copy_for(weight, x.numel() / in);
-  return copy.defined() ? computed([&] { return kept_product(x, copy, bias, out); }) : py::none();
-}
-
-PYTHON_MODULE_FRAGMENT(m) {
-  py::class_<KeptWeight>(m, "KeptWeight")
-      .def(py::init<int64_t, int64_t, int64_t>(), py::kw_only(), py::arg("native_rows"), py::arg("narrow_rows"),
-           py::arg("blocked_rows"))
-      .def("linear", &kept_linear)
-      .def_property_readonly("bytes", &KeptWeight::bytes);
-  m.def(
-      "weight_stamp",
-      [](const Tensor& weight) {
-        const WeightStamp stamp = stamp_of(weight);
-        py::tuple numbers(stamp.size());
-        for (size_t i = 0; i < stamp.size(); ++i) numbers[i] = stamp[i];
-        return numbers;
-      },
-      "Stamp of a weight (out, in) on the CPU, as tensor_cache.py defines it.");
-}
-
-}  // namespace
-}  // namespace eager
 }  // namespace transformer_fast

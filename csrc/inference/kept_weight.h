@@ -20,7 +20,10 @@ class KeptWeight {
   // faster than the weight's own. For one thread at a time: the caller holds the GIL.
   Tensor copy_for(const Tensor& weight, int64_t rows);
 
-  int64_t bytes() const;
+  int64_t bytes() const {
+    const auto of = [](const Tensor& copy) { return copy.defined() ? copy.numel() * copy.element_size() : int64_t{0}; };
+    return of(native_) + of(blocked_);
+  }
 
  private:
   // What a copy was made of.
@@ -39,6 +42,9 @@ class KeptWeight {
   std::optional<Source> source_;
   Tensor native_, blocked_;
 };
+
+// KeptWeight::copy_for, for the Python module.
+Tensor kept_copy(KeptWeight& kept, const Tensor& weight, int64_t rows);
 
 // Linear layer by a copy of its weight (outputs, in), on x (..., in) of the weight's type.
 Tensor kept_product(const Tensor& x, const Tensor& copy, const OptionalTensor& bias, int64_t outputs);

@@ -2,12 +2,12 @@
 // kernels would take as long as the computation.
 
 #include "../ops/attention.h"
-#include "../ops/eager_call.h"
 #include "../ops/linear.h"
-
-#include <ATen/autocast_mode.h>
+#include "../ops/op.h"
 
 #include <cmath>
+#include <tuple>
+#include <vector>
 
 namespace transformer_fast::eager {
 namespace {
@@ -47,55 +47,49 @@ struct Heads {
   }
 };
 
-}  // namespace
-
 // Queries, keys, values (B, L, E) or (L, B, E), the module's weights and biases, the mask in normal form
-// -> (out, weights or None). None if a gradient is needed.
-py::object multihead_attention(py::handle query_, py::handle key_, py::handle value_, py::handle in_weight_,
-                               py::handle in_bias_, py::handle out_weight_, py::handle out_bias_, py::handle heads_,
-                               py::handle batch_first_, py::handle keep_, py::handle key_keep_, py::handle bias_,
-                               py::handle causal_, py::handle need_weights_, py::handle average_) {
-  Arguments arguments;
-  const Tensor query = arguments.floating(query_), key = arguments.floating(key_), value = arguments.floating(value_);
-  const Heads module{arguments.floating(in_weight_), arguments.optional_floating(in_bias_), arguments.integer(heads_),
-                     arguments.boolean(batch_first_)};
-  const Tensor out_weight = arguments.floating(out_weight_);
-  const OptionalTensor out_bias = arguments.optional_floating(out_bias_);
-  const OptionalTensor keep = arguments.optional_tensor(keep_), key_keep = arguments.optional_tensor(key_keep_);
-  const OptionalTensor bias = arguments.optional_floating(bias_);
-  const std::optional<int64_t> causal = arguments.optional_integer(causal_);
-  const bool need_weights = arguments.boolean(need_weights_), average = arguments.boolean(average_);
-  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU)) return py::none();
-  if (needs_gradient(query, key, value, module.in_weight, module.in_bias, out_weight, out_bias, bias))
-    return py::none();
+// -> (out, weights if needed). Undefined if a gradient is needed, and for what other ops must compute.
+std::tuple<Tensor, Tensor> multihead_attention(bool, const Tensor& query, const Tensor& key, const Tensor& value,
+                                               const Tensor& in_weight, const OptionalTensor& in_bias,
+                                               const Tensor& out_weight, const OptionalTensor& out_bias, int64_t heads,
+                                               bool batch_first, const OptionalTensor& keep,
+                                               const OptionalTensor& key_keep, const OptionalTensor& bias,
+                                               std::optional<int64_t> causal, bool need_weights, bool average) {
+  if (needs_gradient(query, key, value, in_weight, in_bias, out_weight, out_bias, bias)) return {};
+  const auto is_wide_float = [](const Tensor& t) {
+    return at::isFloatingType(t.scalar_type()) && t.element_size() >= 2;
+  };
+  for (const OptionalTensor* t : {&in_bias, &out_bias, &bias})
+    if (*t && !is_wide_float(**t)) return {};
   for (const Tensor* t : {&query, &key, &value})
-    arguments.require(t->dim() == 3 && t->size(2) == module.in_weight.size(1));
-  for (const Tensor* t : {&key, &value, &module.in_weight, &out_weight})
-    arguments.require(t->scalar_type() == query.scalar_type());
-  if (!arguments.ok()) return py::none();
-  const int batch = module.batch_first ? 0 : 1;
-  if (key.sizes() != value.sizes() || key.size(batch) != query.size(batch) || query.numel() == 0) return py::none();
+    if (t->dim() != 3 || in_weight.dim() != 2 || t->size(2) != in_weight.size(1)) return {};
+  for (const Tensor* t : {&query, &key, &value, &in_weight, &out_weight})
+    if (!is_wide_float(*t) || t->scalar_type() != query.scalar_type()) return {};
+  const int batch = batch_first ? 0 : 1;
+  if (key.sizes() != value.sizes() || key.size(batch) != query.size(batch) || query.numel() == 0) return {};
 
-  Tensor out, weights;
-  {
-    const py::gil_scoped_release no_gil;
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const auto parts = module.project(query, key, value);
-    const Tensor &q = parts[0], &k = parts[1];
-    AttentionParams params;
-    params.keep = keep, params.key_keep = key_keep, params.bias = bias, params.causal = causal;
-    params.scale = 1 / std::sqrt(static_cast<double>(q.size(3))), params.zero_empty_rows = true;
-    const Tensor heads = attention_forward(q, k, parts[2], params, false).out;
-    const Tensor merged = module.batch_first ? heads.transpose(1, 2) : heads.permute({2, 0, 1, 3});
-    out = linear_forward(merged.reshape(query.sizes()), out_weight, out_bias);
-    if (need_weights) {
-      weights = attention_weights(q, k, params);
-      if (average) weights = weights.mean(1);
-    }
-  }
-  return py::make_tuple(wrap(out), need_weights ? wrap(weights) : py::none());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Heads module{in_weight, in_bias, heads, batch_first};
+  const auto parts = module.project(query, key, value);
+  const Tensor &q = parts[0], &k = parts[1];
+  AttentionParams params;
+  params.keep = keep, params.key_keep = key_keep, params.bias = bias, params.causal = causal;
+  params.scale = 1 / std::sqrt(static_cast<double>(q.size(3))), params.zero_empty_rows = true;
+  const Tensor out_heads = attention_forward(q, k, parts[2], params, false).out;
+  const Tensor merged = batch_first ? out_heads.transpose(1, 2) : out_heads.permute({2, 0, 1, 3});
+  const Tensor out = linear_forward(merged.reshape(query.sizes()), out_weight, out_bias);
+  if (!need_weights) return {out, Tensor()};
+  const Tensor weights = attention_weights(q, k, params);
+  return {out, average ? weights.mean(1) : weights};
 }
 
-PYTHON_MODULE_FRAGMENT(m) { m.def("multihead_attention", &multihead_attention); }
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  define_door<"multihead_attention", kNoCheck, multihead_attention, DoorOptions{.results = 2, .casts = kAllOfIt}>(
+      "(Tensor query, Tensor key, Tensor value, Tensor in_weight, Tensor? in_bias, Tensor out_weight, "
+      "Tensor? out_bias, int heads, bool batch_first, Tensor? keep, Tensor? key_keep, Tensor? bias, int? causal, "
+      "bool need_weights, bool average)");
+}
 
 }  // namespace transformer_fast::eager

@@ -2,9 +2,9 @@
 // weights is in attention_weights.cpp. transformer_fast/ops/attention.py and attention_packed.py document what they take.
 #include "attention.h"
 
-#include "../triton/launch_attention.h"
 #include "attention_arguments.h"
 #include "attention_op_checks.h"
+#include "python_hooks.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -30,11 +30,18 @@ using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 enum : size_t { kQ, kK, kV, kBias, kDistanceBias, kSinks, kInputs };
 using Gradients = std::array<bool, kInputs>;
 
+AttentionResult compute_forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
+                                bool training) {
+  return params.by_triton ? python_hooks().launch_attention(q, k, v, params, training)
+                          : attention_forward(q, k, v, params, training);
+}
+
 AttentionGradients compute_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q,
                                     const Tensor& k, const Tensor& v, const AttentionResult& result,
                                     const OptionalTensor& grad_logsumexp, GradientNeeds needs) {
   if (!params.by_triton) return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs);
-  AttentionGradients grads = launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs);
+  AttentionGradients grads =
+      python_hooks().launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs);
   if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
   return grads;
 }
@@ -91,8 +98,7 @@ TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor&
         q, k, v, [&](const Tensor& q, const Tensor& k, const Tensor& v) { return forward(params, q, k, v); });
     return {q.size(-1) == v.size(-1) ? out : out.contiguous(), logsumexp};
   }
-  const AttentionResult result =
-      (params.by_triton ? launch_attention : attention_forward)(q, k, v, readable(params, q, k), /*training=*/false);
+  const AttentionResult result = compute_forward(readable(params, q, k), q, k, v, /*training=*/false);
   return {result.out, result.logsumexp};
 }
 
@@ -203,7 +209,7 @@ TwoTensors recorded_rows(const AttentionParams& params, bool direct, size_t outp
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (direct)
-      result = (params.by_triton ? launch_attention : attention_forward)(q, k, v, params, /*training=*/records);
+      result = compute_forward(params, q, k, v, /*training=*/records);
     else
       std::tie(result.out, result.logsumexp) = dispatch<"attention", forward>(params, q, k, v);
   }

@@ -1,11 +1,12 @@
 // Attention of a few new queries to a contiguous or paged cache: the op of torch.ops.transformer_fast, from schema to kernel.
 // transformer_fast/ops/attention_decode.py documents the arguments. The op has no gradient.
-#include "../triton/launch_cache.h"
-#include "../triton/python_function.h"
+#include "attention_decode.h"
+
 #include "attention_arguments.h"
 #include "attention_op_checks.h"
 #include "attention_tensors.h"
 #include "op.h"
+#include "python_hooks.h"
 
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
@@ -13,30 +14,12 @@
 #include <cmath>
 #include <string>
 #include <tuple>
-#include <utility>
 
 namespace transformer_fast {
 namespace decode_op {
 namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
-
-// Few new queries q (B, H, Lq, D) against a cache (B, Hkv, S, D), or with a page table, int32 (B, pages of a sequence),
-// against one of pages (pages, page_size, Hkv, D).
-struct DecodeParams {
-  Tensor q, k, v, lengths;  // int32 (B,)
-  OptionalTensor page_table;
-  OptionalSymInt causal, window;  // query i sees keys i + lengths[b] - Lq + window .. causal
-  double scale;
-  OptionalTensor distance_bias = {};            // (B | 1, H | 1, Lq + S - 1): entry S - 1 + j - (i + lengths[b] - Lq)
-  OptionalTensor query_ids = {}, key_ids = {};  // int32 (B | 1, Lq) and (B | 1, S)
-  OptionalTensor sinks = {};                    // fp32 or fp64 (H,)
-  std::optional<double> softcap = {};
-
-  int64_t capacity() const { return page_table ? page_table->size(1) * k.size(1) : k.size(2); }
-  // Dimensions (pages, heads, ...): caches with and without pages are indexed alike.
-  Tensor heads_first(const Tensor& cache) const { return page_table ? cache.transpose(1, 2) : cache; }
-};
 
 constexpr Checks kChecks{"attention_decode"};
 
@@ -86,36 +69,6 @@ void check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const 
                   missing ? missing->number : 0, " for sequence ", missing ? missing->sequence : 0);
 }
 
-TwoTensors launch(const DecodeParams& params) {
-  static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
-  const std::optional<int64_t> causal = known(params.causal), window = known(params.window);
-  const pybind11::gil_scoped_acquire gil;
-  pybind11::object kept = pybind11::none();
-  if (params.q.numel() > 0 && params.k.numel() > 0) {
-    LaunchCall call;  // inputs in the launcher's order
-    call.scalar("attention decode");
-    call.scalar(causal);
-    call.scalar(window);
-    call.scalar(params.softcap);
-    call.scalar(params.scale);
-    call.input(params.q);
-    call.input(params.heads_first(params.k));
-    call.input(params.heads_first(params.v));
-    call.input(params.lengths);
-    call.input(params.page_table);
-    call.input(params.distance_bias);
-    call.input(params.query_ids);
-    call.input(params.key_ids);
-    call.input(params.sinks);
-    if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty()) return {results[0], results[1]};
-    kept = pybind11::cast(std::move(call));
-  }
-  const auto [out, logsumexp] = launcher.tensors<2>(params.q, params.k, params.v, params.lengths, params.page_table,
-                                                    params.distance_bias, params.query_ids, params.key_ids,
-                                                    params.sinks, causal, window, params.softcap, params.scale, kept);
-  return {out, logsumexp};
-}
-
 TwoTensors compute(const DecodeParams& params) {
   const Tensor &q = params.q, k = params.heads_first(params.k), v = params.heads_first(params.v);
   const Tensor out = at::empty_like(q), logsumexp = empty_statistics(q, q.sizes().slice(0, 3));
@@ -151,9 +104,12 @@ TwoTensors forward(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache
                    const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
   const auto dense = [](const Tensor& x) { return attention_op::is_dense(x) ? x : x.contiguous(); };
   const Tensor counts = lengths.scalar_type() == at::kInt ? lengths : lengths.to(at::kInt);
-  return (runs_on_triton(q) ? launch : compute)({dense(q), dense(k_cache), dense(v_cache), counts, page_table, causal,
-                                                 window, scale ? *scale : attention_op::default_scale(q), distance_bias,
-                                                 query_ids, key_ids, sinks, softcap});
+  const DecodeParams params{
+      dense(q),      dense(k_cache), dense(v_cache), counts,
+      page_table,    causal,         window,         scale ? *scale : attention_op::default_scale(q),
+      distance_bias, query_ids,      key_ids,        sinks,
+      softcap};
+  return runs_on_triton(q) ? python_hooks().launch_decode(params) : compute(params);
 }
 
 template <typename Signature>

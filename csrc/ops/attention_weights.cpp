@@ -1,8 +1,7 @@
 // The weights of attention: the op of torch.ops.transformer_fast, from schema to kernel.
-#include "../triton/launch_attention.h"
-#include "../triton/python_function.h"
 #include "attention_arguments.h"
 #include "attention_op_checks.h"
+#include "python_hooks.h"
 
 #include <torch/library.h>
 
@@ -12,7 +11,6 @@
 namespace transformer_fast::attention_op {
 namespace {
 
-namespace py = pybind11;
 using eager::needs_gradient, eager::Needs;
 using torch::autograd::variable_list;
 
@@ -20,10 +18,7 @@ using torch::autograd::variable_list;
 Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k) {
   if (!is_dense(q) || !is_dense(k)) return weights(params, q.contiguous(), k.contiguous());
   const AttentionParams read = readable(params, q, k);
-  if (!params.by_triton) return attention_weights(q, k, read);
-  static const PythonFunction function("transformer_fast.ops.attention", "weights_by_torch");
-  const py::gil_scoped_acquire gil;
-  return function.tensor(q, k, python_params(read));
+  return params.by_triton ? python_hooks().weights_by_torch(q, k, read) : attention_weights(q, k, read);
 }
 
 void check_weights(const AttentionParams& params, const Tensor& q, const Tensor& k) {
@@ -45,11 +40,9 @@ struct AttentionWeights {
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const AttentionParams& options,
                                 const Needs& needs) {
-    static const PythonFunction function("transformer_fast.ops.attention", "weights_gradients");
-    const AttentionParams p = options.with(&saved[kParams]);
-    const py::gil_scoped_acquire gil;
-    const py::object needed = py::make_tuple(needs[0], needs[1], needs[2], needs[3], needs[4]);
-    const auto gradients = function.tensors<5>(grads[0], saved[kQ], saved[kK], python_params(p), needed);
+    const std::array needed = {needs[0], needs[1], needs[2], needs[3], needs[4]};
+    const auto gradients =
+        python_hooks().weights_gradients(grads[0], saved[kQ], saved[kK], options.with(&saved[kParams]), needed);
     return {gradients.begin(), gradients.end()};
   }
 };

@@ -5,9 +5,9 @@
 // The logits are made in chunks of rows. Each chunk gives its losses. If a gradient is requested, the gradient of the
 // logits overwrites the chunk and is multiplied into the other gradients at once. Ignored rows are left out.
 #include "../cpu/kernels.h"
-#include "../triton/python_function.h"
 #include "linear.h"
 #include "op.h"
+#include "python_hooks.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
@@ -153,11 +153,10 @@ FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor&
   const int64_t ignored = ignore_index.guard_int(__FILE__, __LINE__),
                 chunk = chunk_elements.guard_int(__FILE__, __LINE__);
   const Tensor rows = as_rows(x), targets = flat(target);
-  static const PythonFunction launcher("transformer_fast.triton.cross_entropy", "linear_cross_entropy");
   auto [loss, grad_x, grad_weight, grad_bias, scale] =
-      runs_on_triton(x)
-          ? std::tuple_cat(launcher.tensors<5>(rows, weight, bias, targets, smoothing, ignored, mean, gradients, chunk))
-          : compute(rows, weight, bias, targets, smoothing, ignored, mean, gradients, chunk);
+      runs_on_triton(x) ? std::tuple_cat(python_hooks().launch_cross_entropy(rows, weight, bias, targets, smoothing,
+                                                                             ignored, mean, gradients, chunk))
+                        : compute(rows, weight, bias, targets, smoothing, ignored, mean, gradients, chunk);
   const auto or_empty = [](const Tensor& gradient, const at::TensorOptions& options) {
     return gradient.defined() ? gradient.to(options) : at::empty({0}, options);
   };
@@ -335,7 +334,7 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "(Tensor x, Tensor weight, Tensor? bias, Tensor target, float label_smoothing, SymInt ignore_index, bool mean, "
       "bool[3] gradients, SymInt chunk_elements) -> "
       "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)");
-  eager::Door<"cross_entropy", check_logits, loss_of_logits, eager::DoorOptions{.casts = eager::kAllOfIt}>::add(
+  eager::define_door<"cross_entropy", check_logits, loss_of_logits, eager::DoorOptions{.casts = eager::kAllOfIt}>(
       "(Tensor logits, Tensor target, float label_smoothing, int ignore_index, bool mean)");
 }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCPU>); }

@@ -1,8 +1,8 @@
 // y = [residual +] dropout([relu] (x [+ bias])): the op of torch.ops.transformer_fast, from schema to kernel.
 // transformer_fast/ops/dropout.py documents the arguments.
 #include "../cpu/kernels.h"
-#include "../triton/launch_rows.h"
 #include "op.h"
+#include "python_hooks.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
@@ -49,7 +49,7 @@ Tensor forward(const Tensor& given, const OptionalTensor& bias, const OptionalTe
   // The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
   if (relu && residual) return residual->add(forward(as_residual(given, residual), bias, std::nullopt, true, p, seed));
   const Tensor x = as_residual(given, residual);
-  if (runs_on_triton(x)) return launch_dropout(x, bias, residual, relu, p, seed);
+  if (runs_on_triton(x)) return python_hooks().launch_dropout(x, bias, residual, relu, p, seed);
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
@@ -67,7 +67,7 @@ Tensor forward(const Tensor& given, const OptionalTensor& bias, const OptionalTe
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
                                     const OptionalTensor& seed, bool has_bias) {
   if (runs_on_triton(grad_out)) {
-    const auto [grad_x, grad_bias] = launch_dropout_backward(grad_out, y, relu, p, seed, has_bias);
+    const auto [grad_x, grad_bias] = python_hooks().launch_dropout_backward(grad_out, y, relu, p, seed, has_bias);
     return {grad_x, grad_bias.defined() ? grad_bias : at::empty({0}, grad_x.options().dtype(at::kFloat))};
   }
   const Tensor gradient = grad_out.contiguous(), output = relu ? y->contiguous() : Tensor();
@@ -119,7 +119,7 @@ struct Dropout {
     if (direct && by_triton) {
       const at::AutoDispatchBelowADInplaceOrView below;
       std::tie(grad_x, grad_bias) =
-          std::tuple_cat(launch_dropout_backward(grads[0], y, options.relu, options.p, seed, needs[1]));
+          std::tuple_cat(python_hooks().launch_dropout_backward(grads[0], y, options.relu, options.p, seed, needs[1]));
     } else {
       std::tie(grad_x, grad_bias) = below_autograd<"dropout_backward", dropout_op::backward>(
           direct, grads[0], y, options.relu, options.p, direct ? seed : seed_beside(grads[0], seed), needs[1]);

@@ -1,42 +1,25 @@
-// Shared parts of eager calls: what makes a call plain, and how C++ functions of the Python module that are no ops read
-// their arguments. The doors of ops are made by op.h.
+// What makes a call plain: nothing observes it, and its tensors are those of PyTorch itself. In the library of the ops
+// and in the Python module.
 #pragma once
 
-#include "../python_module.h"
-
 #include <ATen/EmptyTensor.h>
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <pybind11/pybind11.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <optional>
-#include <tuple>
 
 namespace transformer_fast::eager {
 
-namespace py = pybind11;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The class of the modes of transformer_fast.functional(). Such a mode passes the ops on, so it observes nothing.
-inline PyTypeObject* functional_mode = nullptr;
-
-// True if a torch function mode of another class is active in this thread.
-inline bool has_other_function_mode() {
-  using Modes = at::impl::PythonTorchFunctionTLS;
-  if (!at::impl::torch_function_mode_enabled()) return false;
-  for (int64_t place = 0; place < Modes::stack_len(); ++place)
-    if (Py_TYPE(Modes::get_stack_at(place)->ptr(getPyInterpreter())) != functional_mode) return true;
-  return false;
-}
+// True if a torch function mode that is not transformer_fast.functional() is active in this thread. Only Python knows the
+// class of a mode: the library asks the Python module.
+bool has_other_function_mode();
 
 // True if a mode, a transform or a tracer of this thread observes dispatched calls, or if autograd is excluded.
 inline bool has_active_modes() {
@@ -71,62 +54,6 @@ bool is_plain_eager(const Tensors& tensors, bool any_device = false) {
 // True if the tensor has a forward-mode tangent.
 inline bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
 
-// Reads the arguments of a call one by one. After the last argument, ok() returns true if all arguments were valid.
-class Arguments {
- public:
-  Arguments() : ok_(!has_active_modes()) {}
-
-  bool ok() const { return ok_; }
-  void require(bool condition) { ok_ = ok_ && condition; }
-
-  Tensor tensor(py::handle argument) {
-    if (!ok_ || !THPVariable_CheckExact(argument.ptr())) return refused();
-    const Tensor& tensor = THPVariable_Unpack(argument.ptr());
-    return is_plain(tensor) && !has_tangent(tensor) ? tensor : refused();
-  }
-
-  // float64, float32, float16 or bfloat16.
-  Tensor floating(py::handle argument) {
-    Tensor result = tensor(argument);
-    if (ok_) require(at::isFloatingType(result.scalar_type()) && at::elementSize(result.scalar_type()) >= 2);
-    return result;
-  }
-
-  OptionalTensor optional_tensor(py::handle argument) {
-    return argument.is_none() ? std::nullopt : OptionalTensor(tensor(argument));
-  }
-
-  OptionalTensor optional_floating(py::handle argument) {
-    return argument.is_none() ? std::nullopt : OptionalTensor(floating(argument));
-  }
-
-  int64_t integer(py::handle argument) {
-    if (!PyLong_CheckExact(argument.ptr())) return refused<int64_t>();
-    int overflow = 0;
-    const int64_t value = PyLong_AsLongLongAndOverflow(argument.ptr(), &overflow);
-    require(overflow == 0);
-    return value;
-  }
-
-  std::optional<int64_t> optional_integer(py::handle argument) {
-    return argument.is_none() ? std::nullopt : std::optional<int64_t>(integer(argument));
-  }
-
-  bool boolean(py::handle argument) {
-    require(PyBool_Check(argument.ptr()));
-    return argument.ptr() == Py_True;
-  }
-
- private:
-  template <typename T = Tensor>
-  T refused() {
-    ok_ = false;
-    return T();
-  }
-
-  bool ok_;
-};
-
 inline bool requires_grad(const Tensor& tensor) { return tensor.requires_grad(); }
 inline bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }
 
@@ -138,20 +65,5 @@ bool needs_gradient(const Tensors&... tensors) {
 // Conversion between optional arguments and saved tensors, which may be undefined.
 inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
 inline OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
-
-inline py::object wrap(const Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
-
-// Returns the tensor of compute(). The GIL is released meanwhile, and C++ errors become Python errors.
-template <typename Compute>
-py::object computed(const Compute& compute) {
-  HANDLE_TH_ERRORS
-  Tensor result;
-  {
-    const py::gil_scoped_release no_gil;
-    result = compute();
-  }
-  return wrap(result);
-  END_HANDLE_TH_ERRORS_PYBIND
-}
 
 }  // namespace transformer_fast::eager

@@ -15,7 +15,6 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <pybind11/stl.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -193,14 +192,6 @@ Tensor linear_grad_weight(const Tensor& grad, const Tensor& x) {
   const Tensor gradient = grad.contiguous(), input = x.contiguous();
   if (rows * out <= (rows + out) * in) return onednn_linear(transposed(gradient), input.t(), {});
   return transposed(onednn_linear(transposed(input), gradient.t(), {}));
-}
-
-PYTHON_MODULE_FRAGMENT(m) {
-  m.def("onednn_is_faster", pybind11::overload_cast<int64_t, int64_t, int64_t>(&onednn_is_faster),
-        "Returns True if float32 matrices (rows, in) and (in, out) go to oneDNN, False for PyTorch's own product.");
-  m.def("send_products_to_onednn", &send_products_to_onednn,
-        "Whether large products of float32 matrices go to oneDNN from now on; None: where it is faster. Returns the "
-        "choice before.");
 }
 
 }  // namespace transformer_fast

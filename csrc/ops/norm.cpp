@@ -3,8 +3,8 @@
 #include "norm.h"
 
 #include "../cpu/kernels.h"
-#include "../triton/launch_rows.h"
 #include "op.h"
+#include "python_hooks.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -185,7 +185,8 @@ FourTensors compute(const Tensor& x, const OptionalTensor& residual, const Optio
                     const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                     const OptionalTensor& seed, bool statistics) {
   if (runs_on_triton(x))
-    return std::tuple_cat(launch_norm(x, residual, weight, bias, eps, std::string(kind), dropout_p, seed));
+    return std::tuple_cat(
+        python_hooks().launch_norm(x, residual, weight, bias, eps, std::string(kind), dropout_p, seed));
   Tensor mean, rstd;
   if (statistics) {
     const auto options = x.options().dtype(arithmetic_type(x));
@@ -222,11 +223,11 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
                      const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, std::string_view kind,
                      double dropout_p, const OptionalTensor& seed, bool has_bias) {
   const FourTensors results =
-      runs_on_triton(x)
-          ? std::tuple_cat(launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std::string(kind),
-                                                dropout_p, seed, has_bias, x.scalar_type()))
-          : gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), norm_kind(kind),
-                      dropout_p, seed, {true, weight.has_value(), has_bias});
+      runs_on_triton(x) ? std::tuple_cat(python_hooks().launch_norm_backward(grad_out, grad_summed, x, weight, mean,
+                                                                             rstd, std::string(kind), dropout_p, seed,
+                                                                             has_bias, x.scalar_type()))
+                        : gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(),
+                                    norm_kind(kind), dropout_p, seed, {true, weight.has_value(), has_bias});
   const auto& [grad_x, grad_residual, grad_weight, grad_bias] = results;
   const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
   return {grad_x, or_empty(grad_residual, x.options()), or_empty(grad_weight, weight_options),
@@ -278,8 +279,9 @@ struct LayerNorm {
       results = gradients(grad_out, grad_summed, x, weight, mean, rstd, norm_kind(options.kind), options.dropout_p,
                           seed, {needs[0] || needs[1], needs[2], needs[3]});
     else
-      results = std::tuple_cat(launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, options.kind,
-                                                    options.dropout_p, seed, options.bias.has_value(), options.x));
+      results = std::tuple_cat(python_hooks().launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd,
+                                                                   options.kind, options.dropout_p, seed,
+                                                                   options.bias.has_value(), options.x));
     auto& [grad_x, grad_residual, grad_weight, grad_bias] = results;
     if (grad_x.defined()) grad_x = in_type(grad_x, options.x);
     if (options.bias && grad_bias.defined()) grad_bias = in_type(grad_bias, *options.bias);

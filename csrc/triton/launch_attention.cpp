@@ -1,8 +1,10 @@
 #include "launch_attention.h"
 
 #include "../ops/seed.h"
+#include "../python/python_function.h"
 #include "launch_cache.h"
-#include "python_function.h"
+
+#include <pybind11/stl.h>
 
 #include <array>
 #include <initializer_list>
@@ -57,8 +59,7 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   return call;
 }
 
-}  // namespace
-
+// Conversion to transformer_fast.attention_params.AttentionParams. The GIL must be held.
 py::object python_params(const AttentionParams& params) {
   static const PythonFunction make("transformer_fast.attention_params", "AttentionParams");
   static const PythonFunction make_packed("transformer_fast.attention_params", "PackedBatch");
@@ -77,6 +78,8 @@ py::object python_params(const AttentionParams& params) {
                          packed.max_seqlen_k.expect_int(), packed.seqused_k, packed.bias_starts, packed.bottom_right);
   return make.call(fields);
 }
+
+}  // namespace
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                  bool training) {
@@ -109,6 +112,51 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
   const auto [grad_q, grad_k, grad_v, bias, distance_bias] =
       in_parts ? launch(object_of(std::move(call))) : replayed_or<5>(std::move(call), launch);
   return {grad_q, grad_k, grad_v, bias, distance_bias};
+}
+
+std::tuple<Tensor, Tensor> launch_decode(const DecodeParams& params) {
+  static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
+  const std::optional<int64_t> causal = known(params.causal), window = known(params.window);
+  const py::gil_scoped_acquire gil;
+  py::object kept = py::none();
+  if (params.q.numel() > 0 && params.k.numel() > 0) {
+    LaunchCall call;  // inputs in the launcher's order
+    call.scalar("attention decode");
+    call.scalar(causal);
+    call.scalar(window);
+    call.scalar(params.softcap);
+    call.scalar(params.scale);
+    call.input(params.q);
+    call.input(params.heads_first(params.k));
+    call.input(params.heads_first(params.v));
+    call.input(params.lengths);
+    call.input(params.page_table);
+    call.input(params.distance_bias);
+    call.input(params.query_ids);
+    call.input(params.key_ids);
+    call.input(params.sinks);
+    if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty()) return {results[0], results[1]};
+    kept = py::cast(std::move(call));
+  }
+  const auto [out, logsumexp] = launcher.tensors<2>(params.q, params.k, params.v, params.lengths, params.page_table,
+                                                    params.distance_bias, params.query_ids, params.key_ids,
+                                                    params.sinks, causal, window, params.softcap, params.scale, kept);
+  return {out, logsumexp};
+}
+
+Tensor weights_by_torch(const Tensor& q, const Tensor& k, const AttentionParams& params) {
+  static const PythonFunction function("transformer_fast.ops.attention", "weights_by_torch");
+  const py::gil_scoped_acquire gil;
+  return function.tensor(q, k, python_params(params));
+}
+
+std::array<Tensor, 5> weights_gradients(const Tensor& grad_weights, const Tensor& q, const Tensor& k,
+                                        const AttentionParams& params, const std::array<bool, 5>& needed) {
+  static const PythonFunction function("transformer_fast.ops.attention", "weights_gradients");
+  const py::gil_scoped_acquire gil;
+  const auto [on_q, on_k, on_bias, on_distance, on_sinks] = needed;
+  const py::object needs = py::make_tuple(on_q, on_k, on_bias, on_distance, on_sinks);
+  return function.tensors<5>(grad_weights, q, k, python_params(params), needs);
 }
 
 }  // namespace transformer_fast

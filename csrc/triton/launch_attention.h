@@ -1,15 +1,15 @@
 // Attention by the Triton kernels of transformer_fast/triton: by the launches of an earlier equal call, or by the
-// launchers in Python. Arguments and results are those of attention.h. All functions take the GIL.
+// launchers in Python. Arguments and results are those of attention.h. All functions are the Python module's, and take
+// the GIL; the ops call them by python_hooks.h.
 #pragma once
 
 #include "../ops/attention.h"
+#include "../ops/attention_decode.h"
 
-#include <pybind11/pybind11.h>
+#include <array>
+#include <tuple>
 
 namespace transformer_fast {
-
-// Conversion to transformer_fast.attention_params.AttentionParams. The GIL must be held.
-pybind11::object python_params(const AttentionParams& params);
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                  bool training);
@@ -17,5 +17,14 @@ AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor&
 AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                              const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                              const AttentionParams& params, GradientNeeds needs);
+
+// (out, logsumexp) of attention to a cache.
+std::tuple<Tensor, Tensor> launch_decode(const DecodeParams& params);
+
+// The weights on a GPU, by PyTorch's own operators, and their gradients on any device, by the reference: of q, k, bias,
+// distance bias and sinks.
+Tensor weights_by_torch(const Tensor& q, const Tensor& k, const AttentionParams& params);
+std::array<Tensor, 5> weights_gradients(const Tensor& grad_weights, const Tensor& q, const Tensor& k,
+                                        const AttentionParams& params, const std::array<bool, 5>& needed);
 
 }  // namespace transformer_fast

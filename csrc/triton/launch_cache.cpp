@@ -1,7 +1,7 @@
 #include "launch_cache.h"
 
-#include "../ops/eager_call.h"
-#include "python_function.h"
+#include "../python/python_function.h"
+#include "../python/python_module.h"
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/ops/empty.h>
@@ -150,7 +150,7 @@ CachedCalls* LaunchCache::calls_like(const LaunchCall& call, bool make) {
   const auto is_inference = [](const Tensor& source) { return source.is_inference(); };
   if (std::any_of(call.sources_.begin(), call.sources_.end(), is_inference)) return nullptr;
   if (call.device_.is_cuda() && is_true(is_capturing.call({}))) return nullptr;
-  const py::object base = eager::wrap(base_of(call.sources_[0]));
+  const py::object base = wrap(base_of(call.sources_[0]));
   const py::object results = make ? results_of.call({}, base) : tensor_cache.of(base, py::none());
   if (results.is_none()) return nullptr;
   static PyObject* const key = PyUnicode_InternFromString("launches");

@@ -1,7 +1,9 @@
 #include "launch_rows.h"
 
+#include "../python/python_function.h"
 #include "launch_cache.h"
-#include "python_function.h"
+
+#include <pybind11/stl.h>
 
 #include <initializer_list>
 
@@ -71,6 +73,13 @@ std::array<Tensor, 2> launch_dropout_backward(const Tensor& grad_out, const Opti
   return replayed_or<2>(std::move(call), [&](const py::object& call) {
     return launcher.tensors<2>(grad_out, signs, relu, p, object_of(seed), has_bias, call);
   });
+}
+
+std::array<Tensor, 5> launch_cross_entropy(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                           const Tensor& target, double smoothing, int64_t ignore_index, bool mean,
+                                           const std::array<bool, 3>& gradients, int64_t chunk_elements) {
+  static const PythonFunction launcher("transformer_fast.triton.cross_entropy", "linear_cross_entropy");
+  return launcher.tensors<5>(x, weight, bias, target, smoothing, ignore_index, mean, gradients, chunk_elements);
 }
 
 }  // namespace transformer_fast

@@ -1,5 +1,6 @@
-// Norms and dropout by the Triton kernels of transformer_fast/triton: by the launches of an earlier equal call, or by
-// the launchers in Python. Results that a launcher leaves out are undefined or empty. All functions take the GIL.
+// Norms, dropout and the loss by the Triton kernels of transformer_fast/triton: by the launches of an earlier equal call,
+// or by the launchers in Python. Results that a launcher leaves out are undefined or empty. All functions are the Python
+// module's, and take the GIL; the ops call them by python_hooks.h.
 #pragma once
 
 #include "../ops/seed.h"
@@ -26,5 +27,10 @@ Tensor launch_dropout(const Tensor& x, const OptionalTensor& bias, const Optiona
 // The gradients of x and of the bias.
 std::array<Tensor, 2> launch_dropout_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
                                               const Seed& seed, bool has_bias);
+
+// The loss, the gradients of x, weight and bias, and their scale, of x (rows, d) and target (rows,).
+std::array<Tensor, 5> launch_cross_entropy(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                           const Tensor& target, double smoothing, int64_t ignore_index, bool mean,
+                                           const std::array<bool, 3>& gradients, int64_t chunk_elements);
 
 }  // namespace transformer_fast

@@ -137,7 +137,9 @@ def test_a_stranger_can_use_the_wheel(sdist: Path, tmp_path: Path) -> None:
     wheel = built(sdist, tmp_path / "wheel")
     check_wheel(wheel)
     python = new_environment(wheel, tmp_path / "environment")
-    run(str(python), str(ROOT / "tools/use_wheel.py"), "_C.torch", cwd=tmp_path / "program")
+    minor = ".".join(torch.__version__.split(".")[:2])
+    for option in ((), ("--without-module",)):
+        run(str(python), str(ROOT / "tools/use_wheel.py"), minor, *option, cwd=tmp_path / "program")
     check_command(python.parent / "transformer-fast", tmp_path / "command")
     check_types(python, tmp_path / "types")
 
@@ -171,7 +173,11 @@ def check_wheel(wheel: Path) -> None:
     files = {name for name in names if name.startswith("transformer_fast/")}
     assert sources("transformer_fast") == {name for name in files if not name.endswith(".so")}
     kernels = KERNELS[:1] if SETS_OF_THE_WHEEL == "baseline" else KERNELS
-    for module in ("_C.torch", *(f"libtransformer_fast_cpu_{name}.so" for name in kernels)):
+    for module in (
+        "_C.torch",
+        "libtransformer_fast_ops.torch",
+        *(f"libtransformer_fast_cpu_{name}.so" for name in kernels),
+    ):
         assert any(name.startswith(f"transformer_fast/{module}") for name in files), module
     assert {name.split("/")[0] for name in names - files} == {wheel.name.split("-cp")[0] + ".dist-info"}
     assert "none-any" not in wheel.name, "it is of one Python and one machine"

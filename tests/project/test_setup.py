@@ -109,11 +109,16 @@ def test_ccache_is_used_where_it_is_and_no_compiler_is_asked_for(
     assert not used or link.resolve() == tmp_path / "ccache"
 
 
-def test_the_module_is_built_without_the_kernels() -> None:
-    """The kernels are in the libraries of the instruction sets."""
-    files = setup_names()["module_extension"]().sources
-    assert "csrc/ops/norm.cpp" in files and len(files) == len(set(files))
-    assert not [file for file in files if file.startswith("csrc/cpu/")]
+def test_each_source_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are in the libraries of the instruction sets, and what needs Python is in the module."""
+    monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "0")
+    names = setup_names()
+    ops, module = (names[f"{part}_extension"]().sources for part in ("ops", "module"))
+    kernels = names["kernels_extension"]("avx2", []).sources
+    assert "csrc/ops/norm.cpp" in ops and "csrc/python/doors.cpp" in module
+    assert all(file.startswith("csrc/cpu/") for file in kernels)
+    built = sorted([*kernels, *ops, *module])
+    assert built == sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp"))
 
 
 def test_sets_to_build() -> None:
@@ -125,7 +130,7 @@ def test_sets_to_build() -> None:
     with pytest.raises(SystemExit, match=r"expected baseline, host, all, none, or names of .*, got 'mmx'"):
         choose("mmx")
     if extension.load():
-        best = extension.module().supported_instruction_sets()[0]
+        best = extension.supported_instruction_sets()[0]
         assert set(choose("host")) == {best, known[0]}
 
 

@@ -21,23 +21,29 @@ def headers(folder: Path, version: str) -> wheel_all.Torch:
     return wheel_all.Torch(version, wheel_all.include_folders(folder / f"torch-{version}"), folder / "symbols")
 
 
-def test_modules_are_for_each_pair_and_kernels_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_for_each_pair_ops_for_each_torch_and_kernels_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wheel_all, "FOLDER", tmp_path)
     monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "0")
     monkeypatch.setenv("TRANSFORMER_FAST_CPU_SETS", "all")
     setup = setup_names()
     plan = wheel_all.Plan(setup)
     plan.kernels(headers(tmp_path, "2.13.0"))
+    ops = [plan.ops(headers(tmp_path, version)) for version in ("2.12.1", "2.13.0")]
     modules = [plan.module(headers(tmp_path, version), sys.executable) for version in ("2.12.1", "2.13.0")]
     tag = f"{sys.implementation.cache_tag}-"
     assert [path.name.partition(tag)[0] for path in modules] == ["_C.torch2.12.", "_C.torch2.13."]
-    kernels = [path.name for path in plan.made if path not in modules]
+    assert [path.name for path in ops] == [f"libtransformer_fast_ops.torch{minor}.so" for minor in ("2.12", "2.13")]
+    kernels = [path.name for path in plan.made if path not in modules + ops]
     assert kernels == [f"libtransformer_fast_cpu_{name}.so" for name in setup["known_sets"]()]
     text = "\n".join(plan.lines)
     files = len(list((ROOT / "csrc/cpu").rglob("*.cpp"))) - sum(
         len(unit) - 1 for unit in setup["KERNEL_UNITS"].values()
     )
-    assert text.count(": compile ") == len(kernels) * files + len(modules)
+    assert text.count(": compile ") == len(kernels) * files + len(ops) + len(modules)
+    linked_with_python = [line for line in plan.lines if "-ltorch_python" in line]
+    assert len(linked_with_python) == len(modules), "only a module needs Python"
     objects = [line.split()[1] for line in plan.lines if ": compile " in line]
     assert len(objects) == len(set(objects)), "two files are compiled into one object"
     of_older = text.partition("_C.torch2.12.")[2].partition("_C.torch2.13.")[0]

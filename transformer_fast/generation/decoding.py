@@ -26,7 +26,7 @@ from .cache import DecoderCache, as_lengths
 from .config import GenerationConfig
 from .forms import Form, form_of
 from .request import Request
-from .session import new_session
+from .session import BeamSteps, new_session
 from .topk import Choice
 from .weights import prepack
 
@@ -102,12 +102,11 @@ class Decoding:
         """
         return None
 
-    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> Any | None:
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> BeamSteps | None:
         """Run several beam steps in one call, for beams whose `width` hypotheses are all open and in adjacent rows.
 
         Stops after the first step in which one of the best `width` continuations ends. The caller selects the rows
-        of the last step only, from its best `candidates` continuations. Returns the `BeamSteps` of
-        csrc/inference/decoder_session.cpp; None as `greedy`.
+        of the last step only, from its best `candidates` continuations. Returns None as `greedy`.
         """
         return None
 
@@ -168,15 +167,15 @@ class CachedDecoding(Decoding):
         session, cache = self._prepared_session(len(tokens), most), self._cache
         if session is None:
             return None
-        found = session.greedy(cache.enter(tokens[:, -1]), most)
+        found = Choice(*session.greedy(cache.enter(tokens[:, -1]), most))
         cache.stepped(found.token.shape[1])
-        return Choice(cache.leave(found.best), cache.leave(found.token), cache.leave(found.normalizer))
+        return Choice(*map(cache.leave, found))
 
-    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> Any | None:
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, most: int) -> BeamSteps | None:
         session, cache = self._prepared_session(len(tokens), most, cells=True), self._cache
         if session is None:
             return None
-        found = session.beam(tokens[:, -1], log_prob, cache.places(), width, candidates, most)
+        found = BeamSteps(*session.beam(tokens[:, -1], log_prob, cache.places(), width, candidates, most))
         cache.stepped(found.history.shape[1] + 1)
         return found
 

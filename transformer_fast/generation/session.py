@@ -42,6 +42,23 @@ class _OutputParts(NamedTuple):
     out: PrepackedLinear
 
 
+class BeamSteps(NamedTuple):
+    """Steps of beams, from `DecoderSession.beam`.
+
+    history (rows, steps), origin, reached (rows,): the tokens of all steps but the last, the row's number before the
+    steps, and its log-probability. total, parent, token (units, candidates): of the last step, the cumulative
+    log-probability, the row that is continued, and the token. normalizer (rows,): in any order.
+    """
+
+    history: Tensor
+    origin: Tensor
+    reached: Tensor
+    total: Tensor
+    parent: Tensor
+    token: Tensor
+    normalizer: Tensor
+
+
 class Session:
     """`DecoderSession` for a prepacked decoder with its cache; made by `new_session`."""
 
@@ -131,7 +148,7 @@ def new_session(
     if None in layers or len({layer.options for layer in layers}) != 1:
         return None
     norm_first, kind, eps, activation = layers[0].options
-    native = extension.module().DecoderSession(
+    native = torch.classes.transformer_fast.DecoderSession(
         embedding=embed.lut.weight,
         scale=embed.scale,
         norm_first=norm_first,

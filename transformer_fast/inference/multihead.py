@@ -44,4 +44,6 @@ def evaluated_heads(
     if not (direct := eager.native()):
         return None
     parts = mask.keep_mask, mask.key_keep_mask, bias, mask.causal_offset
-    return direct.multihead_attention(*inputs, *projection, *output, heads, batch_first, *parts, need_weights, average)
+    options = heads, batch_first, *parts, need_weights, average
+    found = direct.multihead_attention(False, *inputs, *projection, *output, *options)
+    return found if found is None or need_weights else (found, None)

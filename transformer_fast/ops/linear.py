@@ -14,6 +14,9 @@ from torch.nn import Parameter
 from .. import backends, extension
 from . import eager
 
+_NO_ONEDNN = -2
+"""Result of csrc/library.cpp for a PyTorch without oneDNN."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``, by the faster of the two libraries that PyTorch has for it on a CPU.
@@ -43,8 +46,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 result = None
             if result is not None:
                 return result
-        elif torch.compiler.is_compiling() and _compiles_to_op(x, weight, bias):
+        elif torch.compiler.is_compiling() and _takes_op(x, weight, bias):
             return torch.ops.transformer_fast.linear.default(x, weight, bias)
+        elif not backends.in_transform() and _takes_op(x, weight, bias):
+            with contextlib.suppress(TypeError, ValueError):  # F.linear raises its own error
+                return torch.ops.transformer_fast.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -59,22 +65,24 @@ def products_by(library: str) -> Iterator[None]:
         ValueError: for another name, or if the extension is not loaded.
         RuntimeError: PyTorch was built without oneDNN.
     """
-    choices = {"onednn": True, "aten": False, "faster": None}
+    choices = {"onednn": 1, "aten": 0, "faster": -1}
     if library not in choices:
         raise ValueError(f"library is {library!r}, expected one of {', '.join(choices)}")
-    module = extension.module()
-    if module is None:
+    native = extension.library()
+    if native is None:
         raise ValueError(f"the C++ extension, which calls the library, is not loaded: {extension.status()}")
-    before = module.send_products_to_onednn(choices[library])
+    before = native.transformer_fast_send_products_to_onednn(choices[library])
+    if before == _NO_ONEDNN:
+        raise RuntimeError("expected a PyTorch that was built with oneDNN")
     try:
         yield
     finally:
-        module.send_products_to_onednn(before)
+        native.transformer_fast_send_products_to_onednn(before)
 
 
-def _compiles_to_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True if a compiled call may use the op. Exported programs, forward-mode gradients, autocast and tensor
-    subclasses keep ``F.linear``."""
+def _takes_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return True if a call that has no door, as in a compiled graph, may use the op. Exported programs, forward-mode
+    gradients, autocast and tensor subclasses keep ``F.linear``."""
     exporting = torch.compiler._is_exporting_flag  # is_exporting() is True in torch.compile of PyTorch 2.11, too
     if exporting or forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu"):
         return False
@@ -85,8 +93,7 @@ def _compiles_to_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_ever_faster() -> bool:
-    module = extension.module()
-    return module is not None and module.onednn_is_faster(1024, 1024, 1024)
+    return _onednn_is_faster(1024, 1024, 1024)
 
 
 _is_ever_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in tracing.py
@@ -94,7 +101,11 @@ _is_ever_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 def is_faster(weight: Tensor) -> bool:
     """Return True if :func:`linear` does not simply call ``F.linear`` for this weight (out, in) and a thousand rows."""
-    module = extension.module()
-    if module is None or weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.dim() != 2:
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.dim() != 2:
         return False
-    return module.onednn_is_faster(1024, weight.shape[1], weight.shape[0])
+    return _onednn_is_faster(1024, weight.shape[1], weight.shape[0])
+
+
+def _onednn_is_faster(rows: int, inputs: int, outputs: int) -> bool:
+    native = extension.library()
+    return native is not None and native.transformer_fast_onednn_is_faster(rows, inputs, outputs)

@@ -36,7 +36,7 @@ def give_layout(model: nn.Module, report: Report, layout: WeightLayout) -> None:
     for path, module in kept.items():
         give_one_layout(report, path, module, layout, NAME)
     report.plain += type(report.plain)()  # without the layers that were counted and are no longer plain
-    if reason := extension.obstacle():
+    if reason := extension.module_obstacle():
         report.notes.append(f"keep_weights: {reason}")
     elif not kept:
         report.notes.append("keep_weights: no linear layer in float32 or bfloat16 on a CPU was found")

@@ -24,7 +24,7 @@ from .configs import LONG, Table
 from .launcher import Launch, launch_by_triton, run
 from .versions import is_known
 
-# Triton kernels belong to ops, and the ops are in the extension.
+# Triton kernels belong to ops, which call their launchers through the module.
 extension = module()
 launch_cache, LaunchCall = extension.launch_cache, extension.LaunchCall
 launch_cache.connect(driver, triton.knobs.runtime, Table)

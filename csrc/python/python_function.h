@@ -1,15 +1,20 @@
 // A Python function that C++ calls: a launcher of Triton kernels, or a gradient of the reference.
 #pragma once
 
-#include "../ops/eager_call.h"
-
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <optional>
 
 namespace transformer_fast {
+
+inline pybind11::object wrap(const at::Tensor& tensor) {
+  return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensor));
+}
 
 class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
  public:
@@ -60,10 +65,10 @@ class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
   }
   static pybind11::object object(const pybind11::object& value) { return value; }
   static pybind11::object object(const at::Tensor& tensor) {
-    return tensor.defined() ? eager::wrap(tensor) : pybind11::none();
+    return tensor.defined() ? wrap(tensor) : pybind11::none();
   }
   static pybind11::object object(const std::optional<at::Tensor>& tensor) {
-    return tensor ? eager::wrap(*tensor) : pybind11::none();
+    return tensor ? wrap(*tensor) : pybind11::none();
   }
 
  private:

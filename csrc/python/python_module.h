@@ -1,4 +1,5 @@
-// What the Python module has. Each file adds its own functions and classes, as TORCH_LIBRARY_FRAGMENT adds ops:
+// What the Python module has besides the doors of the ops. Each file adds its own functions and classes, as
+// TORCH_LIBRARY_FRAGMENT adds ops:
 //
 //   PYTHON_MODULE_FRAGMENT(m) { m.def("name", &function); }
 #pragma once
@@ -9,6 +10,11 @@
 #include <vector>
 
 namespace transformer_fast {
+
+struct Library;
+
+// The library of the ops that the module was connected to.
+const Library& library();
 
 using Fragment = void (*)(pybind11::module_&);
 
