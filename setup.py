@@ -33,7 +33,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 try:
@@ -133,6 +133,7 @@ def can_link(library: str, folders: list[str]) -> bool:
 
 
 KERNELS, OPS = "transformer_fast.cpu_", "transformer_fast.ops_library"
+WITH_PYTHON = ("csrc/python/", "csrc/triton/")
 # Kernels that are compiled as one, because they share most of their templates: 18 seconds of a core instead of 29.
 KERNEL_UNITS = {"attention_backward": ["csrc/cpu/attention/backward.cpp", "csrc/cpu/attention/grad_bias.cpp"]}
 
@@ -160,10 +161,8 @@ def instruction_sets(choice: str) -> list[str]:
 
 def cpu_flags() -> set[str]:
     """Flags of this processor in /proc/cpuinfo; empty where there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
@@ -189,20 +188,14 @@ def compiler_name(compiler: list[str]) -> str:
 
 
 class Build(cpp_extension.BuildExtension):
-    """Builds the module for this Python and this torch, the library of the ops for this torch and any Python, and a
-    library of kernels for each instruction set, for any."""
+    """Builds the module for this Python and torch, the ops for this torch, and the kernels of each instruction set."""
 
     def get_ext_filename(self, name: str) -> str:
-        """The file of an extension, as transformer_fast/extension.py looks for it.
-
-        setuptools asks for the whole name, distutils for its last part.
-        """
+        """The file of an extension. setuptools asks for the whole name, distutils for its last part."""
         package, _, last = name.rpartition(".")
         minor = ".".join(torch.__version__.split(".")[:2])
-        if last.startswith("cpu_"):
-            return os.path.join(package, kernels_file(last))
-        if last == OPS.rpartition(".")[2]:
-            return os.path.join(package, ops_file(minor))
+        if last.startswith(("cpu_", "ops_")):
+            return os.path.join(package, kernels_file(last) if last.startswith("cpu_") else ops_file(minor))
         return super().get_ext_filename(name).replace("_C.", f"_C.torch{minor}.")
 
     def finalize_options(self) -> None:
@@ -244,11 +237,8 @@ class Build(cpp_extension.BuildExtension):
                 library.unlink()
 
     def build_extension(self, extension: cpp_extension.Extension) -> None:
-        """Build an extension, in a thread beside the others.
-
-        Each has its own folder, because objects of different instruction sets have equal names. setuptools sorts the
-        sources, so their order is restored.
-        """
+        """Build an extension, in a thread beside the others and a folder of its own, because objects of different
+        instruction sets have equal names. setuptools sorts the sources, so their order is restored."""
         say(f"compiling {extension.name} ({len(extension.sources)} files)")
         own, compile_files = copy.copy(self), self.compiler.compile
         own.build_temp = str(Path(self.build_temp, extension.name))
@@ -267,10 +257,8 @@ class Wheel(bdist_wheel):
 
 
 def in_units(folder: Path, files: list[str]) -> list[str]:
-    """Write files that include several of an extension's sources, and put them in their place, first.
-
-    All C++ files of the ops are one, and all of the module, because a compiler mostly reads PyTorch's headers there.
-    """
+    """Write files that include several of an extension's sources, and put them in their place, first. All files of the
+    ops are one, and all of the module, because a compiler mostly reads PyTorch's headers there."""
     whole = {"ops" if "csrc/library.cpp" in files else "module": [file for file in files if file.endswith(".cpp")]}
     folder.mkdir(parents=True, exist_ok=True)
     for name, together in (KERNEL_UNITS if "csrc/cpu/kernels.cpp" in files else whole).items():
@@ -287,7 +275,7 @@ def write_records(folder: Path, torch_version: str, with_cuda: bool = False) -> 
         "cuda": torch.version.cuda if with_cuda else None,
         "arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if with_cuda else None,
         "compiler": compiler_name(shlex.split(os.environ.get("CXX", "")) or ["c++"]),
-        "sources": ops_digest(),
+        "sources": digest((ROOT / "csrc").rglob("*.*")),
     }
     write_define(folder / "build_config.h", "TRANSFORMER_FAST_BUILD", json.dumps(information))
     write_define(folder / "kernels_config.h", "TRANSFORMER_FAST_KERNELS", kernels_digest())
@@ -299,17 +287,11 @@ def write_define(header: Path, name: str, text: str) -> None:
 
 
 def kernels_digest() -> str:
-    """A digest of all that the kernels are compiled of. Kernels and ops with the same one fit together."""
     return digest([*(ROOT / "csrc/cpu").rglob("*.*"), *(ROOT / "csrc").glob("*.h")])
 
 
-def ops_digest() -> str:
-    """A digest of all that the ops and the module are compiled of. A library of ops and a module with the same one fit
-    together."""
-    return digest([*(ROOT / "csrc").rglob("*.h"), *(ROOT / file for file in [*ops_sources(), *module_sources()])])
-
-
-def digest(files: list[Path]) -> str:
+def digest(files: Iterable[Path]) -> str:
+    """A digest of what libraries are compiled of. Those with the same one fit together."""
     texts = sorted((file.relative_to(ROOT).as_posix(), file.read_text()) for file in files)
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
@@ -326,17 +308,10 @@ def sources(folder: str) -> list[str]:
     return sorted(files, key=lambda file: (place.get(file, len(place)), file))
 
 
-def module_sources() -> list[str]:
-    return [*sources("python"), *sources("triton")]
-
-
-def ops_sources() -> list[str]:
-    return [file for file in sources("") if not file.startswith("csrc/cpu/") and file not in module_sources()]
-
-
 # With -O2 attention takes 2.0 to 2.6 times as long, norms and dropout 1.3 to 1.5 times (GCC 12).
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS.append("-Wno-maybe-uninitialized")  # GCC 12 warns inside its own headers (bug 105593) and PyTorch's
+NVCC_FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
 LINK_FLAGS: list[str] = []
 OPENMP_OF_TORCH: list[str] = []
 if sys.platform == "linux":
@@ -360,25 +335,16 @@ def kernels_file(name: str) -> str:
 
 
 def kernels_extension(name: str, flags: list[str]) -> Extension:
-    """Extension with the kernels of one instruction set: a library that the module loads, not a Python module.
-
-    The library needs torch's headers for 16-bit numbers, and the name of libtorch_cpu to find torch's OpenMP runtime.
-    """
+    """Extension with the kernels of one instruction set: a library that the ops load. It needs torch's headers for
+    16-bit numbers, and the name of libtorch_cpu to find torch's OpenMP runtime."""
     # csrc/cpu/simd/vec.h says where a product and a sum round once. GCC takes the files of a unit for headers.
-    cxx = [*CXX_FLAGS, *flags, "-ffp-contract=off", "-Wno-subobject-linkage"]
-    return Extension(
-        kernels_name(name),
-        sources("cpu"),
-        include_dirs=[str(ROOT / "csrc"), *cpp_extension.include_paths()],
-        library_dirs=cpp_extension.library_paths(),
-        extra_compile_args={"cxx": cxx},
-        extra_link_args=[*LINK_FLAGS, *OPENMP_OF_TORCH],
-        language="c++",
-    )
+    flags = [*flags, "-ffp-contract=off", "-Wno-subobject-linkage"]
+    built = on_torch(cpp_extension.CppExtension, kernels_name(name), sources("cpu"), flags, OPENMP_OF_TORCH)
+    built.libraries.clear()
+    return built
 
 
 def ops_file(minor: str) -> str:
-    """The file of the library of the ops for a minor version of torch."""
     return f"libtransformer_fast_ops.torch{minor}.so"
 
 
@@ -386,32 +352,27 @@ def ops_extension() -> Extension:
     """Extension with the ops: checks, autograd and kernel calls, compiled for any processor, and the CUDA kernels. It
     is a library that torch loads, and needs no Python."""
     with_cuda = want_cuda()
-    files = ops_sources()
-    nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
+    files = [file for file in sources("") if not file.startswith(("csrc/cpu/", *WITH_PYTHON))]
     if with_cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
         files += sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda").glob("*.cu"))
-    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
-    built = kind(
-        OPS,
-        files,
-        include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc},
-        extra_link_args=LINK_FLAGS,
-    )
+    built = on_torch(cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension, OPS, files)
     built.libraries.remove("torch_python")
     return built
 
 
 def module_extension() -> Extension:
     """Extension with the Python module: the eager doors of the ops, and the launches of Triton kernels."""
-    return cpp_extension.CppExtension(
-        "transformer_fast._C",
-        module_sources(),
-        include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args={"cxx": CXX_FLAGS},
-        extra_link_args=LINK_FLAGS,
-    )
+    files = [file for file in sources("") if file.startswith(WITH_PYTHON)]
+    return on_torch(cpp_extension.CppExtension, "transformer_fast._C", files)
+
+
+def on_torch(
+    kind: Callable[..., Extension], name: str, files: list[str], flags: Sequence[str] = (), link: Sequence[str] = ()
+) -> Extension:
+    compiler = {"cxx": [*CXX_FLAGS, *flags], "nvcc": NVCC_FLAGS}
+    folders, link = [str(ROOT / "csrc")], [*LINK_FLAGS, *link]
+    return kind(name, files, include_dirs=folders, extra_compile_args=compiler, extra_link_args=link)
 
 
 def description(url: str) -> dict[str, object]:
@@ -430,13 +391,10 @@ def description(url: str) -> dict[str, object]:
     return {**shown, "project_urls": {"Homepage": url, **{name: f"{url}/{page}" for name, page in pages.items()}}}
 
 
+KERNEL_EXTENSIONS = [kernels_extension(name, flags) for name, (flags, _) in known_sets().items()]
 setup(
     **description(os.environ.get("TRANSFORMER_FAST_URL", "").rstrip("/")),
-    ext_modules=[
-        *(kernels_extension(name, flags) for name, (flags, _) in known_sets().items()),
-        ops_extension(),
-        module_extension(),
-    ],
+    ext_modules=[*KERNEL_EXTENSIONS, ops_extension(), module_extension()],
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
     verbose=0,  # no line for each file that is copied; with -v they are printed
 )
