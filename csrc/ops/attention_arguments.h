@@ -102,10 +102,21 @@ inline int64_t longest_sequence(const Tensor& starts) {
   return longest;
 }
 
+// Lengths (B,) or (B, Lq) in int32. ATen takes a microsecond for a few numbers.
+inline Tensor in_int32(const Tensor& lengths) {
+  if (lengths.scalar_type() == at::kInt) return lengths;
+  if (!lengths.is_cpu() || lengths.scalar_type() != at::kLong || lengths.dim() != 1) return lengths.to(at::kInt);
+  const Tensor numbers = at::cpu::empty(lengths.sizes(), lengths.options().dtype(at::kInt));
+  const int64_t* const from = lengths.const_data_ptr<int64_t>();
+  int32_t* const to = numbers.mutable_data_ptr<int32_t>();
+  for (int64_t b = 0; b < lengths.size(0); ++b) to[b] = static_cast<int32_t>(from[b * lengths.stride(0)]);
+  return numbers;
+}
+
 // The parts of a checked call as the kernels read them: lengths int32 (B,) or (B, Lq), and key_keep (.., 1, Lk).
 inline void make_readable(AttentionParams& params, const Tensor& q, const Tensor& k) {
   if (OptionalTensor& lengths = params.lengths) {
-    if (lengths->scalar_type() != at::kInt) lengths = lengths->to(at::kInt);
+    lengths = in_int32(*lengths);
     if (lengths->size(0) != q.size(0) || (lengths->dim() == 2 && lengths->size(1) != q.size(2))) {
       lengths = lengths->dim() == 2 ? lengths->expand({q.size(0), q.size(2)}) : lengths->expand({q.size(0)});
       if (params.by_triton) lengths = lengths->contiguous();

@@ -82,9 +82,7 @@ Sequences<T, A> sequences_of(const Tensor& q, const Tensor& k, const Tensor& v, 
     if (bias) common.bias = bias_view<T, A>(*bias);
     common.distance_bias = distance_view<const A>(params.distance_bias, q.size(2) - 1);
     common.query_ids = ids_view(params.query_ids), common.key_ids = ids_view(params.key_ids);
-    if (const auto& lengths = params.lengths)
-      common.lengths =
-          view<const int32_t>(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1}) : lengths->unsqueeze(1).unsqueeze(-1));
+    common.lengths = lengths_view(params.lengths);
     return Sequences<T, A>{{common}};
   }
   const Tensor cu_seqlens_q = params.packed.cu_seqlens_q->contiguous();
@@ -156,7 +154,7 @@ AttentionParams AttentionParams::with(const Tensor* saved) const {
 
 AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                   bool training) {
-  AttentionResult result{at::empty_like(q), {}, {}, {}};
+  AttentionResult result{empty_like_on_cpu(q), {}, {}, {}};
   result.logsumexp =
       params.is_packed() ? empty_statistics(q, {q.size(1), q.size(0)}) : empty_statistics(q, q.sizes().slice(0, 3));
   if (training && saves_probs(q, k, params)) {
@@ -179,7 +177,7 @@ AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor
 AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                       const AttentionParams& params, GradientNeeds needs) {
-  AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}, {}, {}};
+  AttentionGradients grads{empty_like_on_cpu(q), empty_like_on_cpu(k), empty_like_on_cpu(v), {}, {}, {}};
   if (params.packed.seqused_k) grads.k.zero_(), grads.v.zero_();  // a kernel writes only the keys in use
   if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
   if (needs.distance_bias) grads.distance_bias = at::zeros_like(*params.distance_bias);

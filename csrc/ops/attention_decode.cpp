@@ -71,7 +71,7 @@ void check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const 
 
 TwoTensors compute(const DecodeParams& params) {
   const Tensor &q = params.q, k = params.heads_first(params.k), v = params.heads_first(params.v);
-  const Tensor out = at::empty_like(q), logsumexp = empty_statistics(q, q.sizes().slice(0, 3));
+  const Tensor out = empty_like_on_cpu(q), logsumexp = empty_statistics(q, q.sizes().slice(0, 3));
   if (q.numel() == 0) return {out, logsumexp};
   const Tensor lengths = params.lengths.contiguous(),
                pages = params.page_table ? params.page_table->contiguous() : Tensor();
@@ -82,7 +82,7 @@ TwoTensors compute(const DecodeParams& params) {
     auto& p = call.params;
     set_tensors(p, q, k, v);
     p.Lk = lengths.max().item<int32_t>();
-    p.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), p.bottom_right = true;
+    p.lengths = lengths_view(lengths), p.bottom_right = true;
     set_diagonals(p, known(params.causal), known(params.window));
     p.distance_bias = distance_view<const A>(params.distance_bias, params.capacity() - 1);
     if (params.sinks) p.sinks = params.sinks->const_data_ptr<A>();
@@ -103,7 +103,7 @@ TwoTensors forward(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache
                    std::optional<double> scale, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
                    const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
   const auto dense = [](const Tensor& x) { return attention_op::is_dense(x) ? x : x.contiguous(); };
-  const Tensor counts = lengths.scalar_type() == at::kInt ? lengths : lengths.to(at::kInt);
+  const Tensor counts = attention_op::in_int32(lengths);
   const DecodeParams params{
       dense(q),      dense(k_cache), dense(v_cache), counts,
       page_table,    causal,         window,         scale ? *scale : attention_op::default_scale(q),

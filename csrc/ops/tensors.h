@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_cpu_dispatch.h>
+#include <ATen/ops/empty_like.h>
 
 #include <optional>
 
@@ -26,6 +27,11 @@ inline at::ScalarType arithmetic_type(const at::Tensor& x) {
 
 // x in another type. ATen's own call takes a tenth of a microsecond even if there is nothing to do.
 inline at::Tensor in_type(const at::Tensor& x, at::ScalarType type) { return x.scalar_type() == type ? x : x.to(type); }
+
+// Memory for a result of the sizes and strides of x, on the CPU. ATen's own call passes the dispatcher twice.
+inline at::Tensor empty_like_on_cpu(const at::Tensor& x) {
+  return x.is_contiguous() ? at::cpu::empty(x.sizes(), x.options()) : at::empty_like(x);
+}
 
 // Parameters (d) of any type for a kernel with elements of type T; this object owns a converted copy.
 template <typename T>

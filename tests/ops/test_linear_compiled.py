@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 import transformer_fast as tfast
 from transformer_fast import ops
-from transformer_fast.ops.linear import _compiles_to_op
+from transformer_fast.ops.linear import _takes_op
 from transformer_fast.testing import assert_as_exact_as_eager
 
 pytestmark = pytest.mark.usefixtures("by_onednn")
@@ -62,9 +62,9 @@ def test_a_compiler_that_says_it_exports_gets_the_op(monkeypatch: pytest.MonkeyP
     """PyTorch 2.11 says so inside torch.compile; an export sets the flag, too."""
     given = [t.detach() for t in inputs((512,), 256, 384)]
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    assert _compiles_to_op(*given)
+    assert _takes_op(*given)
     monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
-    assert not _compiles_to_op(*given)
+    assert not _takes_op(*given)
 
 
 def test_inductor_and_open_sizes() -> None:

@@ -393,5 +393,5 @@ def test_a_model_without_such_layers() -> None:
 
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("author's code")
-    monkeypatch.setattr(extension, "obstacle", lambda: "no kernels here")
+    monkeypatch.setattr(extension, "module_obstacle", lambda: "no kernels here")
     assert tfast.accelerate(model, keep_weights=True).notes == ["keep_weights: no kernels here"]
