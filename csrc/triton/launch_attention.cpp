@@ -1,5 +1,6 @@
 #include "launch_attention.h"
 
+#include "../ops/eager_call.h"
 #include "../ops/seed.h"
 #include "../python/python_function.h"
 #include "launch_cache.h"

@@ -160,3 +160,30 @@ for options in ({}, {"beam": 3}, {"keep_weights": True}, {"quantize": "int8"}):
     assert len({str([[h.tokens for h in found] for found in each]) for each in answers}) == 1
 """
     )
+
+
+def test_a_packed_bert_trains_and_evaluates() -> None:
+    pytest.importorskip("transformers", "5", reason="the table is of transformers 5")
+    hidden(
+        """
+import copy
+from transformers import BertConfig, BertModel
+
+sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=50)
+plain = BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+fast = copy.deepcopy(plain)
+report = tfast.accelerate(fast, packed=True)
+assert "2 of 2" in str(report), report
+ids, mask = torch.randint(1, 50, (3, 9)), torch.arange(9) < torch.tensor([[9], [4], [1]])
+outputs, gradients = [], []
+for model in (plain, fast):
+    with torch.profiler.profile() as profile:
+        out = model(ids, mask.long()).last_hidden_state[mask]
+        (out * torch.linspace(-1, 1, 32)).square().sum().backward()
+    outputs.append(out)
+    gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+assert "transformer_fast::attention_backward" in {event.key for event in profile.key_averages()}
+torch.testing.assert_close(*outputs)
+torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+"""
+    )
