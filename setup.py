@@ -335,8 +335,8 @@ def kernels_file(name: str) -> str:
 
 
 def kernels_extension(name: str, flags: list[str]) -> Extension:
-    """Extension with the kernels of one instruction set: a library that the ops load. It needs torch's headers for
-    16-bit numbers, and the name of libtorch_cpu to find torch's OpenMP runtime."""
+    """Extension with the kernels of one instruction set: a library that the ops load. The kernels need torch's headers
+    for 16-bit numbers, and the name of libtorch_cpu to find torch's OpenMP runtime."""
     # csrc/cpu/simd/vec.h says where a product and a sum round once. GCC takes the files of a unit for headers.
     flags = [*flags, "-ffp-contract=off", "-Wno-subobject-linkage"]
     built = on_torch(cpp_extension.CppExtension, kernels_name(name), sources("cpu"), flags, OPENMP_OF_TORCH)
@@ -349,8 +349,8 @@ def ops_file(minor: str) -> str:
 
 
 def ops_extension() -> Extension:
-    """Extension with the ops: checks, autograd and kernel calls, compiled for any processor, and the CUDA kernels. It
-    is a library that torch loads, and needs no Python."""
+    """Extension with the ops: checks, autograd and kernel calls, compiled for any processor, and the CUDA kernels: a
+    library that torch loads, and that needs no Python."""
     with_cuda = want_cuda()
     files = [file for file in sources("") if not file.startswith(("csrc/cpu/", *WITH_PYTHON))]
     if with_cuda:

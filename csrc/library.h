@@ -1,4 +1,4 @@
-// The library of the ops. It needs no Python: torch.ops.load_library loads it, and transformer_fast/extension.py calls the
+// The library of the ops, which needs no Python: torch.ops.load_library loads it, and transformer_fast/extension.py calls the
 // functions whose names begin with transformer_fast_. The Python module (python/bindings.cpp) takes from it the doors of
 // the ops and what else is here.
 #pragma once

@@ -2,10 +2,10 @@
 
 The extension has two parts. The library of the ops (``libtransformer_fast_ops.torch2.13.so``) serves one minor version
 of torch, and every Python: it needs none. The module ``transformer_fast._C``
-(``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``) serves one minor version of torch and one of Python. It has the eager
-doors of the ops, which leave out PyTorch's dispatcher, and what calls Python: launches of Triton kernels. The name of a
-file says what it serves. A package may have several; those that fit are loaded. Where no module fits, the dispatcher
-calls the native kernels.
+(``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``) serves one minor version of torch and one of Python. There are the
+eager doors of the ops, which leave out PyTorch's dispatcher, and what calls Python: launches of Triton kernels. The name
+of a file says what it serves. A package may have several; those that fit are loaded. Where no module fits, the
+dispatcher calls the native kernels.
 
 The package imports even if its extension is missing, broken, built for another torch, or lacks kernels for this CPU;
 :func:`status` names the problem. The build record is read from a file *before* the file is loaded, because an

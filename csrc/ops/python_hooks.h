@@ -50,7 +50,7 @@ struct PythonHooks {
   Hook<decltype(transformer_fast::launch_cross_entropy)> launch_cross_entropy;
 };
 
-// Those of the library of the ops.
+// The hooks of the library of the ops.
 PythonHooks& python_hooks();
 
 }  // namespace transformer_fast
