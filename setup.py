@@ -259,7 +259,7 @@ class Wheel(bdist_wheel):
 def in_units(folder: Path, files: list[str]) -> list[str]:
     """Write files that include several of an extension's sources, and put them in their place, first. All files of the
     ops are one, and all of the module, because a compiler mostly reads PyTorch's headers there."""
-    whole = {"ops" if "csrc/library.cpp" in files else "module": [file for file in files if file.endswith(".cpp")]}
+    whole = {"ops" if "csrc/ops/library.cpp" in files else "module": [file for file in files if file.endswith(".cpp")]}
     folder.mkdir(parents=True, exist_ok=True)
     for name, together in (KERNEL_UNITS if "csrc/cpu/kernels.cpp" in files else whole).items():
         unit = folder / f"{name}.cpp"

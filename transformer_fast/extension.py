@@ -3,8 +3,8 @@
 The extension has two parts. The library of the ops (``libtransformer_fast_ops.torch2.13.so``) serves one minor version
 of torch, and every Python: it needs none. The module ``transformer_fast._C``
 (``_C.torch2.13.cpython-311-x86_64-linux-gnu.so``) serves one minor version of torch and one of Python. There are the
-eager doors of the ops, which leave out PyTorch's dispatcher, and what calls Python: launches of Triton kernels. The name
-of a file says what it serves. A package may have several; those that fit are loaded. Where no module fits, the
+eager doors of the ops, which leave out PyTorch's dispatcher, and what calls Python, the launches of Triton kernels. A
+file's name says what it serves. A package may have several; those that fit are loaded. Where no module fits, the
 dispatcher calls the native kernels.
 
 The package imports even if its extension is missing, broken, built for another torch, or lacks kernels for this CPU;
@@ -69,7 +69,7 @@ def module() -> ModuleType | None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The library of the ops, with the C functions of csrc/library.cpp; None if it cannot be loaded."""
+    """The library of the ops, with the C functions of csrc/ops/library.cpp; None if it cannot be loaded."""
     return _outcome().library if load() else None
 
 
@@ -262,8 +262,8 @@ def _missing_module() -> str:
     names = (re.match(r"_C\.torch([\d.]+)\.cpython-(\d)(\d+)-", path.name) for path in _PACKAGE.glob("_C.torch*"))
     there = sorted((int(name[2]), int(name[3])) for name in names if name and name[1] == minor)
     pythons = ", ".join(f"{major}.{number}" for major, number in there)
-    here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-    return f"there is no module of eager calls for {here}" + (f", only for Python {pythons}" if pythons else "")
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"there is no module of eager calls for Python {here}" + (f", only for Python {pythons}" if pythons else "")
 
 
 def _minor(version: str) -> str:

@@ -73,6 +73,4 @@ Tensor kept_product(const Tensor& x, const Tensor& copy, const OptionalTensor& b
                                           : step_linear(x, copy, bias, outputs, false);
 }
 
-Tensor kept_copy(KeptWeight& kept, const Tensor& weight, int64_t rows) { return kept.copy_for(weight, rows); }
-
 }  // namespace transformer_fast

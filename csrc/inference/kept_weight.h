@@ -43,9 +43,6 @@ class KeptWeight {
   Tensor native_, blocked_;
 };
 
-// KeptWeight::copy_for, for the Python module.
-Tensor kept_copy(KeptWeight& kept, const Tensor& weight, int64_t rows);
-
 // Linear layer by a copy of its weight (outputs, in), on x (..., in) of the weight's type.
 Tensor kept_product(const Tensor& x, const Tensor& copy, const OptionalTensor& bias, int64_t outputs);
 

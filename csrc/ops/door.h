@@ -44,6 +44,7 @@ struct DoorOptions {
   size_t results = 1;  // number of results that the caller gets
   size_t casts = 0;    // number of first arguments that autocast casts; where it would, the door gives way
   bool checks = true;  // false if `recorded` runs the check itself
+  bool plain = true;   // false to take a call that a mode, a transform or a tracer observes
 };
 
 struct Door {

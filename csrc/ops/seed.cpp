@@ -25,6 +25,8 @@ Tensor draw_seed(bool) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { define_door<"draw_seed", kNoCheck, draw_seed>("()"); }
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  define_door<"draw_seed", kNoCheck, draw_seed, DoorOptions{.plain = false}>("()");
+}
 
 }  // namespace transformer_fast::eager

@@ -1,12 +1,11 @@
 // The Python module transformer_fast._C: the doors of the ops (ops/op.h), the launches of Triton kernels (triton/), and
-// layers with kept weights. All else is in the library of the ops (library.h), which needs no Python.
+// layers with kept weights. All else is in the library of the ops (ops/library.h), which needs no Python.
 #include "../cpu/attention/attention_params.h"
-#include "../library.h"
 #include "../ops/eager_call.h"
+#include "../ops/library.h"
 #include "../triton/launch_attention.h"
 #include "../triton/launch_rows.h"
 #include "build_config.h"
-#include "doors.h"
 #include "python_module.h"
 
 #include <pybind11/pybind11.h>
@@ -20,7 +19,7 @@ namespace py = pybind11;
 
 namespace transformer_fast {
 
-// transformer_fast/extension.py looks for this text in the file before loading it, as in library.cpp.
+// transformer_fast/extension.py looks for this text in the file before loading it, as in ops/library.cpp.
 __attribute__((used)) const char kBuild[] = "transformer_fast build: " TRANSFORMER_FAST_BUILD "\n";
 
 namespace {

@@ -1,7 +1,7 @@
 // The doors of the ops (ops/door.h) as functions of the Python module: one converter for all.
-#include "doors.h"
-
+#include "../ops/door.h"
 #include "../ops/eager_call.h"
+#include "python_module.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
@@ -36,7 +36,8 @@ class Given {
  public:
   // `without_values`: true to allow tensors on the meta device, where nothing is computed.
   Given(const Door& door, bool any_device, bool without_values)
-      : door_(door), any_device_(any_device), without_values_(without_values), gives_way_(has_active_modes()) {}
+      : door_(door), any_device_(any_device), without_values_(without_values),
+        gives_way_(door.options.plain && has_active_modes()) {}
 
   // True for a call that is not plain.
   bool convert(PyObject* const* arguments) {

@@ -1,8 +1,8 @@
 // Products with kept weights in evaluation: arguments from Python, and the result for it.
 #include "../inference/kept_weight.h"
 
-#include "../library.h"
 #include "../ops/eager_call.h"
+#include "../ops/library.h"
 #include "python_function.h"
 #include "python_module.h"
 
@@ -62,7 +62,7 @@ py::object kept_linear(KeptWeight& kept, py::handle x_, py::handle weight_, py::
   if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
   arguments.require(!weight.is_inference() && !needs_gradient(x, weight, bias));
   if (!arguments.ok()) return py::none();
-  const Tensor copy = library().copy_for(kept, weight, x.numel() / in);
+  const Tensor copy = (kept.*library().copy_for)(weight, x.numel() / in);
   return copy.defined() ? computed(x, copy, bias, out) : py::none();
 }
 

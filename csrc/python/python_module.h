@@ -4,6 +4,8 @@
 //   PYTHON_MODULE_FRAGMENT(m) { m.def("name", &function); }
 #pragma once
 
+#include "../ops/door.h"
+
 #include <c10/macros/Macros.h>
 #include <pybind11/pybind11.h>
 
@@ -15,6 +17,16 @@ struct Library;
 
 // The library of the ops that the module was connected to.
 const Library& library();
+
+namespace eager {
+
+// The class of the modes of transformer_fast.functional(). Such a mode passes the ops on, so it observes nothing.
+extern PyTypeObject* functional_mode;
+
+// Adds each door to the module, and the op's check alone as "<op>_check", for calls that the reference computes.
+void add_doors(pybind11::module_& m, const std::vector<Door>& doors);
+
+}  // namespace eager
 
 using Fragment = void (*)(pybind11::module_&);
 

@@ -77,6 +77,7 @@ def _forgetful():
 @pytest.mark.usefixtures("_forgetful")
 def test_auto_falls_back_with_one_warning(monkeypatch):
     monkeypatch.setattr(backends.extension, "load", lambda: False)
+    monkeypatch.setattr(backends.extension, "module", lambda: None)
     monkeypatch.setattr(backends.extension, "status", lambda: "not loaded")  # without a remedy
     monkeypatch.setattr(backends.extension, "obstacle", lambda: "the extension is missing: run `make setup`")
     q = torch.randn(1, 1, 2, 4)

@@ -15,7 +15,7 @@ from .. import backends, extension
 from . import eager
 
 _NO_ONEDNN = -2
-"""Result of csrc/library.cpp for a PyTorch without oneDNN."""
+"""Result of csrc/ops/library.cpp for a PyTorch without oneDNN."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

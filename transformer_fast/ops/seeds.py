@@ -26,8 +26,8 @@ def draw_seed(device: torch.device) -> Tensor:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return torch.ops.transformer_fast.draw_seed(device)
-    if device == _CPU and (native := _native()) and (seed := native.draw_seed(False)) is not None:
-        return seed  # the same number, drawn faster
+    if device == _CPU and (native := _native()):
+        return native.draw_seed(False)  # the same number, drawn faster
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 

@@ -1,10 +1,10 @@
 #include "library.h"
 
+#include "../instruction_set.h"
 #include "build_config.h"
-#include "instruction_set.h"
-#include "ops/by_triton.h"
-#include "ops/eager_call.h"
-#include "ops/linear.h"
+#include "by_triton.h"
+#include "eager_call.h"
+#include "linear.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/util/Exception.h>
@@ -51,8 +51,8 @@ const char transformer_fast_build[] = "transformer_fast build: " TRANSFORMER_FAS
 
 EXPORTED const transformer_fast::Library* transformer_fast_library() {
   using namespace transformer_fast;
-  static const Library library{eager::doors(), python_hooks(), launches_on_cpu, triton_is_chosen,
-                               &kept_copy,     &kept_product,  &stamp_of};
+  static const Library library{eager::doors(),        python_hooks(), launches_on_cpu, triton_is_chosen,
+                               &KeptWeight::copy_for, &kept_product,  &stamp_of};
   return &library;
 }
 

@@ -3,10 +3,10 @@
 // the ops and what else is here.
 #pragma once
 
-#include "inference/kept_weight.h"
-#include "inference/weight_stamp.h"
-#include "ops/door.h"
-#include "ops/python_hooks.h"
+#include "../inference/kept_weight.h"
+#include "../inference/weight_stamp.h"
+#include "door.h"
+#include "python_hooks.h"
 
 #include <atomic>
 #include <vector>
@@ -16,8 +16,8 @@ namespace transformer_fast {
 struct Library {
   const std::vector<eager::Door>& doors;
   PythonHooks& hooks;
-  std::atomic<bool>&launches_on_cpu, &triton_is_chosen;  // of ops/by_triton.h
-  decltype(&transformer_fast::kept_copy) copy_for;
+  std::atomic<bool>&launches_on_cpu, &triton_is_chosen;  // of by_triton.h
+  decltype(&KeptWeight::copy_for) copy_for;
   decltype(&transformer_fast::kept_product) kept_product;
   decltype(&transformer_fast::stamp_of) stamp_of;
 };
