@@ -131,6 +131,7 @@ struct Dropout {
 // `direct`: true if the kernel may be called without the dispatcher.
 Tensor recorded(bool direct, const Tensor& given, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
                 double p, const OptionalTensor& seed) {
+  if (!direct) check_forward(given, bias, residual, relu, p, seed);  // what follows changes the arguments
   const Tensor x = as_residual(given, residual);
   if (direct && p == 0 && !bias) {  // without a mask to make, plain PyTorch is one or two passes already
     const Tensor out = relu ? x.relu() : x;

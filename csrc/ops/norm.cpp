@@ -297,6 +297,7 @@ struct LayerNorm {
 FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                      const OptionalTensor& seed) {
+  if (!direct) check_forward(x, residual, weight, bias, eps, kind, dropout_p, seed);  // what follows changes x
   if (differs(x, residual, dropout_p))
     return recorded(direct, x.to(residual->scalar_type()), residual, weight, bias, eps, kind, dropout_p, seed);
   const bool records = needs_gradient(x, residual, weight, bias);

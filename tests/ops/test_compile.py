@@ -225,3 +225,10 @@ def test_a_dense_target_mask_is_refused_with_what_to_pass() -> None:
         torch.export.export(model, args)
     # Allowed to break the graph, the eager code looks.
     torch.testing.assert_close(torch.compile(model, backend="eager")(*args), model(*args))
+
+
+def test_attention_of_the_reference_is_one_graph() -> None:
+    q = torch.randn(2, 4, 5, 8, requires_grad=True)
+    with tfast.backend("reference"):
+        compiled = torch.compile(lambda q: tfast.attention(q, q, q, causal=True), fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(q), tfast.attention(q, q, q, causal=True))

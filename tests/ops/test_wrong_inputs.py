@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from op_calls import by_dispatcher
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, layers
@@ -315,6 +316,13 @@ def test_one_clear_error(call, error, says, backend, monkeypatch):
     if backend == "reference" and error is IndexError:
         says = ""  # torch's own
     with tfast.backend(backend), pytest.raises(error, match=says):
+        call()
+
+
+@pytest.mark.parametrize(("call", "error", "says"), WRONG, ids=[row[2] for row in WRONG])
+def test_one_clear_error_without_a_door(call, error, says):
+    """The op checks a call of the dispatcher too; the dispatcher refuses other types of arguments by itself."""
+    with by_dispatcher(), pytest.raises((error, RuntimeError), match=f"{says}|for argument|expected a tensor"):
         call()
 
 

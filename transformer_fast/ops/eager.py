@@ -41,10 +41,15 @@ def fast_path(
     Returns:
         The extension if it may take the whole call, else None; True if Triton kernels compute the op; and the seed of
         the call's dropout, None without dropout.
+
+    Raises:
+        TypeError: if x is no tensor, where no door can say so.
     """
     if not isinstance(x, Tensor):  # the door says what was expected
-        declines = torch.compiler.is_compiling() or backends.current() == "reference"
-        return None if declines else extension.module(), False, None
+        door = None if torch.compiler.is_compiling() else extension.module()
+        if door is None:
+            require_tensor(function, x)
+        return None if backends.current() == "reference" else door, False, None
     taken, by_triton = None, False
     if plain and not torch.compiler.is_compiling():
         requested = backends.current()
@@ -52,6 +57,12 @@ def fast_path(
         if by_triton or requested in ("auto", "native"):
             taken = extension.module()
     return taken, by_triton, seeds.draw_launch_seed(x.device) if dropout_p != 0.0 else None
+
+
+def require_tensor(function: str, x: Any) -> None:
+    """Raise TypeError for an argument that is neither a tensor nor stands for one, where no door can say so."""
+    if not isinstance(x, Tensor) and not hasattr(type(x), "__torch_function__"):
+        raise TypeError(f"{function}: expected a tensor, got {type(x).__name__}")
 
 
 def check(op: str, *arguments: Any) -> None:

@@ -134,6 +134,7 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     else:
         eager.check("add_positional", x, table, offset, offsets, dropout_p, seed)
     refuse_torchscript("add_positional")
+    eager.require_tensor("add_positional", x)
     if dropout_p == 0.0 and offsets is None and _is_one_sum(x, table, offset):
         return (x + table[offset : offset + x.shape[-2]]).contiguous()
     backend = backends.resolve("add_positional", x.device, x.dtype)
