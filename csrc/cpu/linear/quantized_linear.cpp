@@ -149,7 +149,8 @@ void linear(const QuantizedLinearParams& p) {
   parallel_for(0, blocks * panels, 1, [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const typename Products::Session session(rows);
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t block = task / panels, first = task % panels * kPanel, columns = std::min(kPanel, p.outputs - first);
+      const int64_t block = task / panels, first = task % panels * kPanel;
+      const int64_t columns = std::min(kPanel, p.outputs - first);
       const auto words = static_cast<const int32_t*>(p.packed) + first * (kPanelHeader + groups);
       float bias[kPanel] = {};
       if (p.bias) std::copy_n(p.bias + first, columns, bias);
