@@ -75,6 +75,13 @@ def test_compiled_first_it_is_as_eager() -> None:
     torch.testing.assert_close(logits[:, 1:], expected[:, 1:])
 
 
+@pytest.mark.parametrize("name", ["FalconForCausalLM", "GPTNeoForCausalLM"])
+def test_attention_of_its_own_that_says_if_it_is_causal_is_not_fused(name: str) -> None:
+    report = tfast.accelerate(transformers.AutoModelForCausalLM.from_config(config_of(name)))
+    assert report.attention and all(row.now is None for row in report.attention)
+    assert str(report).startswith("attention: not fused in ")
+
+
 def test_one_part_of_two() -> None:
     case, made = models.named("EncoderDecoderModel", "Bert", "XGLM"), transformers.AutoModelForSeq2SeqLM.from_config
     given = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]]), "decoder_input_ids": IDS[:, :3]}

@@ -143,6 +143,7 @@ with torch.no_grad():
         held(model(x, src_key_padding_mask=padding)[~padding], expected[1][~padding])
         if "keep_weights" in options:
             assert "keep_weights: there is no module of eager calls" in str(reports[1])
+            assert not any(row.now == "kept weights" for row in reports[1].rows), reports[1].rows
         for report in reports:
             report.undo()
     report = tfast.accelerate(model, quantize="int8")

@@ -6,6 +6,7 @@ import copy
 import random
 from typing import Any
 
+import handwritten as hw
 import pytest
 import torch
 from torch import nn
@@ -144,6 +145,16 @@ def test_outputs_are_compared_at_tokens() -> None:
         FloatingPointError, match=r"returns output\[0\] \(2, 2, 2\), the accelerated one output\[0\] \(2, 2\)"
     ):
         compared((plain,), (plain[0],), [], 1e-3, "float32")
+
+
+def test_attention_weights_of_a_call_before_the_swap_are_copied() -> None:
+    model = hw.make_model(20, 20, 1, 16, 32, 2)
+    ids, look_ahead = torch.randint(20, (2, 5)), torch.ones(1, 5, 5).tril()
+    batch = ids, ids, torch.ones(2, 1, 5), look_ahead
+    model(*batch)
+    report = tfast.accelerate(model)
+    model(*batch)
+    assert report.measure(batch, rounds=2).fused == len(report.attention) == 3
 
 
 def test_a_wrong_token_shows_in_a_batch_with_as_many_rows_as_positions() -> None:

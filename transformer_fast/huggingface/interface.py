@@ -44,9 +44,13 @@ def folder_of(kind: type) -> str:
 
 
 def calls_the_interface(module: nn.Module) -> bool:
-    """Return True for a module of transformers that calls the interface."""
+    """Return True for a module of transformers that calls the interface: its file imports the table of functions."""
     definer = next(base for base in type(module).__mro__ if "forward" in vars(base))
-    if not definer.__module__.startswith(("transformers.", "transformer_fast.huggingface.")):
+    if definer.__module__.startswith("transformers."):
+        functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+        if vars(sys.modules[definer.__module__]).get("ALL_ATTENTION_FUNCTIONS") is not functions:
+            return False
+    elif not definer.__module__.startswith("transformer_fast.huggingface."):
         return False
     own = module.__dict__
     return "config" in own and ("is_causal" in own or type(module).__name__ in WITHOUT_IS_CAUSAL)

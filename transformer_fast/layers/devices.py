@@ -52,7 +52,7 @@ def attends_by_torch(
 ) -> bool:
     """Return True for a call of attention that is left to torch: on a GPU, with neither mask nor dropout.
 
-    cuDNN is 1.1 to 1.8 times as fast there (docs/results/gpu.md). A look-ahead mask alone is torch's ``is_causal``. A
+    cuDNN is 1.2 to 1.8 times as fast there (docs/results/gpu.md). A look-ahead mask alone is torch's ``is_causal``. A
     backend that was chosen by name computes every call. In a layer on tokens each call has the boundaries as a mask.
     """
     if not query.is_cuda or dropout_p != 0.0 or bias is not None or call_on_tokens() is not None:

@@ -32,13 +32,14 @@ class Kept(Attribute):
 
 def give_layout(model: nn.Module, report: Report, layout: WeightLayout) -> None:
     """Give each linear layer of a model on a CPU a layout, and note that in the report."""
+    if reason := extension.module_obstacle():
+        report.notes.append(f"keep_weights: {reason}")
+        return
     kept = {path: module for path, module in model.named_modules() if takes_layout(module)}
     for path, module in kept.items():
         give_one_layout(report, path, module, layout, NAME)
     report.plain += type(report.plain)()  # without the layers that were counted and are no longer plain
-    if reason := extension.module_obstacle():
-        report.notes.append(f"keep_weights: {reason}")
-    elif not kept:
+    if not kept:
         report.notes.append("keep_weights: no linear layer in float32 or bfloat16 on a CPU was found")
 
 

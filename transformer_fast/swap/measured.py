@@ -89,6 +89,8 @@ def _copies(model: nn.Module, report: Report) -> tuple[nn.Module, nn.Module, Rep
         memo: dict[int, Any] = {}
         for part in model.modules():
             memo |= {id(t): t.detach().clone() for _, t in tensors_in(part) if not t.is_leaf}
+        for *_, left in report._originals:  # weights of calls before the swap
+            memo |= {id(t): t.detach().clone() for t in left.values() if isinstance(t, Tensor) and not t.is_leaf}
         fast, fast_report = copy.deepcopy((model, report), memo)
         memo = {id(p): p for p in fast.parameters()}
         plain, plain_report = copy.deepcopy((fast, fast_report), memo)
