@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import types
 from typing import Any
 
 from torch import nn
@@ -80,8 +81,11 @@ def _is_known(kind: Any) -> bool:
     elif getattr(kind, "computes_as_former", False) and "recipe" in vars(kind):
         known, base = _is_known(kind.former), kind.former
     elif issubclass(kind, Fast | TokensHead):  # a class that a user derived from one of these has no such attribute
-        known = not {"_former", "recipe"}.isdisjoint(vars(kind))
-    elif kind.__module__.startswith(("transformers.", "transformer_fast.layers.")):
+        former = vars(kind).get("_former")
+        known = "recipe" in vars(kind) if former is None else former.kind.forward is former.forward
+    elif kind.__module__.startswith("transformers."):
+        known = is_original(kind)
+    elif kind.__module__.startswith("transformer_fast.layers."):
         known = is_held(kind)
     else:
         known = kind in _PER_POSITION or (f"{kind.__module__}.{kind.__qualname__}" in _PEFT and is_held(kind))
@@ -97,6 +101,28 @@ def is_held(kind: type) -> bool:
         return operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind
     except (AttributeError, KeyError):
         return False
+
+
+def is_original(kind: type[nn.Module]) -> bool:
+    """Return True if transformers' modules hold this very class, and the one that defines its ``forward``."""
+    definer = next(base for base in kind.__mro__ if "forward" in vars(base))
+    if not (is_held(kind) and is_held(definer)):
+        return False
+    forward: Any = kind.forward
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:  # checkpointing, renamed arguments
+        if not _is_transformers(forward):
+            return False
+        forward = inner
+    own = isinstance(forward, types.FunctionType) and forward.__globals__ is vars(sys.modules[definer.__module__])
+    return own and forward.__qualname__ == f"{definer.__qualname__}.forward"
+
+
+def _is_transformers(function: Any) -> bool:
+    """Return True for a function that a module of transformers defines, and for torch's ``no_grad`` around one."""
+    of: dict[str, Any] = getattr(function, "__globals__", {})
+    name = of.get("__name__", "")
+    known = name.partition(".")[0] == "transformers" or name == "torch.utils._contextlib"
+    return known and of is getattr(sys.modules.get(name), "__dict__", None)
 
 
 def has_code_of_a_user(kind: type[nn.Module]) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ from . import blocks, heads, sentence_transformers, stacks, supported, whole_lay
 from .blocks import Fast, Former
 from .door import Stack
 from .heads import Head, HeadModel
-from .inside import is_held
+from .inside import is_original
 
 
 def fast_class(kind: type[nn.Module]) -> type[Fast] | None:
@@ -78,20 +76,6 @@ def not_in_the_table(kind: type[nn.Module]) -> str:
     if not supported.has_version():
         return f"its classes are not in the table for transformers {supported.version()}"
     return f"the table of stacks without padding has no class of {kind.__name__}"
-
-
-def is_original(kind: type[nn.Module]) -> bool:
-    """Return True if transformers' modules hold this very class, and the one that defines its ``forward``."""
-    definer = next(base for base in kind.__mro__ if "forward" in vars(base))
-    if not (is_held(kind) and is_held(definer)):
-        return False
-    forward: Any = kind.forward
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:  # checkpointing, renamed arguments
-        if not _is_transformers(forward):
-            return False
-        forward = inner
-    own = isinstance(forward, types.FunctionType) and forward.__globals__ is vars(sys.modules[definer.__module__])
-    return own and forward.__qualname__ == f"{definer.__qualname__}.forward"
 
 
 def note(model: nn.Module) -> str:
@@ -156,14 +140,6 @@ def _forward(kind: type[nn.Module], compute: Callable[..., Any]) -> Callable[...
         return kind.forward(self, *args, **kwargs)
 
     return forward
-
-
-def _is_transformers(function: Any) -> bool:
-    """Return True for a function that a module of transformers defines, and for torch's ``no_grad`` around one."""
-    of: dict[str, Any] = getattr(function, "__globals__", {})
-    name = of.get("__name__", "")
-    known = name.partition(".")[0] == "transformers" or name == "torch.utils._contextlib"
-    return known and of is getattr(sys.modules.get(name), "__dict__", None)
 
 
 def __getattr__(name: str) -> type[nn.Module]:
