@@ -36,7 +36,7 @@ def pinned() -> dict[str, str]:
 
 
 def oldest_versions() -> dict[str, str]:
-    """The lower bounds of pyproject.toml, of torch and of the extra for a GPU: {"torch": "2.11", ...}."""
+    """The lower bounds in pyproject.toml of the dependencies and of the extra for a GPU: {"torch": "2.11", ...}."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["gpu"]])
     return {one.name: next(bound.version for bound in one.specifier if bound.operator == ">=") for one in needed}

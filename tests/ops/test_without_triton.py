@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib import metadata
+
 import pytest
-from subprocesses import python
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from subprocesses import ROOT, python
 
 from transformer_fast import extension
 
@@ -54,3 +59,40 @@ def test_everything_on_a_cpu_works_without_triton(monkeypatch: pytest.MonkeyPatc
     assert result.returncode == 0, result.stderr
     said = result.stdout.splitlines()
     assert "triton is not installed; run `pip install 'transformer_fast[gpu]'`" in said[-1]
+
+
+DECLARED_ALONE = """
+import importlib.abc, sys
+
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import transformer_fast
+"""
+
+
+def required(requirements: list[str]) -> set[str]:
+    """Return the names of the distributions that the requirements need, directly or not, but for triton."""
+    found: set[str] = set()
+    waiting = [*requirements]
+    while waiting:
+        one = Requirement(waiting.pop())
+        name = canonicalize_name(one.name)
+        if name not in {*found, "triton"} and (one.marker is None or one.marker.evaluate({"extra": ""})):
+            found.add(name)
+            waiting += metadata.requires(name) or []
+    return found
+
+
+def test_the_import_is_silent_with_the_declared_dependencies_alone() -> None:
+    """PyTorch warns where NumPy is missing."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = required(project["dependencies"]) | {"transformer-fast"}
+    owners = metadata.packages_distributions().items()
+    hidden = {module for module, names in owners if not allowed & {*map(canonicalize_name, names)}} | {"triton"}
+    assert "pytest" in hidden and "torch" not in hidden
+    done = python("-W", "error", "-c", f"hidden = {hidden!r}\n{DECLARED_ALONE}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

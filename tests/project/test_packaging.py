@@ -122,7 +122,7 @@ def links_of(metadata: Message) -> list[str]:
 def check_metadata(metadata: Message) -> None:
     assert metadata["Version"] == transformer_fast.__version__
     needed = [one for one in metadata.get_all("Requires-Dist") if "extra ==" not in one]
-    assert needed == ["torch>=2.11"], "a laptop needs nothing else"
+    assert needed == ["torch>=2.11", "numpy>=1.26"], "a laptop needs nothing else"
     assert metadata["License-Expression"] == "MIT" and metadata["Requires-Python"] == ">=3.11"
     classifiers = metadata.get_all("Classifier")
     assert "Typing :: Typed" in classifiers and "Operating System :: POSIX :: Linux" in classifiers

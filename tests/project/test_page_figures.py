@@ -11,7 +11,6 @@ from pages import README, ROOT
 
 SENTENCES = "attention: sentences-b64h8kmax-p0.1-float32-train"
 CAUSAL = "attention: full causal-b2h8k1024-p0.0-float32-infer"
-RESIDUAL = "norm: 2048x512-residual+dropout+layer-forward+backward"
 MODELS, PACKED = ("cpu-avx2-model", "cpu-model"), "ours packed"
 FIGURES: dict[str, list[tuple[str, ...]]] = {
     "training step, BERT": [
@@ -21,7 +20,6 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "evaluation, paper's base": [(m, "inference: base-b16-l64") for m in MODELS],
     "attention with dropout": [(r, SENTENCES, "eager", PACKED) for r in ("cpu-avx2", "cpu")],
     "causal attention": [(r, CAUSAL, "sdpa flash_attention") for r in ("cpu-avx2", "cpu")],
-    "residual + dropout": [(r, RESIDUAL) for r in ("cpu-avx2", "cpu")],
 }
 """Beginning of each row of the table: its figures in order, as arguments of ``results_pictures.ratio``."""
 

@@ -80,9 +80,10 @@ def shown_by(block: str) -> str:
 
 
 def test_no_page_is_a_wall() -> None:
-    """README has its first code in the first lines. A page has 250 lines; records and generated pages are exempt."""
+    """README is short and begins with code. A page has 250 lines; records and generated pages are exempt."""
     lines = TEXT.splitlines()
-    assert len(lines) <= 86 and len(TEXT.split()) <= 600 and lines.index("```python") < 14
+    assert len([line for line in lines if line.strip()]) <= 60 and len(TEXT.split()) <= 600
+    assert lines.index("```python") < 14
     assert "packed=True" in blocks(README)[0]
     assert not [page_name(page) for page in PAGES if page.parent != ROOT and len(page.read_text().splitlines()) > 250]
 

@@ -305,7 +305,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
 
 BARE = """
 import sys
-sys.modules.update(dict.fromkeys(["sentencepiece", "sacrebleu", "safetensors", "tqdm", "matplotlib", "numpy"]))
+sys.modules.update(dict.fromkeys(["sentencepiece", "sacrebleu", "safetensors", "tqdm", "matplotlib"]))
 from transformer_fast import cli
 from transformer_fast.cli import verification
 for arguments in (["info"], ["demo"], ["plot"], ["translate", "--model", "x"], ["train", "--source", "x"]):
@@ -318,8 +318,8 @@ def test_without_the_extras_the_rest_works_and_each_is_named():
     assert done.stdout.splitlines()[-5:] == ["0", "1", "1", "1", "1"], done.stderr
     demo, plot, translate, train = done.stderr.splitlines()[-4:]
     every = "sentencepiece, sacrebleu, safetensors, tqdm"
-    assert demo.endswith(f"needs {every}, matplotlib, numpy; run: pip install 'transformer_fast[translation,plots]'")
-    assert plot.endswith("this command needs matplotlib, numpy; run: pip install 'transformer_fast[plots]'")
+    assert demo.endswith(f"needs {every}, matplotlib; run: pip install 'transformer_fast[translation,plots]'")
+    assert plot.endswith("this command needs matplotlib; run: pip install 'transformer_fast[plots]'")
     for line in (translate, train):
         assert line.endswith(f"this command needs {every}; run: pip install 'transformer_fast[translation]'")
 

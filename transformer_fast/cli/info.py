@@ -16,7 +16,6 @@ EXTRAS = {
     "safetensors": "translation",
     "tqdm": "translation",
     "matplotlib": "plots",
-    "numpy": "plots",
     "tensorboard": "tensorboard",
     "transformers": "transformers",
     "ctranslate2": "ctranslate2",
@@ -39,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"C++ extension: {extension.status()}")
         return 0 if extension.load() else 1
     print(f"transformer_fast {__version__}, Python {platform.python_version()}, {platform.platform()}")
-    triton = _version_of("triton") or "not installed"
-    print(f"torch {torch.__version__}, triton {triton}, {torch.get_num_threads()} threads")
+    numpy, triton = (_version_of(name) or "not installed" for name in ("numpy", "triton"))
+    print(f"torch {torch.__version__}, numpy {numpy}, triton {triton}, {torch.get_num_threads()} threads")
     print(f"C++ extension: {extension.status()}")
     for name, value in extension.build_info().items():
         print(f"   {name}: {value}")
