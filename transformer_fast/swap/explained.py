@@ -57,7 +57,8 @@ def explained(model: nn.Module, batch: Any) -> str:
         path = path.rpartition(".")[0] if layers[0] is each.module else path
         places[path, each.positions, each.computed, each.reason] += len(layers)
     for (path, positions, computed, reason), n in places.items():
-        lines.append(f"{path} ({n}): {computed} of {positions} positions{': ' if reason else ''}{reason}")
+        where, why = path or "the model", reason and f": {reason}"
+        lines.append(f"{where} ({n}): {computed} of {positions} positions{why}")
     total = sum(positions * n for (_, positions, _, _), n in places.items())
     left = sum((positions - computed) * n for (_, positions, computed, _), n in places.items())
     said = f"these layers skip {left / total:.0%} of their positions, which are padding" if total else ""

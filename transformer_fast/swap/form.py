@@ -28,10 +28,12 @@ Test = Callable[[nn.Module], bool]
 
 SIZES = frozenset((
     "d_model", "d_k", "d_v", "d_ff", "h", "heads", "num_heads", "n_heads", "nhead", "size", "N", "num_layers",
-    "n_layers", "depth", "vocab", "vocab_size", "max_len", "hidden", "d_hid", "features", "embed_size", "num_hiddens",
-    "dim", "dff",
+    "n_layers", "num_blks", "depth", "vocab", "vocab_size", "max_len", "hidden", "d_hid", "features", "embed_size",
+    "num_hiddens", "dim", "dff",
 ))  # fmt: skip
 """Attributes that any text may keep: numbers of features, heads and layers."""
+HPARAMS = "hparams"
+"""Attribute in which a base class keeps the arguments of a constructor."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
 OURS = ("_transformer_fast_", LAST_WEIGHTS, WITHOUT_PADDING)
 """Beginnings of names of attributes that this package sets."""
@@ -52,6 +54,7 @@ class Form:
         fits: further condition on the module.
         arguments: number of the arguments of the author's forward; None for any.
         keywords: arguments of ``run`` that the author's forward lacks; modules of this package pass them.
+        saved: arguments of a constructor that a base class may keep as attributes and in a dict ``hparams``.
         stored: attributes that hold attention weights of the last call.
         roles: roles of ``layers.hooks``.
         bases: further base classes of a swapped module.
@@ -78,6 +81,7 @@ class Form:
     fits: Callable[[Any], bool] = lambda m: True
     arguments: int | None = None
     keywords: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
     bases: tuple[type[nn.Module], ...] = ()
@@ -110,11 +114,16 @@ class Form:
             if buffer is not None and name not in self.buffers:
                 return f"it has a buffer {name}, which its text lacks"
         for name, value in own_attributes(m):
-            if name not in self.attributes and name not in self.stored and not (
-                name in SIZES and type(value) in (int, float)
-            ):  # fmt: skip
+            known = name in self.attributes or name in self.stored or self._is_saved(name, value)
+            if not known and name == HPARAMS and self.saved and type(value) is dict:
+                known = all(self._is_saved(key, saved) for key, saved in value.items())
+            if not known:
                 return f"it has an attribute {name}, which its text lacks"
         return ""
+
+    def _is_saved(self, name: str, value: Any) -> bool:
+        """Return True for a size that any text may keep, or an argument that this text may keep."""
+        return name in self.saved or (name in SIZES and type(value) in (int, float))
 
 
 def own_attributes(m: nn.Module) -> list[tuple[str, Any]]:

@@ -23,6 +23,8 @@ from .form import (
 )
 from .form_calls import Size
 
+OF_MODULE: dict[str, Any] = {"attributes": ("board",), "saved": ("plot_train_per_epoch", "plot_valid_per_epoch")}
+"""Attributes that ``d2l.Module`` sets in d2l 1.x, the base class of its attention heads."""
 NOT_TOLD = "it has no lengths of its targets"
 """Reason why a decoder keeps padding: its masks are the lengths 1 to T."""
 
@@ -113,6 +115,7 @@ def _d2l_heads() -> tuple[Form, Form]:
         fits=lambda m: type(m.num_heads) is int,
         roles=(hooks.TAKES_MASKS,),
         attends=True,
+        **OF_MODULE,
     )
     return attention, heads
 
