@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from transformer_fast import AttentionMask, attention, layers
+from transformer_fast import AttentionMask, attention, explain, layers
+from transformer_fast.compat import attention_mask_of
 
 B, H, LQ, LK = 3, 2, 5, 7
 
@@ -288,3 +290,27 @@ def test_a_mask_of_numpy_is_told_how_to_become_a_tensor():
     layer, x = layers.MultiHeadAttention(1, 4), torch.randn(1, 3, 4)
     with pytest.raises(TypeError, match=r"got ndarray; torch\.from_numpy\(mask\) makes a tensor of it"):
         layer(x, x, x, numpy.triu(numpy.ones((1, 3, 3)), 1) == 0)
+
+
+def test_a_block_mask_of_flexattention_is_told_how_to_become_a_mask():
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 3, device="cpu")
+    q, x, layer = torch.randn(1, 2, 3, 4), torch.randn(1, 3, 4), layers.MultiHeadAttention(1, 4)
+    said = r"BlockMask.*; tfast\.compat\.attention_mask_of\(block_mask\) makes an AttentionMask of it, and tfast"
+    wrong = (
+        lambda: attention(q, q, q, blocks), lambda: explain(q, q, q, blocks), lambda: layer(x, x, x, blocks),
+        lambda: AttentionMask.causal() & blocks, lambda: blocks | AttentionMask.causal(),
+    )  # fmt: skip
+    for call in wrong:
+        with pytest.raises(TypeError, match=said):
+            call()
+    assert torch.equal(attention(q, q, q, attention_mask_of(blocks)), attention(q, q, q, causal=True))
+
+
+def test_a_mask_has_no_complement_and_the_error_says_what_to_write():
+    padding = torch.tensor([[False, False, True]])
+    mask = AttentionMask.keep(padding) & AttentionMask.causal()
+    with pytest.raises(TypeError, match=r"^~AttentionMask: keep\(bool .*\) & causal\(\) has no complement") as raised:
+        attention(*torch.randn(3, 1, 1, 3, 4), ~mask)
+    assert str(raised.value).endswith("AttentionMask.blocked(mask.dense(Lq, Lk))")
+    assert torch.equal(AttentionMask.blocked(padding).dense(3, 3), ~AttentionMask.keep(padding).dense(3, 3))
+    assert torch.equal(AttentionMask.blocked(mask.dense(3, 3)).dense(3, 3), ~mask.dense(3, 3))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from ..ops.attention import attention
 from .bounds import bounds_of, check_dimensions, mask_of, softcap_of, with_logsumexp
+from .flash_names import no_dropout_p, unknown_flash_names
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -25,6 +26,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> Result:
     """``flash_attn_func`` of flash-attention 2 (Dao, "FlashAttention-2", 2023) by :func:`transformer_fast.attention`.
 
@@ -54,6 +56,10 @@ def flash_attn_func(
         TypeError: for non-tensors, non-float or mixed dtypes.
         ValueError: for shapes, devices or options that do not fit; the message names them.
     """
+    if unknown:
+        raise unknown_flash_names(flash_attn_func, unknown)
+    if dropout_p is None:
+        raise no_dropout_p("flash_attn_func")
     layouts = {"q": "(B, Lq, H, D)", "k": "(B, Lk, Hkv, D)", "v": "(B, Lk, Hkv, D)"}
     check_dimensions("flash_attn_func", layouts, q, k, v)
     bounds = bounds_of("flash_attn_func", causal, window_size)
@@ -76,8 +82,11 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> Result:
     """:func:`flash_attn_func` of keys and values in one tensor, (B, Lk, 2, Hkv, D)."""
+    if unknown:
+        raise unknown_flash_names(flash_attn_kvpacked_func, unknown)
     check_packed("flash_attn_kvpacked_func", "kv", kv, "(B, Lk, 2, Hkv, D)", 2)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     k, v = kv.unbind(2)
@@ -94,8 +103,11 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> Result:
     """:func:`flash_attn_func` of queries, keys and values in one tensor, (B, L, 3, H, D)."""
+    if unknown:
+        raise unknown_flash_names(flash_attn_qkvpacked_func, unknown)
     check_packed("flash_attn_qkvpacked_func", "qkv", qkv, "(B, L, 3, H, D)", 3)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     q, k, v = qkv.unbind(2)

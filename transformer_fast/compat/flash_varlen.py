@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 from torch import Tensor
 
 from .bounds import bounds_of, softcap_of
 from .flash_attention import Result, check_packed
+from .flash_names import no_dropout_p, unknown_flash_names
 from .ragged import Call, cached_attention, check_token_layout, ragged_attention, sequences
 
 
@@ -26,6 +29,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    **unknown: Never,
 ) -> Result:
     """``flash_attn_varlen_func`` of flash-attention 2: each sequence of a packed batch attends to its own keys.
 
@@ -59,6 +63,10 @@ def flash_attn_varlen_func(
         NotImplementedError: for dropout with ``block_table``.
         RuntimeError: for a gradient through ``block_table``.
     """
+    if unknown:
+        raise unknown_flash_names(flash_attn_varlen_func, unknown)
+    if dropout_p is None:
+        raise no_dropout_p("flash_attn_varlen_func")
     op = "flash_attn_varlen_func"
     check_token_layout(op, ("q", "k", "v"), q, k, v, block_table is not None)
     queries = sequences(op, ("cu_seqlens_q", "max_seqlen_q"), cu_seqlens_q, max_seqlen_q, q.shape[0])
@@ -94,8 +102,11 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of keys and values in one tensor, (Tk, 2, Hkv, D)."""
+    if unknown:
+        raise unknown_flash_names(flash_attn_varlen_kvpacked_func, unknown)
     check_packed("flash_attn_varlen_kvpacked_func", "kv", kv, "(Tk, 2, Hkv, D)", 2)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     k, v = kv.unbind(1)
@@ -114,8 +125,11 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Never,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of queries, keys and values in one tensor, (T, 3, H, D)."""
+    if unknown:
+        raise unknown_flash_names(flash_attn_varlen_qkvpacked_func, unknown)
     check_packed("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T, 3, H, D)", 3)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     q, k, v = qkv.unbind(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ..masks import AttentionMask
 from ..masks.checks import is_int
 from ..ops.attention_decode import attention_decode
 from .bounds import bounds_of, check_dimensions, check_integers, check_range, mask_of, softcap_of, with_logsumexp
+from .flash_names import unknown_flash_names
 
 _OP = "flash_attn_with_kvcache"
 
@@ -36,6 +37,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_with_kvcache`` of flash-attention 2 by :func:`transformer_fast.ops.attention_decode`. No gradient.
 
@@ -72,6 +74,8 @@ def flash_attn_with_kvcache(
         ValueError: for shapes, devices or options that do not fit. Lengths and indices are checked on a CPU and not on
             a GPU.
     """
+    if unknown:
+        raise unknown_flash_names(flash_attn_with_kvcache, unknown)
     layout = "(B, S, Hkv, D)" if block_table is None else "(pages, page_size, Hkv, D)"
     check_dimensions(_OP, {"q": "(B, Lq, H, D)", "k_cache": layout, "v_cache": layout}, q, k_cache, v_cache)
     if (k is None) != (v is None):

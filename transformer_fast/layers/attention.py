@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
+from ..masks.checks import how_to_convert
 from ..masks.packing import PackedMask, packing_of, take, unpack
 from ..ops.scaled_dot_product_attention import TORCH
 from .devices import attends_by_torch
@@ -47,7 +48,7 @@ def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None:
     if mask is None or isinstance(mask, AttentionMask | PackedMask):
         return mask
     if not isinstance(mask, Tensor):
-        hint = "; torch.from_numpy(mask) makes a tensor of it" if hasattr(mask, "__array__") else ""
+        hint = how_to_convert(mask)
         raise TypeError(f"mask: expected a tensor, an AttentionMask or None, got {type(mask).__name__}{hint}")
     if mask.dim() != 3:
         hint = "; give a (B, L) padding mask as mask.unsqueeze(1)" if mask.dim() == 2 else ""

@@ -96,9 +96,23 @@ def check_buckets(weight: Tensor, max_distance: int, bidirectional: bool) -> Non
         )
 
 
+def how_to_convert(mask: object) -> str:
+    """Text for a message: the function that makes a mask of this object, an array or a BlockMask; or ""."""
+    if hasattr(mask, "__array__"):
+        return "; torch.from_numpy(mask) makes a tensor of it"
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if isinstance(mask, BlockMask):
+        return (
+            "; tfast.compat.attention_mask_of(block_mask) makes an AttentionMask of it, and "
+            "tfast.compat.flex_attention takes it as it is"
+        )
+    return ""
+
+
 def boolean(mask: Tensor, dialect: str) -> Tensor:
     if not isinstance(mask, Tensor):
-        hint = "; torch.from_numpy(mask) makes a tensor of it" if hasattr(mask, "__array__") else ""
+        hint = how_to_convert(mask)
         raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}{hint}")
     if mask.layout != torch.strided or mask.is_nested:
         check_dense(f"{dialect} mask", mask)
@@ -147,7 +161,8 @@ def four_dimensions(mask: Tensor) -> Tensor:
 def not_a_mask(other: object, symbol: str = "&") -> TypeError:
     """Error for ``mask & other``, or another symbol, with the expressions to write instead."""
     if not isinstance(other, Tensor):
-        return TypeError(f"AttentionMask {symbol} {type(other).__name__}: both sides must be an AttentionMask")
+        hint = how_to_convert(other)
+        return TypeError(f"AttentionMask {symbol} {type(other).__name__}: both sides must be an AttentionMask{hint}")
     # Libraries differ in the meaning of True and in the presence of the head axis, so no reading is chosen here.
     keep, blocked = "AttentionMask.keep(t) if nonzero means kept", "AttentionMask.blocked(t) if nonzero means blocked"
     readings = [keep, blocked]
@@ -159,4 +174,13 @@ def not_a_mask(other: object, symbol: str = "&") -> TypeError:
     return TypeError(
         f"AttentionMask {symbol} tensor: a {other.dtype} tensor {tuple(other.shape)} can be read in several ways. "
         f"Combine the mask with {'; '.join(readings)}."
+    )
+
+
+def no_complement(mask: object) -> TypeError:
+    """Error for ``~mask``, with the expressions to write instead."""
+    return TypeError(
+        f"~AttentionMask: {mask} has no complement. If True in the tensor t of a mask means blocked, write "
+        "AttentionMask.blocked(t); if it means kept, AttentionMask.keep(t). The keys that a mask hides are "
+        "AttentionMask.blocked(mask.dense(Lq, Lk))"
     )

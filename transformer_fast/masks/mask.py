@@ -141,8 +141,7 @@ class AttentionMask:
     def window(cls, left: int | None, right: int | None = 0, offset: int = 0) -> AttentionMask:
         """A sliding window: query ``i`` sees keys ``i + offset - left <= j <= i + offset + right``; None is no bound.
 
-        By default, as in Mistral, a query sees no later key. Keys outside the window are not read, and no tensor of
-        size Lq x Lk is made. The cost of a call grows with the window.
+        By default, as in Mistral, a query sees no later key. Keys outside are not read; no tensor Lq x Lk is made.
 
         Raises:
             TypeError: for a bound that is not an int.
@@ -287,8 +286,7 @@ class AttentionMask:
 
     @classmethod
     def bias(cls, bias: Tensor) -> AttentionMask:
-        """A float tensor added to the scaled scores, broadcastable to (B, H, Lq, Lk); -inf blocks. The tensor may be
-        learned.
+        """A float tensor, learned or not, added to the scaled scores, broadcastable to (B, H, Lq, Lk); -inf blocks.
 
         Raises:
             TypeError: for anything but a dense float tensor.
@@ -343,9 +341,12 @@ class AttentionMask:
         """Raise for ``tensor | mask`` the error of ``mask | tensor``."""
         raise checks.not_a_mask(other, "|")
 
+    def __invert__(self) -> AttentionMask:
+        """Raise: no form holds the keys that a mask hides."""
+        raise checks.no_complement(self)
+
     def __repr__(self) -> str:
-        """Constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor is shown by dtype and
-        shape."""
+        """Constructors that make the mask: ``lengths(int64 (2,)) & causal()``, with tensors by dtype and shape."""
         return written(**{name: getattr(self, name) for name in PARTS})
 
     def __rand__(self, other: object) -> AttentionMask:

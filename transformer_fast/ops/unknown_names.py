@@ -92,7 +92,9 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 """Hints by public op and by the given name."""
 
 
-def unknown_names(op: Callable[..., Any], names: Iterable[str], called: str = "") -> TypeError:
+def unknown_names(
+    op: Callable[..., Any], names: Iterable[str], called: str = "", hints: Mapping[str, str] | None = None
+) -> TypeError:
     """Error for unknown keyword arguments of an op.
 
     For the name of another library the message says what to write, for a misspelt one the name that is close to it.
@@ -101,15 +103,11 @@ def unknown_names(op: Callable[..., Any], names: Iterable[str], called: str = ""
         op: public function of the op.
         names: the unknown keywords.
         called: public name of the function that was called, if it is not the op.
+        hints: what to write, by the unknown name; those of :data:`HINTS` by default.
     """
-    parts = [f"{name}{_hint(op, name)}" for name in names]
+    known = HINTS[op.__name__] if hints is None else hints
+    parts = [f"{name}; {f'write {known[name]}' if name in known else near(name, known_names(op))}" for name in names]
     return TypeError(f"{called or op.__name__}() got an unexpected keyword argument: " + ". Also: ".join(parts))
-
-
-def _hint(op: Callable[..., Any], name: str) -> str:
-    if name in (hints := HINTS[op.__name__]):
-        return f"; write {hints[name]}"
-    return f"; {near(name, known_names(op))}"
 
 
 def known_names(op: Callable[..., Any]) -> list[str]:
