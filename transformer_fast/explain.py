@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import backends
+from . import backends, extension
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
 from .masks.parts import of_queries
@@ -64,6 +64,15 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         mask = mask & AttentionMask.bias(options["bias"])
     backend, reason = backends.choose("attention", q.device, q.dtype)
     refuse_keep_as_lengths(mask, k.shape[2])
+    causal = and_causal(mask.causal_offset, options.get("causal", False))
+    parts: dict[str, Any] = {name: options.get(name) for name in ("softcap", "sinks")}
+    p, weights = options.get("dropout_p", 0.0), options.get("return_weights", False)
+    special = is_special(mask, **parts)
+    call = Call("attention", q, k, v, mask, causal, special, dropout_p=p, return_weights=weights, **parts)
+    if call.differentiates_weights():
+        chosen = backends.for_gradient_of_weights("attention", backend)
+        reason = f"the gradient of the weights: {extension.module_obstacle()}" if chosen != backend else reason
+        backend = chosen
     check_head_dim("attention", backend, q, v)
     lines = [
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",
@@ -75,12 +84,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         lines.append(f"softcap: {options['softcap']}, applied to the scores before any bias")
     if options.get("sinks") is not None:
         lines.append(f"sinks: {tuple(options['sinks'].shape)}, one extra key without a value per head")
-    p = options.get("dropout_p", 0.0)
+    if backend != "reference" and call.differentiates_weights():
+        lines.append("weights: computed apart; their gradient is computed by the eager reference")
     stored = 0
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
-        causal = and_causal(mask.causal_offset, options.get("causal", False))
-        parts: dict[str, Any] = {name: options.get(name) for name in ("softcap", "sinks")}
-        call = Call("attention", q, k, v, mask, causal, is_special(mask, **parts), dropout_p=p, **parts)
         params = padded_params(call)
         if mask.has_ranges:
             lines.append(f"intervals and unions: {_describe_read(mask, params)}")

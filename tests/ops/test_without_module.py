@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from op_calls import Call, assert_equal, attention_calls, calls, token_calls
+from subprocesses import ROOT
 from without_module import hidden
 
 import transformer_fast as tfast
@@ -86,6 +87,8 @@ except tfast.BackendError as error:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     status = f"; but there is no module of eager calls for Python {python}, only for Python "
     assert said.count(status) == 2 and "the dispatcher calls the same kernels" in said
+    slower = re.search(r"\d+ to \d+ microseconds", said)
+    assert slower and slower[0] in (ROOT / "docs/install.md").read_text()
     assert f"None {library().name} True" in said and "   attention  float32   native: the default on cpu" in said
     assert "   module: None" in said
 
@@ -105,6 +108,8 @@ for tensor in (q, k, v):
     tensor.requires_grad_()
 def both(q, k, v):
     return tfast.attention(q, k, v, causal=True, return_weights=True)
+print(tfast.explain(q, k, v, causal=True, return_weights=True).partition("mask")[0])
+print(tfast.explain(q, k, v, causal=True).partition("why")[0])
 out, weights = torch.compile(both, fullgraph=True, backend="eager")(q, k, v)
 (out.sum() + weights.square().sum()).backward()
 torch.save([q.grad, k.grad, v.grad], sys.argv[1])
@@ -117,7 +122,22 @@ except tfast.BackendError as error:
         str(tmp_path / "gradients.pt"),
     )
     torch.testing.assert_close(torch.load(tmp_path / "gradients.pt"), [q.grad, k.grad, v.grad])
-    assert said.startswith('backend "native" cannot compute the gradient of the weights of attention: there is no mod')
+    assert (
+        "\nbackend: reference, the eager" in said and "\nwhy: the gradient of the weights: there is no module" in said
+    )
+    assert "\nbackend: native" in said
+    refused = 'backend "native" cannot compute the gradient of the weights of attention: there is no module'
+    assert said.splitlines()[-1].startswith(refused)
+
+
+def test_explain_says_what_computes_weights_in_training() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    said = "their gradient is computed by the eager reference"
+    assert said not in tfast.explain(q, q, q, return_weights=True)
+    q.requires_grad_()
+    assert said in tfast.explain(q, q, q, return_weights=True) and said not in tfast.explain(q, q, q)
+    with torch.no_grad():
+        assert said not in tfast.explain(q, q, q, return_weights=True)
 
 
 def test_layers_in_evaluation_and_generation() -> None:

@@ -64,12 +64,14 @@ class Call:
             if isinstance(t, Tensor):
                 check_dense(f"{self.op}: {name}", t)
         self.backend = backends.resolve(self.op, self.q.device, self.q.dtype)
-        if self.return_weights and torch.is_grad_enabled() and any(t.requires_grad for t in self._tensors()):
+        if self.differentiates_weights():
             self.backend = backends.for_gradient_of_weights(self.op, self.backend)
 
-    def _tensors(self) -> list[Tensor]:
+    def differentiates_weights(self) -> bool:
+        """Return True for a call whose returned weights may get a gradient."""
         given = (self.q, self.k, self.sinks, *self.mask.tensors().values())
-        return [t for t in given if isinstance(t, Tensor)]
+        needed = any(t.requires_grad for t in given if isinstance(t, Tensor))
+        return bool(self.return_weights) and torch.is_grad_enabled() and needed
 
     def special_arguments(
         self, lengths: tuple[int, int], zero: int, packed: tuple[int, int] | None = None
