@@ -42,6 +42,14 @@ def test_a_notebook_prints_what_is_committed(path: Path, tmp_path: Path) -> None
         assert drawn[0] == drawn[1]
 
 
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_notebook_says_first_what_it_needs(name: str) -> None:
+    (path,) = (path for path in NOTEBOOKS if path.stem == name)
+    said = " ".join(nbformat.read(path, as_version=4).cells[0].source.split())
+    (installed,) = re.findall(r"`pip install ([^`]*)`", said)
+    assert all(package.replace("_", "-") in installed for package in NEEDED[name])
+
+
 def test_numbers_aside_a_text_stays() -> None:
     same = notebooks.without_numbers("step  12 of 1,000\n----- 3.5e-07, 4, 5 ms")
     assert same == notebooks.without_numbers("step 7 of 30\n--- 1 ms") == "step # of # --- # ms"

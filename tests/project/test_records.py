@@ -20,7 +20,7 @@ SUITE = [name for name in NAMES if "/" not in name]
 OWN_PAGES = ["generation/profile_generation", "h200/measured"]
 """Records whose page is not made from rows; test_gpu_quick.py has the one of the GPU."""
 NO_ROWS = {
-    "profile_step.md", "host_cost.md", "model_host_cost.md", "release_check.md", "resources.md",
+    "profile_step.md", "host_cost.md", "model_host_cost.md", "resources.md",
     "sentence_embeddings.md", "spills.md",
 }  # fmt: skip
 """Pages without rows."""

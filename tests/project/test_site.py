@@ -99,7 +99,11 @@ def test_every_page_is_in_the_navigation_and_the_other_way_round() -> None:
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     named = re.findall(r"(\S+\.md)$", NAVIGATION, re.MULTILINE)
     assert len(named) == len(set(named)) and pages <= set(named)
-    assert all((DOCS / name).exists() or (ROOT / name.replace("readme", "README")).exists() for name in named)
+    outside = {
+        name.replace("readme", "README").replace("examples/", "") for name in named if not (DOCS / name).exists()
+    }
+    notebooks = {f"{path.stem}.md" for path in (ROOT / "examples").glob("*.ipynb")}
+    assert notebooks < outside and all((ROOT / name).exists() for name in outside - notebooks)
 
 
 def test_a_reader_has_few_pages_to_choose_from() -> None:
@@ -191,6 +195,21 @@ def test_the_first_page_names_the_repository_before_its_first_picture(monkeypatc
     assert "[Repository]" not in tool.on_page_markdown(text, page)
 
 
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is missing: `make setup` installs it")
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_a_page_with_its_code_and_output(path: Path) -> None:
+    name = f"examples/{path.name}"
+    page, cells = hook("outside_files").notebook_page(name), json.loads(path.read_text())["cells"]
+    assert page.startswith(cells[0]["source"][0].strip()) and f"jupyter lab {name}" in page
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert "```python\n{}\n```".format("".join(cell["source"])) in page
+        for output in cell.get("outputs", []):
+            assert "".join(output.get("text", [])).rstrip() in page
+    pictures = sum("image/png" in output.get("data", {}) for cell in cells for output in cell.get("outputs", []))
+    assert page.count("](data:image/png;base64,") == pictures
+
+
 def test_nothing_of_the_site_comes_from_another_host() -> None:
     settings = SETTINGS.read_text()
     assert "font: false" in settings and not re.search(r"https?://", settings)
@@ -215,5 +234,6 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     texts = " ".join(f"{section['title']} {section['text']}" for section in index["docs"]).lower()
     missing = [word for word in ("sentence-transformers", "save_pretrained", "lora", "speedup") if word not in texts]
     assert not missing, "the search does not find what users of sentence-transformers look for"
+    assert "fixed_dropout_seed" in (tmp_path / "examples/attention_kernel.html").read_text()
     outside = [page.name for page in tmp_path.rglob("*.html") if LOADED.search(page.read_text())]
     assert not outside, "they load something from another host"

@@ -1,10 +1,12 @@
 """Hook of MkDocs: files outside docs/ that its pages link to become part of the site.
 
-A page of the repository becomes a page of the site, any other file a copy. So no link needs the repository's address.
+A page of the repository becomes a page of the site, and so does a notebook; any other file becomes a copy. So no link
+needs the repository's address. A notebook is shown with the output that it holds; nothing is run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -26,13 +28,39 @@ def repository_path(src_uri: str) -> str:
 
 def site_path(path: str) -> str:
     """Return where a file of the repository stands on the site. For MkDocs a README would be an index."""
-    return path.removeprefix("docs/").replace("README.md", "readme.md")
+    return path.removeprefix("docs/").replace("README.md", "readme.md").replace(".ipynb", ".md")
 
 
 def linked(path: str) -> set[str]:
     """Return the files of the repository that a page links to."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return {posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for target in LINK.findall(text)}
+
+
+def notebook_page(path: str) -> str:
+    """Return a notebook of the repository as a page: its texts, its code, and the output that it holds."""
+    parts = []
+    for cell in json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if picture := data.get("image/png"):
+                parts.append(f"![Output of the cell](data:image/png;base64,{''.join(picture).strip()})")
+            elif text := output.get("text") or data.get("text/plain"):
+                parts.append(f"```text\n{''.join(text).rstrip()}\n```")
+    title, _, rest = parts[0].partition("\n")
+    name = posixpath.basename(path)
+    opened = f'This is <a href="{name}" download>{name}</a>. To run it in a checkout: `jupyter lab {path}`.'
+    return "\n\n".join([title, opened, rest.strip(), *parts[1:]])
+
+
+def added(path: str, config: MkDocsConfig) -> list[File]:
+    """Return the files of the site for one of the repository: a page, or a copy; for a notebook both."""
+    if path.endswith(".ipynb"):
+        copy = File.generated(config, path, abs_src_path=str(ROOT / path))
+        return [File.generated(config, site_path(path), content=notebook_page(path)), copy]
+    return [File.generated(config, site_path(path), abs_src_path=str(ROOT / path))]
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -49,8 +77,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for target in {path, *linked(path)} - seen:
             if not target.startswith(("docs/", "../")) and (ROOT / target).is_file():
                 seen.add(target)
-                files.append(File.generated(config, site_path(target), abs_src_path=str(ROOT / target)))
-                todo += [target] * target.endswith(".md")
+                for file in added(target, config):
+                    files.append(file)
+                todo += [target] * target.endswith((".md", ".ipynb"))
     return files
 
 
