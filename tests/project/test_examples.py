@@ -12,6 +12,8 @@ nbformat = pytest.importorskip("nbformat")
 import notebooks  # noqa: E402
 from notebooks import NOTEBOOKS  # noqa: E402
 
+import transformer_fast as tfast  # noqa: E402
+
 PICTURE = 80_000
 """Largest number of base64 characters of a committed picture."""
 
@@ -72,6 +74,13 @@ def test_what_is_committed_is_code_text_and_pictures(path: Path) -> None:
         asks = re.search(r"^(?:    )*print\(", cell.source, re.MULTILINE) and cell.cell_type == "code"
         assert not asks or cell.outputs, "run it, and commit what it prints"
     assert os.path.getsize(path) < 4 * PICTURE
+
+
+def test_the_version_in_a_notebook_is_that_of_the_package() -> None:
+    """Numbers are left out of the comparison of outputs."""
+    cells = [cell for path in NOTEBOOKS for cell in nbformat.read(path, as_version=4).cells]
+    shown = [notebooks.printed(cell) for cell in cells if "print(tfast.__version__" in cell.source]
+    assert shown and all(text.startswith(tfast.__version__) for text in shown)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -191,6 +191,18 @@ def test_home_has_the_figures_of_the_records() -> None:
                 assert like(figure, expected.ratio()), (beginning, figure, expected.ratio())
 
 
+def test_home_has_the_range_of_padded_models() -> None:
+    """The padding of BERT, Marian, BART and GPT-2 left in: the least and the largest figure of a training step."""
+    (cells,) = (
+        cells for cells in lines("index", "AVX-512 (AMD)") if cells[0] == "the same models, padding left in, training"
+    )
+    case = HUGGING_FACE + f"-{STEP}"
+    for cell, (record, way) in zip(cells[2:4], (("cpu-avx2-packed", "padded"), ("cpu-huggingface", "")), strict=True):
+        found = [Figure(record, case, way=way).ratio(model) for model in ("bert", "marian", "bart", "gpt2")]
+        least, largest = cell.split(" to ")
+        assert like(least, min(found)) and like(largest, max(found)), (cell, found)
+
+
 def places(pattern: str) -> list[tuple[str, tuple[str, ...]]]:
     """Return the pages that have these words, and the figures in them."""
     found = []

@@ -194,6 +194,15 @@ def test_bars_of_all_pictures_begin_at_0() -> None:
         assert bars and {float(x) for x in bars} == {float(x) for x in first}, name
 
 
+def test_pictures_follow_the_dark_mode() -> None:
+    """An SVG has both palettes; a PNG is drawn on white, and the site keeps white below it."""
+    drawn = {path: path.read_text() for path in (DOCS / "images").glob("*.svg")}
+    assert drawn and not [
+        path.name for path, text in drawn.items() if "@media (prefers-color-scheme: dark)" not in text
+    ]
+    assert '[data-md-color-scheme="slate"] .md-content img[src$=".png"]' in (DOCS / "site.css").read_text()
+
+
 @pytest.mark.parametrize("name", ["attention", "dropout", "empty_rows", "sums"])
 def test_the_picture_of_an_explanation_is_what_the_code_draws(name: str) -> None:
     text = (DOCS / "explained" / f"{name}.md").read_text()

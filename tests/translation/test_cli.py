@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,15 @@ def test_train_help_is_in_parts_and_shows_every_default(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for words in ("text and folder:", "the model:", "learning:", "--recipe NAME", "(default: 0.1)", "(default: yes)"):
         assert words in shown
+
+
+@pytest.mark.parametrize("name", ["train", "demo"])
+def test_a_time_has_its_unit_in_the_help(name, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    (said,) = re.findall(r"--max-time T (stop .*?)(?: --|$)", shown)
+    assert "20m" in said and ("in seconds" in said or "90s" in said)
 
 
 def test_info(command):

@@ -203,6 +203,16 @@ def test_corpus_of_a_run_reports_what_it_left_out(corpus: dict[str, str], tmp_pa
     assert messages.texts[0].startswith(f"{len(kept):,} sentence pairs, {kept.too_long:,} left out, 60 pieces")
 
 
+def test_one_pair_is_no_plural(corpus: dict[str, str], tmp_path: Path) -> None:
+    one = {}
+    for side, path in corpus.items():
+        one[side] = str(tmp_path / side)
+        Path(one[side]).write_text(Path(path).read_text().splitlines()[0] + "\n")
+    messages = Messages()
+    train(short_config(corpus, tmp_path / "run", max_steps=1, **{k: one[k] for k in ("source", "target")}), messages)
+    assert messages.texts[0].startswith("1 sentence pair, ")
+
+
 def test_a_seed_reproduces_a_run_to_the_bit(corpus: dict[str, str], tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> bytes:
         torch.rand(3)  # earlier draws must not matter
