@@ -304,6 +304,10 @@ def test_a_block_mask_of_flexattention_is_told_how_to_become_a_mask():
         with pytest.raises(TypeError, match=said):
             call()
     assert torch.equal(attention(q, q, q, attention_mask_of(blocks)), attention(q, q, q, causal=True))
+    with pytest.raises(
+        TypeError, match=r"got function; torch's create_block_mask takes .* tfast\.compat\.attention_mask_of"
+    ):
+        attention(q, q, q, lambda b, h, i, j: i >= j)
 
 
 def test_a_mask_has_no_complement_and_the_error_says_what_to_write():

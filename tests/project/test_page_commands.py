@@ -80,7 +80,7 @@ def check_nox(words: list[str]) -> None:
 def check_pip(words: list[str]) -> None:
     """Check the version of a wheel and the name of an extra."""
     for word in words:
-        if said := re.match(r"transformer_fast-([^-]+)-", word):
+        if said := re.match(r"(?:dist/)?transformer_fast-([^-]+)-", word):
             assert said[1] == transformer_fast.__version__
         if said := re.match(r"transformer_fast\[(.*)\]", word):
             assert set(said[1].split(",")) <= set(EXTRAS)
@@ -142,7 +142,7 @@ def test_the_commands_in_the_sentences_exist(page: Path) -> None:
         ".venv/bin/nox -s nothing", "nox -s pythons -k nothing",
         "TRANSFORMER_FAST_NOTHING=1 transformer-fast info", "sudo make test", "pytest tests/nothing.py",
         "pytest benchmarks/bench_norm.py --hours 9",
-        "pip install transformer_fast-9.9.9-*.whl",
+        "pip install transformer_fast-9.9.9-*.whl", "pip install dist/transformer_fast-9.9.9-*.whl",
     ],
 )  # fmt: skip
 def test_a_command_that_does_not_exist_is_found(command: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import TypeGuard
 
 import torch
@@ -97,9 +98,14 @@ def check_buckets(weight: Tensor, max_distance: int, bidirectional: bool) -> Non
 
 
 def how_to_convert(mask: object) -> str:
-    """Text for a message: the function that makes a mask of this object, an array or a BlockMask; or ""."""
+    """Text for a message: how an array, a BlockMask or a function of FlexAttention becomes a mask; or ""."""
     if hasattr(mask, "__array__"):
         return "; torch.from_numpy(mask) makes a tensor of it"
+    if isinstance(mask, FunctionType):
+        return (
+            "; torch's create_block_mask takes a function of (b, h, i, j), and tfast.compat.attention_mask_of makes an "
+            "AttentionMask of the result"
+        )
     from torch.nn.attention.flex_attention import BlockMask
 
     if isinstance(mask, BlockMask):
