@@ -223,6 +223,15 @@ def test_explain_counts_positions_and_tokens() -> None:
     assert "no padding" in packed.pair(BERT)[2].explain((torch.ones(2, 5, dtype=torch.int64),))
 
 
+def test_texts_for_a_model_of_token_ids_are_told_to_be_tokenized() -> None:
+    report = tfast.accelerate(packed.make(BERT), packed=True)
+    for call in (report.explain, report.measure):
+        with pytest.raises(
+            TypeError, match=r"batch: Bert\w+ takes token ids, got list of texts; tokenizer\(texts, padding"
+        ):
+            call(["a dog", "two men"])
+
+
 def test_explain_says_what_would_be_left_out() -> None:
     _, model, report = pair(packed.make(BERT))
     before = kinds(model)

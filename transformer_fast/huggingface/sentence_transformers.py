@@ -110,6 +110,9 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
         model: any module.
         batch: keyword arguments, a tuple of arguments, or one argument. For a model of sentence-transformers: features
             by name, or what ``preprocess`` takes, a list of texts or of pairs.
+
+    Raises:
+        TypeError: for texts, if the model is one of transformers, which take token ids.
     """
     if _is_pipeline(model):
         if isinstance(batch, tuple) and len(batch) == 1 and isinstance(batch[0], Mapping):
@@ -118,6 +121,11 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
         features: Any = batch if isinstance(batch, Mapping) else model.preprocess(batch)  # type: ignore[operator]
         device = next(model.parameters()).device
         return ({name: t.to(device) if isinstance(t, Tensor) else t for name, t in features.items()},), {}
+    if isinstance(batch, str | list) and all(isinstance(one, str) for one in batch) and _takes_ids(model):
+        raise TypeError(
+            f"batch: {type(model).__name__} takes token ids, got {type(batch).__name__} of texts; "
+            'tokenizer(texts, padding=True, return_tensors="pt") makes a batch of them'
+        )
     if isinstance(batch, tuple):
         return batch, {}
     return ((), dict(batch)) if isinstance(batch, Mapping) else ((batch,), {})
@@ -125,6 +133,11 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
 
 def _is_pipeline(module: nn.Module) -> bool:
     base: Any = getattr(sys.modules.get(f"{_NAME}.base.model"), "BaseModel", None)
+    return base is not None and isinstance(module, base)
+
+
+def _takes_ids(module: nn.Module) -> bool:
+    base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return base is not None and isinstance(module, base)
 
 
