@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,35 +265,6 @@ def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install -U transformers"):
         tfast.integrations.transformers.register()
-
-
-@pytest.mark.parametrize("name", ["T5", "MT5", "SwitchTransformers"])
-def test_relative_positions_are_never_a_dense_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and gradients are eager's, and T5's bias is read from a table of distances."""
-    length = 260  # from 256 x 256 scores on
-    ids, mask, out = torch.randint(4, 40, (2, length)), torch.ones(2, length, dtype=torch.long), []
-    mask[1, 200:] = 0
-    settings = {"relative_attention_max_distance": 40, "decoder_start_token_id": 2}
-    if name == "SwitchTransformers":
-        settings |= {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-    plain = both(f"{name}ForConditionalGeneration", **settings)[1]
-    fast = copy.deepcopy(plain)
-    tfast.accelerate(fast)
-    for model in (fast, plain):
-        seen: list[object] = []
-        attention = model.train().encoder.block[1].layer[0].SelfAttention
-        attention.register_forward_pre_hook(
-            lambda _, args, options, seen=seen: seen.append(options["position_bias"]), with_kwargs=True
-        )
-        torch.manual_seed(0)  # the router of experts draws
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
-        loss.backward()
-        tables = [s.block[0].layer[0].SelfAttention.relative_attention_bias for s in (model.encoder, model.decoder)]
-        out.append((loss.detach(), [table.weight.grad for table in tables]))
-        if len(out) == 1:
-            assert isinstance(seen[0], AttentionMask)
-    torch.testing.assert_close(*out, atol=1e-5, rtol=1e-3)
-    assert all(grad.abs().max() > 0 for grad in out[1][1])
 
 
 @pytest.mark.parametrize("is_causal", [None, True, False])

@@ -22,12 +22,14 @@ from ..layers.feed_forward import linear_relu_dropout
 from ..layers.hooks import is_plain
 from ..layers.norm import Unsummed, norm_and_sum
 from ..layers.norm import unsummed as sum_of_one_dtype
+from ..layers.padded_calls import StaysPaddedError
 from ..layers.products import product_of
+from ..layers.torch_modules import Embedding
 from ..masks import AttentionMask
 from ..ops.linear import is_faster
 from ..ops.norm import eager_layer_norm
 from .interface import is_ours
-from .tokens import BOUNDARIES
+from .tokens import BOUNDARIES, noted, with_note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Former:
         head: of a model around stacks, what its head reads.
         reads_last: of such a model, True if a head of one position reads the last token of a row, not the first one.
         makes_masks: of such a model, True if its stacks get padding masks, and make their masks of them.
+        methods: other methods of the class whose results the fast class computes itself, by name.
     """
 
     kind: type[nn.Module]
@@ -49,12 +52,22 @@ class Former:
     head: Any = None
     reads_last: bool = False
     makes_masks: bool = False
+    methods: tuple[tuple[str, Any], ...] = ()
+
+    def is_changed(self, module: nn.Module) -> bool:
+        """Return True if somebody replaced a method of the class, or of the module."""
+        own, kind = module.__dict__, self.kind
+        if kind.forward is not self.forward:
+            return True
+        return any(name in own or getattr(kind, name) is not method for name, method in self.methods)
 
 
 class Fast(nn.Module):
     """First base of a fast class; the last base is the class of transformers."""
 
     _former: Former
+    methods: tuple[str, ...] = ()
+    """Other methods of a class of transformers whose results :meth:`compute` computes itself."""
 
     @staticmethod
     def obstacle(module: Any) -> str:
@@ -107,6 +120,8 @@ class FeedForward(_Activated):
 class DistilBertFeedForward(_Activated):
     """``dropout(lin2(activation(lin1(x))))``."""
 
+    methods = ("ff_chunk",)
+
     def compute(self, input: Tensor) -> Tensor | None:
         if self.chunk_size_feed_forward:
             return None
@@ -155,7 +170,7 @@ class RMSNorm(Fast):
 class RMSNormOfEps(RMSNorm):
     """:class:`RMSNorm` whose epsilon is ``eps``, and whose argument has several names."""
 
-    eps_name = "eps"
+    eps_name, methods = "eps", ("_norm",)
 
     def compute(self, *args: Tensor, **kwargs: Tensor) -> Tensor | None:
         return super().compute(*args, *kwargs.values())
@@ -249,13 +264,18 @@ class PreNormDecoderLayer(DecoderLayer):
 WORTH_IT = 256 * 256
 """Minimum number of scores per head for relative positions in normal form. With fewer, as in a step of generation,
 reading a dense bias is faster than making a table of distances."""
+POSITIONS = "_transformer_fast_positions"
+"""Attribute of a dense bias that holds the relative positions as a part of a mask."""
 
 
 class RelativeAttention(Fast):
-    """T5's attention, with its relative positions as a part of the mask: no bias of size (Lq, Lk) is made.
+    """T5's attention, with its relative positions as a part of the mask: the kernel reads no bias of size (Lq, Lk).
 
-    The first layer returns that part in place of the bias, and the layers behind it read it.
+    The first layer returns the bias of transformers, which holds that part for the layers behind it. In a stack that
+    computes tokens alone, it returns the part in place of the bias.
     """
+
+    methods = ("compute_bias", "_relative_position_bucket")
 
     def compute(
         self,
@@ -266,21 +286,25 @@ class RelativeAttention(Fast):
         cache: Any = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, AttentionMask, Tensor | None] | None:
+    ) -> tuple[Tensor, Tensor | AttentionMask, Tensor | None] | None:
         if torch.compiler.is_compiling() or not is_ours(self.config._attn_implementation):
             return None
         source = hidden_states if key_value_states is None else key_value_states
-        is_small = hidden_states.shape[1] * source.shape[1] < WORTH_IT and BOUNDARIES not in kwargs
-        if position_bias is None:
-            if cache is not None or past_key_values is not None or (is_small and self.has_relative_attention_bias):
-                return None
-            if not self.has_relative_attention_bias:
-                position_bias = AttentionMask()
-            elif self.training and getattr(self, "gradient_checkpointing", False):
-                return None
-            else:
-                position_bias = self._positions()
-        elif not isinstance(position_bias, AttentionMask):
+        positions: AttentionMask | None
+        if position_bias is not None:
+            positions = position_bias if isinstance(position_bias, AttentionMask) else noted(position_bias, POSITIONS)
+        elif cache is not None or past_key_values is not None or (self.training and self.gradient_checkpointing):
+            return None
+        else:
+            Lq, Lk = hidden_states.shape[1], source.shape[1]
+            is_alone, has_bias = BOUNDARIES in kwargs, self.has_relative_attention_bias
+            positions = AttentionMask() if not has_bias else self._positions(is_alone or Lq * Lk >= WORTH_IT)
+            if is_alone and positions is None:
+                raise StaysPaddedError("its relative positions are not those of its table alone")
+            if positions is not None:
+                bias = positions if is_alone else self._bias(Lq, Lk, hidden_states)
+                position_bias = bias if is_alone else with_note(bias, POSITIONS, positions)
+        if positions is None:
             return None
         q, k, v = (
             linear(x).view(*x.shape[:-1], -1, self.key_value_proj_dim).transpose(1, 2)
@@ -288,14 +312,26 @@ class RelativeAttention(Fast):
         )
         attend = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         p = self.dropout if self.training else 0.0
-        out, weights = attend(
-            self, q, k, v, mask, dropout=p, scaling=self.scaling, position_bias=position_bias, **kwargs
-        )
-        return self.o(out.reshape(*hidden_states.shape[:-1], -1)), position_bias, weights
+        out, weights = attend(self, q, k, v, mask, dropout=p, scaling=self.scaling, position_bias=positions, **kwargs)
+        return self.o(out.reshape(*hidden_states.shape[:-1], -1)), position_bias, weights  # type: ignore[return-value]
 
-    def _positions(self) -> AttentionMask:
-        weight = self.relative_attention_bias.weight
-        return AttentionMask.relative(weight, self.relative_attention_max_distance, not self.is_decoder)
+    def _positions(self, pays: bool) -> AttentionMask | None:
+        """Relative positions as a part of a mask, with a copy of the table: sharding frees the table between layers.
+        None if other code than that of transformers has a part in them."""
+        table, distance = self.relative_attention_bias, self.relative_attention_max_distance
+        if not pays or not is_plain(table, nn.Embedding, Embedding):
+            return None
+        if len(table.weight) != self.relative_attention_num_buckets:
+            return None
+        try:
+            return AttentionMask.relative(table.weight.clone(), distance, not self.is_decoder)
+        except (TypeError, ValueError):  # no buckets for far distances
+            return None
+
+    def _bias(self, Lq: int, Lk: int, like: Tensor) -> Tensor:
+        if self.has_relative_attention_bias:
+            return self.compute_bias(Lq, Lk, device=like.device)
+        return like.new_zeros(1, self.n_heads, Lq, Lk)
 
 
 def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:

@@ -21,7 +21,7 @@ from . import supported
 from .blocks import Fast
 from .door import CACHED, Call, Stack, current, entered, has_cache
 from .logits import TokenLogits, TokensHead, held_logits, padded_logits
-from .tokens import with_packing
+from .tokens import PACKING, with_note
 
 READS_PADDING = "the loss reads padding: labels at padding, or after it, are not all -100"
 UNKNOWN_LOSS = "the loss is not transformers' own; it may read padding"
@@ -184,7 +184,7 @@ class HeadModel(Fast):
             call.keep_padding(NO_SOURCE)
             return {}
         changes = {
-            name: with_packing((t if self._former.makes_masks else keeps[name]).detach(), found[name])
+            name: with_note((t if self._former.makes_masks else keeps[name]).detach(), PACKING, found[name])
             for name, t in masks.items()
             if name in keeps and t is not None and t.dim() == 2
         }
@@ -192,7 +192,7 @@ class HeadModel(Fast):
             ids = None if found[own].is_full else self._decoder_ids(given, labels)
             if ids is None:
                 return changes
-            changes |= {own: with_packing(keeps[own].detach(), found[own]), "decoder_input_ids": ids}
+            changes |= {own: with_note(keeps[own].detach(), PACKING, found[own]), "decoder_input_ids": ids}
         if own not in changes or found[own].is_full or found[own].total == 0:
             return changes
         others = [value for name, value in given.items() if name not in names]

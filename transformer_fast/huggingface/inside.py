@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..layers.hooks import HOOKS
-from .blocks import Fast
+from .blocks import Fast, Former
 from .interface import is_ours
 from .logits import TokensHead
 
@@ -31,8 +31,9 @@ _RECORDING = ("transformers.utils.output_capturing",)
 _HARMLESS = ("torch.distributed.", "torch.utils.module_tracker", "transformers.modeling_utils", *_RECORDING)
 """Python modules whose hooks may see tokens without padding."""
 
-_seen: dict[type, tuple[type, Any]] = {}
-"""Classes that are known: the class that computes, and its ``forward`` when it was first seen."""
+_seen: dict[type, tuple[type, Any, Former | None]] = {}
+"""Classes that are known: the class that computes, its ``forward`` when it was first seen, and for a class that
+computes more than that the class before."""
 
 
 def obstacle_inside(module: nn.Module) -> str:
@@ -52,8 +53,8 @@ def is_plain_inside(module: nn.Module) -> bool:
 
 def _obstacle(module: nn.Module, harmless: tuple[str, ...]) -> str:
     own, kind = module.__dict__, type(module)
-    seen = _seen.get(kind)
-    if "forward" in own or not (_is_known(kind) if seen is None else seen[0].forward is seen[1]):
+    known = "forward" not in own and _is_known(kind)
+    if not known or ((former := _seen[kind][2]) is not None and former.is_changed(module)):
         return f"a {kind.__name__} inside is not known; it may read padding"
     hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     if hooked and _has_foreign_hook(module, harmless):
@@ -72,9 +73,8 @@ def _has_foreign_hook(module: nn.Module, harmless: tuple[str, ...]) -> bool:
 
 
 def _is_known(kind: Any) -> bool:
-    if kind in _seen:
-        base, forward = _seen[kind]
-        return base.forward is forward
+    if (seen := _seen.get(kind)) is not None:
+        return seen[0].forward is seen[1]
     base = kind
     if kind.__module__.startswith("torch.distributed.") and not is_held(kind):  # FSDP's subclass of a class
         known, base = _is_known(kind.__bases__[-1]), kind.__bases__[-1]
@@ -90,8 +90,9 @@ def _is_known(kind: Any) -> bool:
     else:
         known = kind in _PER_POSITION or (f"{kind.__module__}.{kind.__qualname__}" in _PEFT and is_held(kind))
     if known:
-        base = base._former.kind if issubclass(base, Fast) else base
-        _seen[kind] = base, base.forward
+        former = getattr(base, "_former", None)
+        base = base if former is None else former.kind
+        _seen[kind] = base, base.forward, former if former is not None and former.methods else None
     return known
 
 

@@ -95,7 +95,8 @@ def _made(kind: type[nn.Module], base: type[Fast], *, is_named_alike: bool = Fal
     attributes = {"__module__": __name__, "__qualname__": f"{kind.__qualname__}_of_{stem}", "__doc__": kind.__doc__}
     if is_named_alike:  # transformers finds what a model records by the full name of its class
         attributes |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced}
-    attributes["_former"] = Former(kind, kind.forward, _names(kind.forward), **more)
+    methods = tuple((name, getattr(kind, name)) for name in base.methods if hasattr(kind, name))
+    attributes["_former"] = Former(kind, kind.forward, _names(kind.forward), methods=methods, **more)
     return type(kind.__name__, bases_for(kind, base), {**attributes, "forward": _forward(kind, base.compute)})
 
 
@@ -131,8 +132,8 @@ def _forward(kind: type[nn.Module], compute: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # After undo, a caller may hold this method; and somebody may replace the method of transformers.
-        original = isinstance(self, Fast) and kind.forward is plain
+        # After undo, a caller may hold this method; and somebody may replace the methods of transformers.
+        original = isinstance(self, Fast) and not self._former.is_changed(self)
         if original and takes_fused_ops(*args, *kwargs.values(), *self._parameters.values()):
             result = compute(self, *args, **kwargs)
             if result is not None:

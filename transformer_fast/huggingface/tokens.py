@@ -117,13 +117,19 @@ def entered_flat(stack: Flat) -> Iterator[None]:
 
 
 PACKING = "_transformer_fast_packing"
-"""Attribute of a mask (B, L): its :class:`Packing`, and the version of the mask."""
+"""Attribute of a mask (B, L) that holds its :class:`Packing`."""
 
 
-def with_packing(keep: Tensor, packing: Packing) -> Tensor:
-    """Give a mask (B, L) its packing."""
-    setattr(keep, PACKING, (packing, version_of(keep)))
-    return keep
+def with_note(t: Tensor, name: str, value: Any) -> Tensor:
+    """Give a tensor an attribute that says what the tensor holds."""
+    setattr(t, name, (value, version_of(t)))
+    return t
+
+
+def noted(t: Tensor, name: str) -> Any:
+    """The attribute that :func:`with_note` gave to a tensor; None if the tensor was written to since."""
+    value, version = getattr(t, name, (None, None))
+    return value if version == version_of(t) else None
 
 
 def version_of(t: Tensor) -> int | None:
@@ -131,21 +137,16 @@ def version_of(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
-def _held(keep: Tensor) -> Packing | None:
-    held: Any = getattr(keep, PACKING, None)
-    return held[0] if held is not None and held[1] == version_of(keep) else None
-
-
 def packing_at(keep: Tensor) -> Packing:
     """Packing of a mask (B, L), 0 at padding: the one that the mask holds, unless the mask was written to since."""
-    if (held := _held(keep)) is not None:
+    if (held := noted(keep, PACKING)) is not None:
         return held
     return packing_of(keep if keep.dtype == torch.bool else keep.bool(), *keep.shape, keep.device)
 
 
 def is_full(keep: Tensor) -> bool:
     """Return True for a mask (B, L) without padding."""
-    held = _held(keep)
+    held = noted(keep, PACKING)
     return bool(keep.all()) if held is None else held.is_full
 
 

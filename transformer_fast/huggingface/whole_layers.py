@@ -27,6 +27,8 @@ from .tokens import BOUNDARIES, Boundaries
 class BertLayer(Fast):
     """BERT's layer: attention, and the feed-forward network, each with dropout, sum and norm."""
 
+    methods = ("feed_forward_chunk",)
+
     def compute(
         self,
         hidden_states: Tensor,
@@ -41,8 +43,6 @@ class BertLayer(Fast):
         boundaries: Boundaries | None = kwargs.get(BOUNDARIES)
         others = (encoder_hidden_states, cache, past_key_values, *args)
         if any(value is not None for value in others) or self.chunk_size_feed_forward:
-            return None
-        if "feed_forward_chunk" in self.__dict__:
             return None
         if not (is_plain_inside(self) if boundaries is None else boundaries.is_plain):
             return None
