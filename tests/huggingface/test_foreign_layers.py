@@ -204,5 +204,6 @@ def test_other_layers_keep_the_short_form(name: str, kind: str, monkeypatch: pyt
         return attention_op(q, k, v, mask, **options)
 
     monkeypatch.setattr("transformer_fast.ops.attention", watched)
-    fast(**given)
+    with torch.no_grad():  # a row without keys, as of left padding, passes gradients on in eager attention
+        fast(**given)
     assert len(masks) == 1 and masks[0].keep_mask is None and masks[0].additive_bias is None

@@ -218,3 +218,31 @@ def test_code_that_asks_for_sdpa_by_name_always_gets_a_mask() -> None:
     ids = torch.randint(4, 40, (2, 7))
     ours, theirs = (m(input_ids=ids, use_cache=False, logits_to_keep=3).logits for m in (fast, model))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("implementation", OURS)
+@pytest.mark.parametrize("name", [BERT, "GPT2LMHeadModel", "MarianMTModel", "T5ForConditionalGeneration"])
+def test_transforms_of_torch_func(name: str, implementation: str, packed: bool) -> None:
+    """Gradients, gradients of gradients, tangents and batches of models are those of the plain model."""
+    model = make(name, implementation)
+    fast = copy.deepcopy(model)
+    tfast.accelerate(fast, packed=packed)
+    options = given(name) | ({} if name == BERT else {"use_cache": False})
+    results = []
+    for each in (fast, model):
+        weights = {key: p.detach() for key, p in each.named_parameters()}
+
+        def loss(weights: dict[str, Tensor], each: nn.Module = each) -> Tensor:
+            return torch.func.functional_call(each, weights, (), options).logits.square().mean()
+
+        found = [torch.func.grad(loss)(weights)]
+        if implementation == "eager":  # torch's own attention on a CPU has no other rules
+            found.append(torch.func.jvp(loss, (weights,), (weights,)))
+            found.append(
+                torch.func.grad(lambda w: sum(g.square().sum() for g in torch.func.grad(loss)(w).values()))(weights)
+            )
+        several = {key: torch.stack([p, 1.1 * p]) for key, p in weights.items()}
+        found.append(torch.func.vmap(loss)(several))
+        results.append(found)
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-3)

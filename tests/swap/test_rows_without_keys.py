@@ -5,6 +5,7 @@ NaN, zeros or the mean: the plain model is the oracle, at every position, for ea
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -35,6 +36,25 @@ def check(name: str, attention: str, inputs: dict[str, Tensor], **settings: Any)
 @pytest.mark.parametrize(("name", "second"), [("BertModel", [0] * 6), ("LlamaForCausalLM", [0, 0, 1, 1, 1, 1])])
 def test_a_sentence_of_padding_alone_and_left_padding(name: str, second: list[int], attention: str) -> None:
     check(name, attention, {"input_ids": IDS, "attention_mask": torch.tensor([[1] * 6, second])})
+
+
+@every_implementation
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM"])
+def test_gradients_where_a_loss_reads_such_a_row(name: str, packed: bool, attention: str) -> None:
+    """The first token of a left-padded sentence is predicted at padding. With "eager", which adds its mask, such a row
+    passes gradients on to queries and keys; a window makes more such rows."""
+    is_gemma = name.startswith("Gemma2")  # which transformers lets have eager attention alone
+    settings, attention = ({"sliding_window": 2}, "eager") if is_gemma else ({}, attention)
+    plain = models.scattered(models.make(models.named(name), attention, **settings)).train()
+    model, results = copy.deepcopy(plain), []
+    tfast.accelerate(model, packed=packed)
+    mask = torch.tensor([[1] * 6, [0] * 6 if name.startswith("Bert") else [0, 0, 0, 1, 1, 1]])
+    for each in (model, plain):
+        each(input_ids=IDS, attention_mask=mask, labels=IDS).loss.backward()
+        results.append([p.grad for p in each.parameters()])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4 * float(expected.abs().max()) + 1e-7)
 
 
 @every_implementation

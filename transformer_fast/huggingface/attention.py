@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
+from .. import backends
 from ..layers.attention import module_attention
 from ..layers.padded_calls import StaysPaddedError
 from ..masks import AttentionMask
@@ -149,6 +151,11 @@ def weights_are_captured(what: str = "attentions") -> bool:
     return any(what in key for key in capturing._active_collector.get() or ())
 
 
+def _is_left_to_transformers() -> bool:
+    """Return True inside of transforms of torch.func and in forward-mode differentiation."""
+    return backends.in_transform() or forward_ad._current_level >= 0
+
+
 def eager_forward(
     module: nn.Module,
     query: Tensor,
@@ -161,8 +168,12 @@ def eager_forward(
 
     Arguments, result and errors are those of :func:`attention_forward`.
     """
+    if _is_left_to_transformers() and (theirs := interface.eager_attention(type(module))) is not None:
+        return theirs(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = attention_mask.to(query.dtype)
+    elif _gives_empty_rows_gradients(attention_mask, query, key):
+        attention_mask = attention_mask.dense()  # type: ignore[union-attr]
     if kwargs.get("cu_seq_lens_q") is None:
         kwargs["is_causal"] = False
     return attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -174,6 +185,8 @@ def sdpa_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
 
     Arguments, result and errors are those of :func:`attention_forward`.
     """
+    if _is_left_to_transformers():
+        return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
     return attention_forward(*args, **kwargs, empty_rows="zero" if kwargs.get("position_bias") is None else "uniform")
 
 
@@ -305,6 +318,14 @@ def _is_of_boundaries(mask: Tensor | None) -> bool:
 def _looks_back(module: nn.Module, is_causal: bool | None) -> bool:
     """Return True if a layer without a mask is causal."""
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+
+def _gives_empty_rows_gradients(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    """Return True for a call whose queries with every key blocked pass gradients on to queries and keys: "eager" adds
+    its mask, and the softmax of a row of equal large numbers has the gradient of the scores below."""
+    if not isinstance(mask, LazyMask) or not torch.is_grad_enabled():
+        return False
+    return (query.requires_grad or key.requires_grad) and mask.has_empty_rows()
 
 
 def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:

@@ -77,9 +77,16 @@ def own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
 own_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in tracing.py
 
 
+def eager_attention(layer: type[nn.Module]) -> Any:
+    """Eager attention in the file of a layer's author; None if there is none."""
+    definer = getattr(layer, "_former", None)
+    kind = layer if definer is None else definer.kind
+    return getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+
+
 @functools.cache
 def _own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
-    eager = getattr(sys.modules.get(layer.__module__), "eager_attention_forward", None)
+    eager = eager_attention(layer)
     names = () if eager is None else inspect.signature(eager).parameters
     return tuple(name for name in names if name not in _COMMON_ARGUMENTS)
 

@@ -37,12 +37,14 @@ class _Content:
         normal: mask in normal form.
         dense: the dense tensor, once something has read it.
         version: version of the dense tensor when it was computed; writing to it, or to a view of it, changes that.
+        has_empty_rows: True if a query has every key blocked; None if nobody asked.
     """
 
     def __init__(self, normal: AttentionMask) -> None:
         self.normal = normal
         self.dense: Tensor | None = None
         self.version = 0
+        self.has_empty_rows: bool | None = None
 
 
 @made_when_read
@@ -81,6 +83,17 @@ class LazyMask(Tensor):
         if parts_beside(mask, "key_keep_mask", "causal_offset"):
             return False
         return (mask.key_keep_mask is None) is (self.keep is None) and (mask.causal_offset == 0) is is_causal
+
+    def has_empty_rows(self) -> bool:
+        """Return True if a query has every key blocked; the values are read once."""
+        content, mask = self._content, self._content.normal
+        if content.has_empty_rows is None:
+            if parts_beside(mask, "key_keep_mask", "causal_offset"):
+                rows = mask.dense(*self.shape[2:], self.device)
+            elif (rows := mask.key_keep_mask) is not None and mask.causal_offset is not None:
+                rows = rows[..., : mask.causal_offset + 1]  # keys that the first query sees
+            content.has_empty_rows = rows is not None and not bool(rows.any(-1).all())
+        return content.has_empty_rows
 
     def __repr__(self, **_: Any) -> str:
         return f"{type(self).__name__}({self.mask}, shape={tuple(self.shape)}, dtype={self.dtype})"
