@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 import packed_models as packed  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
-from transformer_fast.huggingface.tokens import is_full, packing_at, with_packing  # noqa: E402
+from transformer_fast.huggingface.tokens import PACKING, is_full, packing_at, with_note  # noqa: E402
 
 WAITS = (
     "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
@@ -119,7 +119,7 @@ def test_a_stack_of_torch_reads_its_masks_once() -> None:
 
 def test_a_mask_that_was_written_to_is_read_again() -> None:
     keep = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    first = packing_at(with_packing(keep, packing_at(keep)))
+    first = packing_at(with_note(keep, PACKING, packing_at(keep)))
     assert packing_at(keep) is first and packing_at(keep.clone()) is not first and not is_full(keep)
     keep[0, 1] = False
     again = packing_at(keep)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ..layers.padded_calls import GAPS, NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record
-from ..layers.padder import Padder
+from ..layers.padder import Padder, check_reads
 from ..masks.packing import Packing, packing_of, take, unpack
 from .attention import weights_are_captured
 from .blocks import Fast
 from .inside import is_plain_inside, obstacle_inside
 from .interface import is_ours
 from .masks import LazyMask
-from .tokens import BOUNDARIES, Boundaries, Flat, entered_flat, packing_at
+from .tokens import BOUNDARIES, Boundaries, Flat, entered_flat, noted, packing_at, with_note
 
 CACHES = ("cache", "past_key_values")
 CACHED = "keys and values are cached (use_cache, past_key_values)"
@@ -107,6 +107,10 @@ class Stack(Fast):
         if call.reason:
             record(self, x.shape[0] * x.shape[1], None, call.reason)
             return None
+        memory = given.get("encoder_hidden_states")
+        before = None if memory is None else noted(memory, LEFT)
+        if given.get("encoder_attention_mask") is None:
+            check_reads(self, before, None)
         try:
             boundaries = self._boundaries(given, x, call.is_plain)
             if boundaries is None:
@@ -134,6 +138,7 @@ class Stack(Fast):
         memory, source = given.get("encoder_hidden_states"), None
         if memory is not None:
             source = self._packing(given.get("encoder_attention_mask"), batch, memory.shape[1], x.device, False)
+            check_reads(self, noted(memory, LEFT), source)
         padder = Padder(own, source)
         if not padder.pays:
             return None
@@ -245,9 +250,15 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(_holds_tensors, value))
 
 
+LEFT = "_transformer_fast_left"
+"""Attribute of hidden states (B, L, d) that holds the packing of the tokens: all else was left out, and is 0."""
+
+
 def _restored(result: Any, packing: Packing) -> Any:
     """Result of a stack with padding: its first value (1, T, d) -> (B, L, d)."""
+    name = 0 if isinstance(result, tuple) else "last_hidden_state"
+    padded = with_note(unpack(result[name].squeeze(0), packing), LEFT, packing)
     if isinstance(result, tuple):
-        return unpack(result[0].squeeze(0), packing), *result[1:]
-    result["last_hidden_state"] = unpack(result["last_hidden_state"].squeeze(0), packing)
+        return padded, *result[1:]
+    result[name] = padded
     return result

@@ -20,6 +20,7 @@ from .. import ops
 from ..masks import AttentionMask
 from ..masks.arguments import parts_beside
 from ..masks.packing import Packing, packing_of
+from ..tensor_cache import NOT_SAVED
 
 BOUNDARIES = "boundaries"
 """Keyword argument of the layers that holds the :class:`Boundaries`."""
@@ -120,16 +121,27 @@ PACKING = "_transformer_fast_packing"
 """Attribute of a mask (B, L) that holds its :class:`Packing`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Note:
+    """Attribute of a tensor of this version; copies and saved tensors do not have it."""
+
+    value: Any
+    version: int | None
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[()]]:
+        return NOT_SAVED
+
+
 def with_note(t: Tensor, name: str, value: Any) -> Tensor:
     """Give a tensor an attribute that says what the tensor holds."""
-    setattr(t, name, (value, version_of(t)))
+    setattr(t, name, _Note(value, version_of(t)))
     return t
 
 
 def noted(t: Tensor, name: str) -> Any:
     """The attribute that :func:`with_note` gave to a tensor; None if the tensor was written to since."""
-    value, version = getattr(t, name, (None, None))
-    return value if version == version_of(t) else None
+    note: Any = getattr(t, name, None)
+    return note.value if type(note) is _Note and note.version == version_of(t) else None
 
 
 def version_of(t: Tensor) -> int | None:

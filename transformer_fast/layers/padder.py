@@ -131,6 +131,43 @@ def held_packing(x: Tensor) -> Packing | None:
     return held.packing if type(held) is Held and held.version == x._version else None
 
 
+def check_order(module: nn.Module, x: Tensor, packing: Packing | None) -> None:
+    """Raise an error if a module reads positions that the module before has left out.
+
+    Args:
+        module: layer or stack.
+        x: what it reads, 0 at the positions that were left out.
+        packing: tokens that it reads; None for all positions.
+    """
+    check_reads(module, held_packing(x), packing)
+
+
+def check_reads(module: nn.Module, before: Packing | None, packing: Packing | None) -> None:
+    """:func:`check_order` for the tokens that were not left out before; None for all positions."""
+    if before is None or before is packing or before.is_full:
+        return
+    if packing is not None and packing.batch * packing.length == before.batch * before.length:
+        keep = torch.zeros(before.batch * before.length, dtype=torch.bool, device=before.indices.device)
+        keep[packing.indices] = True
+        if bool(covers(before, keep)):
+            return
+    raise RuntimeError(left_out(module))
+
+
+def covers(packing: Packing, keep: Tensor) -> Tensor:
+    """Bool (), True if all positions of a mask (B, L), True at tokens, are among the tokens of a packing."""
+    others = keep.flatten().index_fill(0, packing.indices, False)
+    return ~others.any()
+
+
+def left_out(module: nn.Module) -> str:
+    """Message of the error of :func:`check_order`."""
+    return (
+        f"a {type(module).__name__} reads positions that the layer before has left out as padding, and that are 0: "
+        "the masks of these layers differ, so their model cannot run with packed=True"
+    )
+
+
 def _tokens_of(x: Tensor, packing: Packing) -> Tensor:
     held: Any = getattr(x, _TOKENS, None)
     if type(held) is not Held or held.version != x._version or held.packing is not packing:

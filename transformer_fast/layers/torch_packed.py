@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,9 +15,34 @@ from .dropout import KINDS as DROPOUTS
 from .hooks import TAKES_RESIDUAL, has_role, is_plain
 from .linear import Linear
 from .padded_calls import StaysPaddedError, padded_calls
-from .padder import Padder, without_padding
+from .padder import Padder, covers, held_packing, left_out, without_padding
 from .torch_masks import TorchMasks, is_look_ahead
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, is_replaced
+
+_encoder_stays: ContextVar[str] = ContextVar("encoder_stays", default="")
+"""Reason why encoders keep their padding, or ""."""
+
+
+@contextlib.contextmanager
+def encoder_read_by(memory_padding: Tensor | None, source_padding: Tensor | None) -> Iterator[None]:
+    """Let encoders keep padding that their decoder reads.
+
+    Args:
+        memory_padding, source_padding: padding masks of the decoder's source and of the encoder, as ``torch.nn`` takes
+            them; None for none.
+    """
+    reads = source_padding is not None and memory_padding is not source_padding
+    if reads and memory_padding is not None and memory_padding.shape == source_padding.shape:  # type: ignore[union-attr]
+        reads = bool((_is_hidden(source_padding) & ~_is_hidden(memory_padding)).any())
+    token = _encoder_stays.set("its decoder reads padding (memory_key_padding_mask)" if reads else "")
+    try:
+        yield
+    finally:
+        _encoder_stays.reset(token)
+
+
+def _is_hidden(padding: Any) -> Tensor:
+    return padding if padding.dtype == torch.bool else padding == float("-inf")
 
 
 def packed_stack(stack: nn.Module, *inputs: tuple[Tensor, TorchMasks]) -> Tensor | None:
@@ -37,9 +64,17 @@ def packed_stack(stack: nn.Module, *inputs: tuple[Tensor, TorchMasks]) -> Tensor
         if all(keep is None for keep in keeps):
             return None
         batches = [(keep, *t.shape[:2], x.device) for keep, t in zip(keeps, tensors)]
-        packings, only_block = packings_of(batches, [flag for flag in blocks if flag is not None])
+        before = [None if keep is None else held_packing(t) for (t, _), keep in zip(inputs[1:], keeps[1:])]
+        orders = [covers(held, keep) for held, keep in zip(before, keeps[1:]) if held is not None]
+        blocked = [flag for flag in blocks if flag is not None]
+        packings, flags = packings_of(batches, [*orders, *blocked])  # one read
+        only_block = flags[len(orders) :]
+        if not all(flags[: len(orders)]):
+            raise RuntimeError(left_out(stack))
         if not all(only_block):
             raise StaysPaddedError("its padding mask is a float tensor, which is added to the scores")
+        if len(inputs) == 1 and (reason := _encoder_stays.get()):
+            raise StaysPaddedError(reason)
         padder = Padder(*packings, causal=causal[0])
 
         def run() -> Tensor:

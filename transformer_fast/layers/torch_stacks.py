@@ -13,9 +13,10 @@ from ..masks.packing import PackedMask, Packing, packings_of, take, unpack
 from ..tensors import takes_fused_ops
 from .by_torch import by_torch
 from .hooks import is_plain
+from .padder import check_order
 from .torch_masks import TorchMask, encoder_masks, is_look_ahead, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
-from .torch_packed import packed_stack, takes_packed
+from .torch_packed import encoder_read_by, packed_stack, takes_packed
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -94,6 +95,8 @@ class TransformerDecoder(nn.TransformerDecoder):
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
         if not isinstance(self, TransformerDecoder) or not takes_fused_ops(tgt, memory, *masks):
             return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+        if memory_mask is None and memory_key_padding_mask is None:
+            check_order(self, memory, None)
         own_masks = tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)
         cross_masks = memory_mask, memory_key_padding_mask, memory_is_causal
         packed = packed_stack(self, (tgt, own_masks), (memory, cross_masks))
@@ -119,6 +122,32 @@ class TransformerDecoder(nn.TransformerDecoder):
                 memory_is_causal=causal[1],
             )
         return tgt if self.norm is None else self.norm(tgt)
+
+
+class Transformer(nn.Transformer):
+    """``nn.Transformer`` of stacks that skip padding: padding of the source that the decoder reads stays."""
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """See ``torch.nn.Transformer``."""
+        paddings = src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask
+        given = src, tgt, src_mask, tgt_mask, memory_mask, *paddings, src_is_causal, tgt_is_causal, memory_is_causal
+        if torch.compiler.is_compiling() or not takes_fused_ops(*given) or not isinstance(self, Transformer):
+            return by_torch(nn.Transformer, self, *given)
+        with encoder_read_by(memory_key_padding_mask, src_key_padding_mask):
+            return nn.Transformer.forward(self, *given)
 
 
 def _stack_mask(

@@ -41,7 +41,9 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
     for path, module in model.named_modules():
         if id(module) in inside:
             continue
-        if isinstance(module, Transformer):
+        if type(module) is nn.Transformer and "forward" not in module.__dict__:
+            report._give_class(module, torch_stacks.Transformer)
+        elif isinstance(module, Transformer):
             found = True
             already = module.packed
             inside.update(map(id, module.modules()))

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..backends import in_transform
 from ..layers.hooks import is_plain
 from ..layers.padded_calls import StaysPaddedError, padded_calls
-from ..layers.padder import Padder, hand_over, held_packing, without_padding
+from ..layers.padder import Padder, check_order, hand_over, without_padding
 from ..masks import AttentionMask
 from ..masks.packing import Packing, packing_of
 from ..models.packed import padding_of
@@ -137,13 +137,13 @@ def token_forward(base: type[nn.Module], layer: TokenLayer, parts: tuple[str, ..
         if type(x) is not Tensor or x.dim() != 3:
             return base.forward(self, *args, **kwargs)
         if mask is None:
-            _check_order(self, x, None)
+            check_order(self, x, None)
             return base.forward(self, *args, **kwargs)
 
         def prepare() -> tuple[Padder, Callable[[], Any]]:
             padded = layer.as_batch_first(x)
             padder = Padder(layer.packing(mask, *padded.shape[:2]))
-            _check_order(self, x, padder.own)
+            check_order(self, x, padder.own)
             _check_parts(self, parts)
             _check_arguments(given, {names[0], layer.mask}, defaults)
             padder.check_sources()
@@ -213,28 +213,6 @@ def _check_reads(call: OnTokens, layer: TokenLayer) -> None:
         raise StaysPaddedError(f"{call.reads} attentions inside it run on the kernels{seen}")
     if (seen_calls := _seen.get()) is not None:
         seen_calls.append(call)
-
-
-def _check_order(layer: nn.Module, x: Tensor, packing: Packing | None) -> None:
-    """Raise an error if a layer reads positions that the layer before has left out.
-
-    Args:
-        layer: the layer.
-        x: its hidden states, 0 at the positions that were left out.
-        packing: tokens of this layer; None for all positions.
-    """
-    before = held_packing(x)
-    if before is None or before is packing or before.is_full:
-        return
-    if packing is not None and packing.batch * packing.length == before.batch * before.length:
-        kept = torch.zeros(before.batch * before.length, dtype=torch.bool, device=x.device)
-        kept[before.indices] = True
-        if bool(kept[packing.indices].all()):
-            return
-    raise RuntimeError(
-        f"a {type(layer).__name__} reads positions that the layer before has left out as padding, and that are 0: "
-        "the masks of these layers differ, so their model cannot run with packed=True"
-    )
 
 
 class _Redirect(TorchFunctionMode):
