@@ -10,6 +10,7 @@ from accelerated import kinds, pair
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
+import handwritten
 import packed_models as packed
 
 import transformer_fast as tfast
@@ -256,3 +257,25 @@ def test_accelerate_and_explain_log_no_warning(name: str, caplog: pytest.LogCapt
         if not options:
             report.explain(packed.batch(name, "between").given)
     assert not [record for record in caplog.records if record.name == "transformer_fast"]
+
+
+class MixingEncoder(handwritten.AnnotatedEncoder):
+    """The annotated text's encoder, with code of its own between the layers."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+            x = x - x.mean(1, keepdim=True)
+        return self.norm(x)
+
+
+def test_code_between_layers_that_skip_padding_is_named() -> None:
+    """The layers skip padding one by one, and no line says that they keep it."""
+    attention, network = handwritten.AnnotatedAttention(2, D, 0.0), handwritten.AnnotatedFeedForward(D, 16, 0.0)
+    model = MixingEncoder(handwritten.AnnotatedEncoderLayer(D, attention, network, 0.0), 2)
+    report = tfast.accelerate(model, packed=True)
+    assert [(row.path, row.now) for row in report.rows if row.is_stack] == [
+        (f"layers.{n}", "without padding") for n in range(2)
+    ]
+    assert report.notes == ["what the code of MixingEncoder reads between its layers is 0 at padding"]
+    assert "padding stays" not in str(report)

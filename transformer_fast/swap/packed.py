@@ -56,6 +56,8 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
             report.rows.append(_own_row(path, module))
             if report.rows[-1].now:
                 _change(report, module, WITHOUT_PADDING, report.padded_calls)
+                if layers_of(module) == [module]:
+                    _note_code_between(model, path, report)
     itself = token_layer_of(model)
     registered = _token_layers(model, "", inside) if itself is None else [("", [(model, itself)])]
     for path, layers in list(registered):
@@ -134,6 +136,19 @@ def _is_stack(module: nn.Module) -> bool:
     return (form := form_of(module)) is not None and form.padding is not None
 
 
+def _note_code_between(model: nn.Module, path: str, report: Report) -> None:
+    """Name the class whose own code stands between layers that skip padding one by one."""
+    while path:
+        path = path.rpartition(".")[0]
+        around = model.get_submodule(path)
+        if isinstance(around, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            continue
+        note = f"what the code of {type(around).__name__} reads between its layers is 0 at padding"
+        if note not in report.notes:
+            report.notes.append(note)
+        return
+
+
 def _own_row(path: str, module: nn.Module) -> Row:
     layers = layers_of(module)
     was = f"{len(layers)} {type(layers[0]).__name__}"
@@ -188,6 +203,8 @@ def _unregistered(module: nn.Module, path: str, left_out: set[int]) -> Iterator[
         return
     kinds = {type(layer) for layer in module.children()}
     alike = isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) == 1
+    if any(id(layer) in left_out for layer in module.children()) and alike:
+        return
     if alike and all(any(map(_is_swapped, layer.modules())) for layer in module.children()):
         kind, layers = kinds.pop(), list(module.children())
         of_torch = kind.__module__.startswith(("torch.", "transformer_fast."))
