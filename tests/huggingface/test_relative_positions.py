@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
@@ -224,6 +225,14 @@ def test_a_distance_for_which_there_is_no_table() -> None:
     tfast.accelerate(fast, packed=True)
     given = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids}
     close(*([model(**given).logits] for model in (fast, plain)))
+
+
+def test_a_hook_of_pytorch_on_all_modules_is_no_obstacle() -> None:
+    model = build().eval()
+    report = tfast.accelerate(model, packed=True)
+    with torch.no_grad(), FlopCounterMode(display=False):
+        model(**batch(), use_cache=False)
+    assert not report.padded_calls.reasons
 
 
 def twice(method: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -298,7 +298,9 @@ class RelativeAttention(Fast):
         else:
             Lq, Lk = hidden_states.shape[1], source.shape[1]
             is_alone, has_bias = BOUNDARIES in kwargs, self.has_relative_attention_bias
-            positions = AttentionMask() if not has_bias else self._positions(is_alone or Lq * Lk >= WORTH_IT)
+            positions = AttentionMask()
+            if has_bias:
+                positions = self._positions(is_alone) if is_alone or Lq * Lk >= WORTH_IT else None
             if is_alone and positions is None:
                 raise StaysPaddedError("its relative positions are not those of its table alone")
             if positions is not None:
@@ -315,11 +317,16 @@ class RelativeAttention(Fast):
         out, weights = attend(self, q, k, v, mask, dropout=p, scaling=self.scaling, position_bias=positions, **kwargs)
         return self.o(out.reshape(*hidden_states.shape[:-1], -1)), position_bias, weights  # type: ignore[return-value]
 
-    def _positions(self, pays: bool) -> AttentionMask | None:
+    def _positions(self, is_alone: bool) -> AttentionMask | None:
         """Relative positions as a part of a mask, with a copy of the table: sharding frees the table between layers.
-        None if other code than that of transformers has a part in them."""
+        None if other code than that of transformers has a part in them.
+
+        Args:
+            is_alone: True in a stack that computes tokens alone, which has looked for hooks.
+        """
         table, distance = self.relative_attention_bias, self.relative_attention_max_distance
-        if not pays or not is_plain(table, nn.Embedding, Embedding):
+        kinds = nn.Embedding, Embedding
+        if not (type(table) in kinds if is_alone else is_plain(table, *kinds)):
             return None
         if len(table.weight) != self.relative_attention_num_buckets:
             return None
