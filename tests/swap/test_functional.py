@@ -65,7 +65,7 @@ def test_without_it_they_are_left_and_their_children_are_swapped(name: str, monk
     assert {row.was for row in report.left} >= set(classes)
     assert whose(lambda: fast(*inputs)) == {"torch"}
     torch.testing.assert_close(step(fast, *inputs), step(model, *inputs), atol=2e-5, rtol=2e-5)
-    swaps = {nn.Linear: Linear} | {kind: swap.made for kind, swap in SWAPS.items()}
+    swaps = {nn.Linear: Linear} | {kind: swap.fast for kind, swap in SWAPS.items()}
     for before, after in zip(model.modules(), fast.modules(), strict=True):
         assert type(after) is swaps.get(type(before), type(before))
     first = " ".join(str(report).split())

@@ -287,4 +287,4 @@ def test_two_samples() -> None:
     other = Two()
     other.again = True
     with register(Two, [(Two(), PAIR), (other, PAIR)]):
-        assert TOKENS[Two].reads == {1, 2}
+        assert TOKENS[Two].now.reads == {1, 2}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,49 +17,47 @@ from ..layers.linear import Linear
 from ..ops.linear import is_faster
 from ..ops.unknown_names import near
 from ..ops.weight_layout import WeightLayout
+from .attention_rows import attention_rows
 from .check_form import FormTrials
-from .explained import explained
 from .form_class import class_of_form
-from .forms import candidates
-from .huggingface import Attention, give_attention
+from .forms import FORMS
+from .huggingface import give_attention
 from .int8 import Int8, Plan, options
 from .kept_weights import give_layout, takes_layout
-from .measured import measured
+from .measured import explained, measured
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, Watching, output_layers
 from .packed import pack
 from .report import LOCK, Report
-from .report_rows import attention_rows, padding_notes
 from .rows import ALREADY, OWN_FORWARD, Row
 from .rules import SWAPS
 from .swapped import FAST, IN_BLOCK, Registered, fast_class, functional_class, functional_obstacle
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def with_named_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function: an unknown keyword names the closest known one, and a flag must be a bool.
+def with_named_errors(function: Function) -> Function:
+    """Decorate a function of one argument and keywords: an unknown keyword names the closest known one, and a flag must
+    be a bool.
 
     Raises:
         TypeError: for a keyword that the function does not have, and for a value other than True or False of a keyword
             whose default is True or False.
     """
-    parameters = inspect.signature(function).parameters
-    keywords = [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
-    flags = [name for name in keywords if isinstance(parameters[name].default, bool)]
+    first, *keywords = inspect.signature(function).parameters.values()
+    defaults = {one.name: one.default for one in keywords}
 
     @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs.keys() - parameters.keys():
-            hint = near(name, keywords)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - defaults.keys() - {first.name}:
+            hint = near(name, list(defaults))
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
-        for name in flags:
-            if not isinstance(value := kwargs.get(name, False), bool):
+        for name, value in kwargs.items():
+            if isinstance(defaults.get(name), bool) and not isinstance(value, bool):
                 raise TypeError(f"{function.__name__}: {name} must be True or False, got {value!r}")
         return function(*args, **kwargs)
 
-    return checked
+    return checked  # type: ignore[return-value]
 
 
 OWN_SUM = "it adds 16-bit losses in their dtype, and float16 may overflow: fused_loss=True adds them in float32"
@@ -126,32 +123,32 @@ def accelerate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
     with LOCK:
-        layout = WeightLayout(keep=True) if keep_weights else None
-        walk = _Walk(model, fused_loss, packed, functional, layout)
+        report = Report()
         try:
-            plan = None if quantize is None else Plan(model, options(quantize), walk.report)
-            walk.int8 = plan.inside if plan is not None else set()
-            walk.give_attention()
+            plan = None if quantize is None else Plan(model, options(quantize), report)
+            walk = _Walk(model, report, plan, output_layers(model) if fused_loss else set())
+            walk.keep_weights, walk.functional, walk.packed = keep_weights, functional, packed
             if fused_loss:
-                walk.report._changes.append(Watching())
+                report._changes.append(Watching())
             walk.visit(model, "")
-            walk.report.attention = attention_rows(model, walk.report.rows, walk.attention)
+            report.attention = attention_rows(model, report.rows, walk.attention)
             if packed:
-                walk.pack()
-            if layout is not None:
-                give_layout(model, walk.report, layout)
+                pack(model, report, lambda attention: id(attention) in walk.attention.layers)
+            if keep_weights:
+                give_layout(model, report, WeightLayout(keep=True))
             if plan is not None:
                 plan.apply()
             if outside := huggingface.note(model):
-                walk.report.notes.append(outside)
+                report.notes.append(outside)
             if fused_loss and not walk.output_layers:
-                walk.report.notes.append("fused_loss: no output layer on a CPU was found")
-            walk.report._explain = functools.partial(_explain, model, packed)
-            walk.report._measure = functools.partial(measured, model, None if packed else _packed_also)
-            walk.report.rows.sort(key=lambda row: walk.order[row.path])
-            return walk.report
+                report.notes.append("fused_loss: no output layer on a CPU was found")
+            report._explain = functools.partial(_explain, model, packed)
+            report._measure = functools.partial(measured, model, None if packed else _packed_also)
+            order = {path: place for place, (path, _) in enumerate(model.named_modules())}
+            report.rows.sort(key=lambda row: order[row.path])
+            return report
         except BaseException:
-            walk.report.undo()
+            report.undo()
             raise
 
 
@@ -174,36 +171,27 @@ def _packed_also(model: nn.Module) -> Report:
 
 
 class _Walk:
-    def __init__(
-        self, model: nn.Module, fused_loss: bool, packed: bool, functional: bool, layout: WeightLayout | None
-    ) -> None:
-        self.model, self.packed, self.functional, self.layout = model, packed, functional, layout
-        self.report = Report()
-        self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
+    keep_weights = functional = packed = False  # the arguments of accelerate
+
+    def __init__(self, model: nn.Module, report: Report, plan: Plan | None, output_layers: set[int]) -> None:
+        self.model, self.report, self.output_layers, self.trial = model, report, output_layers, FormTrials()
         self.seen: set[int] = set()
-        self.output_layers = output_layers(model) if fused_loss else set()
-        ours = (m for m in model.modules() if _computes_children(type(m)))
-        self.applied = {id(child) for m in ours for child in m.children()}  # computed without a call
+        self.int8 = set() if plan is None else plan.inside
+        # Modules that a class of this package computes without a call; in SWAPS are those that get such a class.
+        ours = (m for m in model.modules() if type(m) in SWAPS or _is_ours(type(m)))
+        self.applied = {id(child) for m in ours if not isinstance(m, huggingface.Fast) for child in m.children()}
         self.fused: set[int] = set()  # modules that run on the fused ops, swapped by this call or earlier
-        self.trial = FormTrials()
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
-        self.attention = Attention()
-        self.int8: set[int] = set()  # layers that get int8 weights
-
-    def give_attention(self) -> None:
-        def obstacle(part: nn.Module) -> str:
-            return self._device_obstacle(part, "attention")
-
-        self.attention = give_attention(self.model, obstacle, self.report._changes)
-        self.report.rows.extend(self.attention.rows)
+        self.attention = give_attention(model, lambda part: self._device_obstacle(part, "attention"), report)
+        report.rows.extend(self.attention.rows)
 
     def visit(self, module: nn.Module, path: str) -> None:
         if id(module) in self.seen:
             return
         self.seen.add(id(module))
         if isinstance(module, torch.jit.ScriptModule):
-            self._add_unchanged(path, module, "it is compiled by torch.jit")
+            self._leave(path, module, "it is compiled by torch.jit")
             return
         for name, child in module._modules.items():
             if child is not None:
@@ -212,20 +200,30 @@ class _Walk:
         if id(module) in self.output_layers and was is not OutputLayer and not self._obstacle(module, "cross_entropy"):
             self._swap(path, module, OutputLayer, FUSED_LOSS)
         elif isinstance(module, Registered) or _is_ours(was):
-            self._add_unchanged(path, module, ALREADY)
+            self._leave(path, module, ALREADY)
             self.fused.add(id(module))
         elif was in FAST:
-            self._visit_registered(path, module)
+            fast = FAST[was].now
+            why = self._obstacle(module, "attention")
+            self._swap(path, module, fast_class(was, fast), f"{_name(fast)} (registered)", why)  # type: ignore[arg-type]
         elif was is nn.Linear:
-            self._visit_linear(path, module)  # type: ignore[arg-type]
+            faster = is_faster(module.weight) or (self.keep_weights and takes_layout(module))  # type: ignore[arg-type]
+            faster = faster and id(module) not in self.applied and "forward" not in module.__dict__
+            if faster or id(module) in self.int8:
+                self._swap(path, module, Linear, "layers.Linear")
+            else:
+                self.report.plain["Linear"] += 1
         elif was in SWAPS:
-            self._visit_torch(path, module)
-        elif (fast := huggingface.fast_class(was)) is not None:
-            self._visit_huggingface(path, module, fast)
+            swap = SWAPS[was]
+            why = swap.obstacle(module) or self._obstacle(module, swap.op)
+            self._swap(path, module, swap.fast, f"layers.{swap.fast.__name__}", why)
+        elif (small := huggingface.fast_class(was)) is not None:
+            why = small.obstacle(module) or self._obstacle(module, "norm")
+            self._swap(path, module, small, f"huggingface.{small.__bases__[0].__name__}", why)
         elif isinstance(module, tuple(SWAPS)) and parametrize.is_parametrized(module):
-            self._add_unchanged(path, module, "its parameters are computed by parametrizations")
+            self._leave(path, module, "its parameters are computed by parametrizations")
         elif was is nn.CrossEntropyLoss and self._sums_losses_in_16_bits():
-            self._add_unchanged(path, module, OWN_SUM)
+            self._leave(path, module, OWN_SUM)
         elif was.__module__.startswith(("torch.nn.modules", "torch.nn.utils")):
             self.report.plain[was.__name__] += 1
         else:
@@ -236,55 +234,21 @@ class _Walk:
         narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters())
         return narrow and self.device.type == "cpu" and not self.output_layers
 
-    def pack(self) -> None:
-        """Let stacks of layers skip padding."""
-        report = self.report
-        report.packed = report.padded_calls.warns = True
-        before = len(report.rows)
-        reasons = pack(self.model, report, lambda attention: id(attention) in self.attention.layers)
-        report.rows[before:] = [dataclasses.replace(row, is_stack=True) for row in report.rows[before:]]
-        report.notes += padding_notes(self.model, report, reasons)
-
-    def _visit_registered(self, path: str, module: nn.Module) -> None:
-        if reason := self._obstacle(module, "attention"):
-            self._add_unchanged(path, module, reason)
-        else:
-            fast = FAST[type(module)]
-            made = fast_class(type(module), fast)  # type: ignore[arg-type]
-            self._swap(path, module, made, f"{_name(fast)} (registered)")
-
-    def _visit_linear(self, path: str, module: nn.Linear) -> None:
-        faster = is_faster(module.weight) or (self.layout is not None and takes_layout(module))
-        faster = faster and id(module) not in self.applied and not _is_replaced(module)
-        if faster or id(module) in self.int8:
-            self._swap(path, module, Linear, "layers.Linear")
-        else:
-            self.report.plain["Linear"] += 1
-
-    def _visit_torch(self, path: str, module: nn.Module) -> None:
-        swap = SWAPS[type(module)]
-        if reason := swap.obstacle(module) or self._obstacle(module, swap.op):
-            self._add_unchanged(path, module, reason)
-        else:
-            self._swap(path, module, swap.made, f"layers.{swap.made.__name__}")
-
-    def _visit_huggingface(self, path: str, module: nn.Module, fast: type[huggingface.Fast]) -> None:
-        if reason := fast.obstacle(module) or self._obstacle(module, "norm"):
-            self._add_unchanged(path, module, reason)
-        else:
-            self._swap(path, module, fast, f"huggingface.{fast.__bases__[0].__name__}")
-
     def _visit_other(self, path: str, module: nn.Module) -> None:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-            self._add_unchanged(path, module, "its sizes are not known before its first call")
+            self._leave(path, module, "its sizes are not known before its first call")
             return
-        family = next((base for base in type(module).__mro__ if _is_torchs(base)), None)
+        containers = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        of_torch = (base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules"))
+        family = next((base for base in of_torch if base not in containers), None)
         reason = f"a subclass of nn.{family.__name__} may compute something else" if family else OWN_FORWARD
         if module._modules:  # own code may do anything: name the module, count what is fused
             fused = len(self.fused.intersection(map(id, module.modules())))
             reason += f"; {fused} of the modules inside it run on the fused ops"
         of_transformers = type(module).__module__.startswith("transformers.")
-        for form in () if of_transformers else candidates(module):
+        for form in () if of_transformers else FORMS.values():
+            if not form.has_names(module):
+                continue
             obstacle = form.obstacle(module) or self._obstacle(module, "attention")
             difference = obstacle or self.trial.difference(module, form)
             if not difference:
@@ -296,15 +260,15 @@ class _Walk:
         functional = self.functional and not (self.packed and huggingface.is_packed(type(module)))
         if id(module) in self.attention.layers:
             self.fused.add(id(module))
-        elif functional and not (left := functional_obstacle(module)):
-            self._swap(path, module, functional_class(type(module)), IN_BLOCK)  # type: ignore[arg-type]
         elif functional:
-            self._add_unchanged(path, module, left)
+            why = functional_obstacle(module)
+            made = type(module) if why else functional_class(type(module))  # type: ignore[arg-type]
+            self._swap(path, module, made, IN_BLOCK, why)
         elif id(module) not in self.attention.parts:
-            self._add_unchanged(path, module, reason)
+            self._leave(path, module, reason)
 
     def _obstacle(self, module: nn.Module, op: str) -> str:
-        if _is_replaced(module) or type(module).__call__ is not nn.Module.__call__:
+        if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
             return "its forward was replaced"
         return self._device_obstacle(module, op)
 
@@ -317,34 +281,23 @@ class _Walk:
         backend, why = backends.choose(op, device, dtype)
         return f"no kernel here: {why}" if backend == "reference" and backends.current() == "auto" else ""
 
-    def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str) -> None:
+    def _swap(self, path: str, module: nn.Module, fast: type[nn.Module], name: str, why: str = "") -> None:
+        """Swap a module, unless there is a reason to leave it."""
+        if why:
+            self._leave(path, module, why)
+            return
         self.report.rows.append(Row(path, _name(type(module)), name))
-        self.report._give_class(module, made)
+        self.report._give_class(module, fast)
         self.fused.add(id(module))
 
-    def _add_unchanged(self, path: str, module: nn.Module, reason: str) -> None:
-        self.report.rows.append(Row(path, _name(type(module)), None, reason))
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    return "forward" in module.__dict__
+    def _leave(self, path: str, module: nn.Module, why: str) -> None:
+        self.report.rows.append(Row(path, _name(type(module)), None, why))
 
 
 def _is_ours(kind: type[nn.Module]) -> bool:
     """Return True for a module whose class in this package runs on the fused ops."""
     plain = ("transformer_fast.reference", "transformer_fast.translation")
     return kind.__module__.startswith("transformer_fast.") and not kind.__module__.startswith(plain)
-
-
-def _computes_children(kind: type[nn.Module]) -> bool:
-    """Return True for a class of this package that computes its children without a call, or that gets such a class."""
-    return kind in SWAPS or (_is_ours(kind) and not issubclass(kind, huggingface.Fast))
-
-
-def _is_torchs(kind: type[nn.Module]) -> bool:
-    """Return True for a class of ``torch.nn`` that computes something, no container."""
-    containers = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return kind.__module__.startswith("torch.nn.modules") and kind not in containers
 
 
 def _name(kind: type[nn.Module]) -> str:

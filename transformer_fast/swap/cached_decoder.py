@@ -40,7 +40,7 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
         for theirs, layer in zip(layers, ours.layers, strict=True):
             _take_over(layer, theirs, width)
         ours.norm = _norm(decoder.norm)
-    ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, _table(positions))
+    ours.embed.lut, ours.pe.pe = lookup.lut, _table(positions)
     return ours if cache_obstacle(ours) is None else None
 
 
@@ -53,15 +53,16 @@ def _is_as_swapped(module: nn.Module) -> bool:
     return form is not None and has_its_forward(type(module)) and form.has_names(module)
 
 
-def _table(positions: nn.Module) -> str:
-    return "P" if of_form("D2lPositional")(positions) else "pe"
+def _table(positions: nn.Module) -> Tensor:
+    """Table of positions (1, max_len, d)."""
+    return positions.P if of_form("D2lPositional")(positions) else positions.pe  # type: ignore[return-value]
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
     """Return True if a positional table is on the embedding's device, does not widen its dtype, and has enough rows."""
     if not of_form("Positional", "D2lPositional")(positions):
         return False
-    table = getattr(positions, _table(positions))
+    table = _table(positions)
     same = table.device == weight.device and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
     return same and longest <= table.shape[1]
 
@@ -83,9 +84,7 @@ def _fits(attention: nn.Module, width: int) -> bool:
 
 
 def _linears(attention: nn.Module) -> Sequence[nn.Module]:
-    form = form_of(attention)
-    assert form is not None
-    return LINEARS[form.name](attention)
+    return LINEARS[form_of(attention).name](attention)  # type: ignore[union-attr]
 
 
 def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
@@ -104,14 +103,14 @@ def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
 
 def _norm(norm: nn.Module) -> Norm | LayerNorm | RMSNorm:
     """Return a norm as a norm of `transformer_fast.layers`, with the same parameters."""
-    if (form := form_of(norm)) is not None:
-        gain, shift = form.parameters
-        eps, kind = "eps", "layer" if form.name == "BiasedNorm" else "std"
-    else:
-        gain, shift, eps, kind = "weight", "bias", "eps", "rms" if isinstance(norm, swapped.RMSNorm) else "layer"
-    made = {"std": Norm, "layer": LayerNorm, "rms": RMSNorm}[kind]
-    ours = made(width_of(norm), getattr(norm, eps))
-    setattr(ours, "alpha" if kind == "std" else "weight", getattr(norm, gain))
-    if kind != "rms":
-        ours.bias = getattr(norm, shift)
+    if isinstance(norm, swapped.RMSNorm):
+        rms = RMSNorm(width_of(norm), norm.eps)
+        rms.weight = norm.weight
+        return rms
+    form = form_of(norm)
+    gain, shift = ("weight", "bias") if form is None else form.parameters
+    kind = LayerNorm if form is None or form.name == "BiasedNorm" else Norm
+    ours = kind(width_of(norm), norm.eps)
+    setattr(ours, "weight" if kind is LayerNorm else "alpha", getattr(norm, gain))
+    ours.bias = getattr(norm, shift)
     return ours

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from ..layers.padded_calls import WITHOUT_PADDING
 from ..ops.weight_layout import LAYOUT
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_SMALLEST = 0.1  # scale of values that are about 0, such as the gradient of a key's bias
+SMALLEST = 0.1
+"""Scale of values that are about 0, such as the gradient of a key's bias, or a mean of normed values."""
 
 Place = tuple[str, str]
 """Path of a module and name of its attribute, which is a probability of dropout."""
@@ -47,50 +48,27 @@ class Call:
         args, kwargs: the arguments.
         where: description.
         may_fail: True for arguments that the plain module may not take.
+        keep: bool (B, L), True at the tokens to which padding was added; None for any other call.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     where: str
     may_fail: bool = False
+    keep: Tensor | None = None
 
 
-@dataclasses.dataclass
-class Worst:
-    """Largest error of all comparisons, as a multiple of what is allowed."""
-
-    ratio: float = 0.0
-    text: str = ""
-
-    def compare(self, actual: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
-        """Compare results by name. Values that are NaN in the plain module count as equal.
-
-        Raises:
-            DiffersError: if a result has another kind or shape.
-        """
-        for name in [*expected, *(name for name in actual if name not in expected)]:
-            ours, plain = actual.get(name), expected.get(name)
-            if not isinstance(ours, Tensor) or not isinstance(plain, Tensor):
-                equal = type(ours) is type(plain) and ours == plain
-            else:
-                equal = ours.shape == plain.shape and ours.dtype == plain.dtype
-            if not equal:
-                raise DiffersError(f"{name} is {_kind(ours)}, and {_kind(plain)} in the plain module ({where})")
-            if isinstance(plain, Tensor) and plain.numel():
-                self._compare(name, ours.detach().cpu(), plain.detach().cpu(), where)  # type: ignore[union-attr]
-
-    def _compare(self, name: str, ours: Tensor, plain: Tensor, where: str) -> None:
-        if not plain.is_floating_point():
-            ours, plain = ours.double(), plain.double()
-        allowed = _TOLERANCES.get(plain.dtype, 5e-2)
-        worst, largest = float((ours - plain).abs().max()), float(plain.abs().max())
-        if not math.isfinite(worst + largest):
-            equal = (ours == plain) | plain.isnan()
-            largest = float(torch.where(plain.isfinite(), plain, 0.0).abs().max())
-            worst = float(torch.where(equal, 0.0, (ours - plain).abs()).nan_to_num(nan=float("inf")).max())
-        if (ratio := worst / (allowed * max(largest, _SMALLEST))) > self.ratio:
-            self.ratio = ratio
-            self.text = f"the largest error is {worst:.2g}, of values up to {largest:.2g}, in {name} ({where})"
+def largest_difference(ours: Tensor, plain: Tensor) -> tuple[float, float]:
+    """Largest difference of two tensors where the plain value is not NaN, and the largest finite plain value."""
+    ours, plain = ours.detach().cpu(), plain.detach().cpu()
+    if not plain.is_floating_point():
+        ours, plain = ours.double(), plain.double()
+    worst, largest = float((ours - plain).abs().max()), float(plain.abs().max())
+    if not math.isfinite(worst + largest):
+        equal = (ours == plain) | plain.isnan()
+        largest = float(torch.where(plain.isfinite(), plain, 0.0).abs().max())
+        worst = float(torch.where(equal, 0.0, (ours - plain).abs()).nan_to_num(nan=float("inf")).max())
+    return worst, largest
 
 
 def _kind(value: Any) -> str:
@@ -123,12 +101,8 @@ def _copies_by_itself(module: nn.Module) -> bool:
 
 
 def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Copy of a module without hooks, records of calls and kept weights.
-
-    Args:
-        module: the module.
-        dtype: dtype of all floats, on the CPU. A parameter of this dtype on the CPU then shares its memory. None copies
-            everything as it is.
+    """Copy of a module without hooks, records of calls and kept weights; with a dtype on the CPU, where a parameter
+    that has this dtype already shares its memory.
 
     Raises:
         ValueError: if the module cannot be copied.
@@ -176,32 +150,24 @@ def is_constant(t: Tensor) -> bool:
     return t.is_floating_point() and bool(len(values) and values[0] == values[-1] and (values == values[0]).all())
 
 
-class Dropouts:
-    """Dropouts of a module.
+def dropouts_of(module: nn.Module, values: Collection[Any] = ()) -> list[Place]:
+    """Dropouts of a module: ``nn.Dropout`` and its relatives, ``nn.MultiheadAttention``, and attributes that hold one
+    of the probabilities with which dropout was called."""
+    return [
+        (path, name)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if (name == "p" and isinstance(part, nn.modules.dropout._DropoutNd))
+        or (name == "dropout" and isinstance(part, nn.MultiheadAttention))
+        or (type(value) is float and value != 0.0 and value in values)
+    ]
 
-    Args:
-        module: the module.
-        values: probabilities with which dropout was called.
 
-    Attributes:
-        places: ``nn.Dropout`` and its relatives, ``nn.MultiheadAttention``, and attributes that hold one of the values.
-    """
-
-    def __init__(self, module: nn.Module, values: Collection[Any] = ()) -> None:
-        self.places: list[Place] = [
-            (path, name)
-            for path, part in module.named_modules()
-            for name, value in vars(part).items()
-            if (name == "p" and isinstance(part, nn.modules.dropout._DropoutNd))
-            or (name == "dropout" and isinstance(part, nn.MultiheadAttention))
-            or (type(value) is float and value != 0.0 and value in values)
-        ]
-
-    def set(self, p: float, *modules: nn.Module, places: Sequence[Place] | None = None) -> None:
-        """Set the probability at all places, or some, of the module or its copies."""
+def set_dropouts(p: float, places: Iterable[Place], *modules: nn.Module) -> None:
+    """Set the probability at these places of a module and its copies."""
+    for path, name in places:
         for module in modules:
-            for path, name in self.places if places is None else places:
-                vars(module.get_submodule(path))[name] = p
+            vars(module.get_submodule(path))[name] = p
 
 
 class _NoDraws(TorchDispatchMode):
@@ -246,35 +212,27 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclasses.dataclass
 class Pair:
-    """Plain module and the same fast, without dropout.
-
-    Attributes:
-        plain, fast: the modules.
-        dropouts: dropouts of both.
-        words: description of their parameters.
-    """
+    """Plain module and the same fast, the places of their dropouts, which are 0, and a description of the
+    parameters."""
 
     plain: nn.Module
     fast: nn.Module
-    dropouts: Dropouts
+    dropouts: list[Place]
     words: str
 
 
 class Trial:
-    """Comparisons of plain modules with fast ones.
-
-    Args:
-        fast: name of the fast module in messages.
+    """Comparisons of plain modules with fast ones, which messages call by the name ``fast``.
 
     Attributes:
-        worst: largest error so far.
+        error, text: largest error so far, as a multiple of what is allowed, and its place.
         looks_for_draws: raise an error where a plain module draws random numbers.
     """
 
     looks_for_draws = True
 
     def __init__(self, fast: str) -> None:
-        self.fast, self.worst = fast, Worst()
+        self.fast, self.error, self.text = fast, 0.0, ""
 
     def make(self, plain: nn.Module) -> nn.Module:
         """Make a fast module, and leave the plain one as it is."""
@@ -289,14 +247,8 @@ class Trial:
         return module(*args, **kwargs)
 
     def results(self, module: nn.Module, call: Call, training: bool, gradients: bool = True) -> dict[str, Any]:
-        """Results of a call by name; in training also buffers, and gradients of a weighted sum of all float results.
-
-        Args:
-            module: plain or fast module.
-            call: arguments; tensors are copied.
-            training: mode of the module.
-            gradients: False for results and nothing else.
-        """
+        """Results of a call with copies of its tensors, by name; in training also buffers, and gradients of a weighted
+        sum of all float results."""
         module.train(training)
         gradients = gradients and training
         leaves: dict[str, Tensor] = {}
@@ -336,11 +288,11 @@ class Trial:
                 found[name], leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, None
         return found | {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
 
-    def pair(self, plain: nn.Module, words: str, dropouts: Dropouts | None = None) -> Pair:
+    def pair(self, plain: nn.Module, words: str, dropouts: list[Place] | None = None) -> Pair:
         """Make a pair; for the arguments see :class:`Pair`."""
-        dropouts = dropouts or Dropouts(plain)
-        dropouts.set(0.0, plain)
-        return Pair(plain, self.make(plain), dropouts, words)
+        places = dropouts_of(plain) if dropouts is None else dropouts
+        set_dropouts(0.0, places, plain)
+        return Pair(plain, self.make(plain), places, words)
 
     def compare(
         self,
@@ -350,21 +302,15 @@ class Trial:
         drops: Sequence[Sequence[Place]] = (),
         gradients: bool = True,
     ) -> None:
-        """Compare a call.
-
-        Args:
-            pair: the modules.
-            call: the call.
-            modes: False for evaluation, True for training without dropout.
-            drops: groups of dropouts; the call is also compared in training where one group drops everything.
-            gradients: False for results alone.
+        """Compare a call: in modes (False for evaluation, True for training without dropout), and in training where one
+        of the groups ``drops`` of dropouts drops everything.
 
         Raises:
             FailsError: if a module fails, and the call must not.
             ValueError: for results of another kind or shape, or if the plain module draws random numbers.
         """
         for training, group in [*((training, ()) for training in modes), *((True, group) for group in drops)]:
-            pair.dropouts.set(1.0, pair.plain, pair.fast, places=group)
+            set_dropouts(1.0, group, pair.plain, pair.fast)
             try:
                 expected = self.expected(pair.plain, call, training, gradients, draws=bool(group))
             except FailsError:
@@ -376,11 +322,32 @@ class Trial:
             except Exception as error:
                 where = f"where {type(pair.plain).__name__} runs: {first_line(error)} ({call.where})"
                 raise FailsError(f"{self.fast} fails {where}") from error
-            pair.dropouts.set(0.0, pair.plain, pair.fast, places=group)
+            set_dropouts(0.0, group, pair.plain, pair.fast)
             mode = "training without dropout" if training else "evaluation"
             if group:
                 mode = f"training with {', '.join('.'.join(filter(None, place)) for place in group)} = 1"
-            self.worst.compare(found, expected, f"in {mode}, with {pair.words}, {call.where}")
+            self._compare_results(found, expected, f"in {mode}, with {pair.words}, {call.where}")
+
+    def _compare_results(self, actual: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+        """Compare results by name. Values that are NaN in the plain module count as equal.
+
+        Raises:
+            DiffersError: if a result has another kind or shape.
+        """
+        for name in [*expected, *(name for name in actual if name not in expected)]:
+            ours, plain = actual.get(name), expected.get(name)
+            if not isinstance(ours, Tensor) or not isinstance(plain, Tensor):
+                equal = type(ours) is type(plain) and ours == plain
+            else:
+                equal = ours.shape == plain.shape and ours.dtype == plain.dtype
+            if not equal:
+                raise DiffersError(f"{name} is {_kind(ours)}, and {_kind(plain)} in the plain module ({where})")
+            if not isinstance(ours, Tensor) or not isinstance(plain, Tensor) or not plain.numel():
+                continue
+            worst, largest = largest_difference(ours, plain)
+            if (error := worst / (_TOLERANCES.get(plain.dtype, 5e-2) * max(largest, SMALLEST))) > self.error:
+                self.error = error
+                self.text = f"the largest error is {worst:.2g}, of values up to {largest:.2g}, in {name} ({where})"
 
     def expected(
         self, plain: nn.Module, call: Call, training: bool, gradients: bool = True, *, draws: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,19 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .check import Call, Dropouts, FailsError, Pair, Trial, alone, change_constants, copy_of, dtype_of
+from .check import Call, FailsError, Pair, Trial, alone, change_constants, copy_of, dropouts_of, dtype_of, set_dropouts
 from .swapped import fast_class, keywords_of
 from .token_layer import LOWEST
 
 _DRAWS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """Module of a registered class, and calls of it."""
-
-    module: nn.Module
-    calls: tuple[Call, ...]
+Sample = tuple[nn.Module, list[Call]]
+"""Module of a registered class, and calls of it."""
 
 
 @contextlib.contextmanager
@@ -63,16 +58,8 @@ class UserTrial(Trial):
     of_features = False
 
     def run_all(self, module: nn.Module, calls: Sequence[Call], buffers: bool = False) -> Pair:
-        """Compare all calls in float64, and the first one in the module's own dtype and on its device.
-
-        Args:
-            module: module of the user.
-            calls: calls of the module.
-            buffers: True tries other values in buffers, too.
-
-        Returns:
-            The pair with the module's own parameters.
-        """
+        """Compare all calls in float64, and the first one in the module's own dtype and on its device; return the pair
+        of the latter. With ``buffers`` other values are also tried in buffers."""
         own = self._compared(copy_of(module), calls[:1], f"its parameters, {dtype_of(module)}".replace("torch.", ""))
         changed = copy_of(module)
         starts = [(module, "its parameters")]
@@ -89,15 +76,15 @@ class UserTrial(Trial):
         with _UsedDropout() as used:
             self.expected(plain, calls[0], True, draws=True)
         self.of_features |= used.of_features
-        dropouts = Dropouts(plain, used.values)
-        dropouts.set(0.0, plain)
+        dropouts = dropouts_of(plain, used.values)
+        set_dropouts(0.0, dropouts, plain)
         first, second = (self.expected(plain, calls[0], True) for _ in range(2))
         for name, value in first.items():
             if isinstance(value, Tensor) and not torch.equal(value.nan_to_num(), second[name].nan_to_num()):
                 raise ValueError(f"{type(plain).__name__} draws random numbers, or keeps something of a call")
         pair = self.pair(plain, words, dropouts)
         for call in calls:
-            places = dropouts.places if drops and call is calls[0] else ()
+            places = dropouts if drops and call is calls[0] else ()
             self.compare(pair, call, drops=[[place] for place in places])
         return pair
 
@@ -127,7 +114,7 @@ class _FastTrial(UserTrial):
         """
         spreads = []
         for module in (pair.plain, pair.fast):
-            pair.dropouts.set(0.5, module)
+            set_dropouts(0.5, pair.dropouts, module)
             drawn = [list(self.results(module, call, True, gradients=False).values()) for _ in range(_DRAWS)]
             values = [torch.stack(each).double() for each in zip(*drawn) if isinstance(each[0], Tensor)]
             spreads.append(sum(float(each.nan_to_num().var(0).sum()) for each in values))
@@ -136,29 +123,27 @@ class _FastTrial(UserTrial):
             raise ValueError(f"with dropout 0.5 their results have variances {one:.2g} and {other:.2g} in all")
 
 
-def check_fast(kind: type[nn.Module], fast: type[nn.Module], sample: Sample) -> None:
-    """Compare modules of a class with the fast class.
+def check_fast(kind: type[nn.Module], fast: type[nn.Module], module: nn.Module, calls: list[Call]) -> None:
+    """Compare a module of a class with the fast class.
 
     Raises:
         ValueError: if they differ, or fail.
     """
     names = keywords_of(fast)
-    for call in sample.calls:
+    for call in calls:
         if names is not None and (unknown := call.kwargs.keys() - names):
             raise ValueError(f"register: {fast.__name__}.forward has no argument {', '.join(sorted(unknown))}")
-    tensors = (t for call in sample.calls for t in (*call.args, *call.kwargs.values()) if isinstance(t, Tensor))
+    tensors = (t for call in calls for t in (*call.args, *call.kwargs.values()) if isinstance(t, Tensor))
     trial = _FastTrial(kind, fast, {id(t) for t in tensors if _hidden_and_kept(t) is not None})
-    calls = [changed for call in sample.calls for changed in _with_changed_masks(call)]
     try:
-        with undisturbed(sample.module):
-            own = trial.run_all(sample.module, calls)
-            if own.dropouts.places and trial.worst.ratio <= 1.0:
-                trial.compare_draws(own, sample.calls[len(sample.calls) // 2])
+        with undisturbed(module):
+            own = trial.run_all(module, [changed for call in calls for changed in _with_changed_masks(call)])
+            if own.dropouts and trial.error <= 1.0:
+                trial.compare_draws(own, calls[len(calls) // 2])
     except ValueError as error:
         raise ValueError(f"register: {kind.__name__} and {fast.__name__} differ: {error}") from error
-    if trial.worst.ratio > 1.0:
-        text = f"{kind.__name__} computes something else than {fast.__name__}"
-        raise ValueError(f"register: {text}: {trial.worst.text}")
+    if trial.error > 1.0:
+        raise ValueError(f"register: {kind.__name__} computes something else than {fast.__name__}: {trial.text}")
 
 
 def _hidden_and_kept(t: Tensor) -> tuple[Any, Any] | None:

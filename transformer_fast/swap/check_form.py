@@ -135,8 +135,8 @@ class _FormTrial(Trial):
             DiffersError: if an error is larger than allowed.
         """
         super().compare(*args, **kwargs)
-        if self.worst.ratio > 1.0:
-            raise DiffersError(self.worst.text)
+        if self.error > 1.0:
+            raise DiffersError(self.text)
 
     def at_one_size(self, module: nn.Module) -> None:
         """Compare at one size, in evaluation; in training with other values of parameters of equal values."""
@@ -171,9 +171,9 @@ class _FormTrial(Trial):
             self.looks_for_draws = size is FULL[0]
             if size.trains and (self.form.attends or not size.empty):
                 self.compare(pair, self._training_call(plain, size), modes=(True,))
-        places = [place for place in pair.dropouts.places if place[0] in self.own]
+        places = [place for place in pair.dropouts if place[0] in self.own]
         singles = [[place] for place in places] if len(places) <= _DROPOUTS else []
-        groups = singles or [places or pair.dropouts.places]
+        groups = singles or [places or pair.dropouts]
         with _OwnSeeds(self.generator):
             call = self._calls(plain, FULL[0])[-1]
             self.compare(pair, call, modes=(), drops=[group for group in groups if group], gradients=False)

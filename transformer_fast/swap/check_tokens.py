@@ -21,45 +21,36 @@ _MIXES_POSITIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout.Dropout1
 _NO_TOKEN = "a sentence without tokens"
 
 
-@dataclasses.dataclass(frozen=True)
-class _PaddedCall(Call):
-    """Call with its tokens, bool (B, L)."""
-
-    keep: Tensor = dataclasses.field(kw_only=True)
-
-
 def check_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]) -> TokenLayer:
-    """Compare layers with the padding and without: at each token, results and gradients are equal.
-
-    Args:
-        kind: class of the layers, which is registered.
-        layer: statement about the class.
-        samples: modules with calls.
-
-    Returns:
-        The statement, with what the calls have shown.
+    """Compare layers of a registered class with the padding and without: at each token, results and gradients are
+    equal. Return the statement, with what the calls have shown.
 
     Raises:
         ValueError: if the layers differ, or keep their padding.
     """
     reads, redirects = set(), False
-    for sample in samples:
-        for part in sample.module.modules():
+    for module, calls in samples:
+        for part in module.modules():
             if isinstance(part, _MIXES_POSITIONS):
                 raise ValueError(
                     f"register: a {type(part).__name__} inside {kind.__name__} reads several positions in training"
                 )
         try:
-            with seen() as calls, undisturbed(sample.module):
-                trial = _TokenTrial(kind, layer, calls)
-                trial.run_all(sample.module, trial.padded(sample), buffers=True)
-            if trial.worst.ratio > 1.0:
-                raise ValueError(trial.worst.text)
+            with seen() as on_tokens, undisturbed(module):
+                trial = _TokenTrial(kind, layer, on_tokens)
+                padded = [padded for call in calls for padded in trial.padded(call)]
+                if not padded:
+                    raise ValueError(
+                        "its inputs have no room for padding: give at least 2 sequences of at least 3 positions"
+                    )
+                trial.run_all(module, padded, buffers=True)
+            if trial.error > 1.0:
+                raise ValueError(trial.text)
         except ValueError as error:
             text = f"{kind.__name__} does not compute each token alone, or {layer.mask} does not mean {layer.means!r}"
             raise ValueError(f"register: {text}: {error}") from error
-        reads |= {call.reads for call in calls}
-        redirects |= any(call.redirected for call in calls)
+        reads |= {call.reads for call in on_tokens}
+        redirects |= any(call.redirected for call in on_tokens)
     return dataclasses.replace(layer, reads=frozenset(reads), redirects=redirects)
 
 
@@ -72,8 +63,8 @@ class _TokenTrial(UserTrial):
 
     def __init__(self, kind: type[nn.Module], layer: TokenLayer, seen_calls: list[OnTokens]) -> None:
         super().__init__("the accelerated layer")
-        self.kind, self.layer, self.seen = kind, layer, seen_calls
-        self.hidden = positional_names(kind.forward)[0]
+        self.layer, self.seen = layer, seen_calls
+        self.names = positional_names(kind.forward)  # that of the hidden states first
         self.states: set[int] = set()
 
     def make(self, plain: nn.Module) -> nn.Module:
@@ -94,17 +85,6 @@ class _TokenTrial(UserTrial):
             raise TypeError(f"it returns {type(first).__name__}, expected hidden states (B, L, d)")
         first = self.layer.as_batch_first(first)
         return first[call.keep.to(first.device)]
-
-    def padded(self, sample: Sample) -> list[_PaddedCall]:
-        """Return a sample's calls with padding in several places.
-
-        Raises:
-            ValueError: if there is no room for padding.
-        """
-        calls = [padded for call in sample.calls for padded in self.with_padding(call)]
-        if not calls:
-            raise ValueError("its inputs have no room for padding: give at least 2 sequences of at least 3 positions")
-        return calls
 
     def compare(self, pair: Pair, call: Any, *others: Any, **how: Any) -> None:
         """Compare a call at its tokens, and test that the padding was left out."""
@@ -127,18 +107,24 @@ class _TokenTrial(UserTrial):
             if before.get(place) is not tensor:
                 raise ValueError(f"it keeps tensors of a call in {place}")
 
-    def with_padding(self, call: Call) -> Iterator[_PaddedCall]:
-        """Yield a call with padding in several places; for given inputs without further arguments also with the batch
-        size equal to the length."""
-        x, mask = self.located(call)
+    def padded(self, call: Call) -> Iterator[Call]:
+        """Yield a call with padding in several places; for given inputs without further tensors also with the batch
+        size equal to the length.
+
+        Raises:
+            ValueError: if hidden states or mask are missing or have another shape.
+        """
+        values = dict(zip(self.names, call.args)) | call.kwargs
+        x, mask = values.pop(self.names[0], None), values.pop(self.layer.mask, None)
+        if not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(mask, Tensor):
+            order = "(B, L, d)" if self.layer.batch_first else "(L, B, d)"
+            raise ValueError(
+                f"its inputs must have {self.names[0]} {order} and a tensor {self.layer.mask} ({call.where})"
+            )
         yield from self._with_masks(call, x, mask)
-        others = self.given(call)
-        del others[self.hidden], others[self.layer.mask]
         batch, length = self.layer.as_batch_first(x).shape[:2]
-        size = min(batch, length)
-        if call.where.startswith("the given") and batch != length and size > 1 and not any(
-            isinstance(value, Tensor) for value in others.values()
-        ):  # fmt: skip
+        size, more = min(batch, length), any(isinstance(value, Tensor) for value in values.values())
+        if call.where.startswith("the given") and batch != length and size > 1 and not more:
             x = x[:size, :size]
             mask = mask[:size, ..., :size]
             if mask.dim() > 2 and mask.shape[-2] == length:
@@ -146,43 +132,22 @@ class _TokenTrial(UserTrial):
             call = dataclasses.replace(call, where=f"{call.where}, cut to {size} of {size} positions")
             yield from self._with_masks(call, x, mask)
 
-    def _with_masks(self, call: Call, x: Tensor, mask: Tensor) -> Iterator[_PaddedCall]:
-        names = positional_names(self.kind.forward)
+    def _with_masks(self, call: Call, x: Tensor, mask: Tensor) -> Iterator[Call]:
         self.states.add(id(x))
         batch, length = self.layer.as_batch_first(x).shape[:2]
         try:
-            given = self.layer.keep_of(mask, batch, length).cpu().expand(batch, length)
+            own = self.layer.keep_of(mask, batch, length).cpu().expand(batch, length)
         except StaysPaddedError as reason:
             raise ValueError(f"{reason} ({call.where})") from reason
-        keeps = {"": given} if bool(given.any(1).all()) and not bool(given.all()) else {}
+        keeps = {"its mask": own} if bool(own.any(1).all()) and not bool(own.all()) else {}
         for where, keep in {**keeps, **_paddings(batch, length)}.items():
-            new = {self.hidden: x, self.layer.mask: self.written(mask, keep)}
-            args = tuple(new.get(name, value) for name, value in zip(names, call.args))
+            new = {self.names[0]: x, self.layer.mask: self.written(mask, keep)}
+            args = tuple(new.get(name, value) for name, value in zip(self.names, call.args))
             kwargs = {name: new.get(name, value) for name, value in call.kwargs.items()}
-            place = f"{call.where}, {where or 'its mask'}"
-            yield _PaddedCall(args, kwargs, place, may_fail=where == _NO_TOKEN, keep=keep)
-
-    def given(self, call: Call) -> dict[str, Any]:
-        """Arguments of a call by name."""
-        return dict(zip(positional_names(self.kind.forward), call.args)) | call.kwargs
-
-    def located(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Hidden states and mask of a call.
-
-        Raises:
-            ValueError: if one is missing or has another shape.
-        """
-        given = self.given(call)
-        x, mask = given.get(self.hidden), given.get(self.layer.mask)
-        if not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(mask, Tensor):
-            order = "(B, L, d)" if self.layer.batch_first else "(L, B, d)"
-            raise ValueError(
-                f"its inputs must have {self.hidden} {order} and a tensor {self.layer.mask} ({call.where})"
-            )
-        return x, mask
+            yield Call(args, kwargs, f"{call.where}, {where}", may_fail=where == _NO_TOKEN, keep=keep)
 
     def written(self, mask: Tensor, keep: Tensor) -> Tensor:
-        """Mask of the kind of another one, for these tokens."""
+        """Mask for these tokens, of the same kind."""
         keep = keep.to(mask.device).view(len(keep), *[1] * (mask.dim() - 2), -1).expand(mask.shape)
         if self.layer.means != "added":
             return (keep if self.layer.means == "keep" else ~keep).to(mask.dtype)

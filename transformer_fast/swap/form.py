@@ -49,8 +49,8 @@ class Form:
         calls: function (module, size) -> calls for the trial.
         children: tests of the children, by name.
         optional: children that may be missing.
-        parameters, buffers, attributes: names of the module's own parameters (all of them), buffers and attributes
-            (those that it may have).
+        parameters: names of the module's own parameters, all of them.
+        attributes: names of buffers and attributes that the module may have.
         fits: further condition on the module.
         arguments: number of the arguments of the author's forward; None for any.
         keywords: arguments of ``run`` that the author's forward lacks; modules of this package pass them.
@@ -76,7 +76,6 @@ class Form:
     children: Mapping[str, Test] = dataclasses.field(default_factory=dict)
     optional: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
     fits: Callable[[Any], bool] = lambda m: True
     arguments: int | None = None
@@ -104,14 +103,17 @@ class Form:
             return False
         if {name for name, p in m._parameters.items() if p is not None} != {*self.parameters}:
             return False
-        if self.arguments is not None and len(arguments_of(type(m).forward) or ()) != self.arguments:
+        try:
+            if self.arguments is not None and len(arguments_of(type(m).forward) or ()) != self.arguments:
+                return False
+            return all(self.children[name](m._modules[name]) for name in names) and self.fits(m)  # type: ignore[arg-type]
+        except Exception:  # an unrelated attribute of this name
             return False
-        return all(self.children[name](m._modules[name]) for name in names) and self.fits(m)  # type: ignore[arg-type]
 
     def obstacle(self, m: nn.Module) -> str:
         """Reason against a module with these names: something that its code may read and the text lacks; or ""."""
         for name, buffer in m._buffers.items():
-            if buffer is not None and name not in self.buffers:
+            if buffer is not None and name not in self.attributes:
                 return f"it has a buffer {name}, which its text lacks"
         for name, value in own_attributes(m):
             known = name in self.attributes or name in self.stored or self._is_saved(name, value)

@@ -43,8 +43,8 @@ class Formed(Registered):
 
     Attributes:
         form: the form.
-        same: classes of the children that the form computes and only the trial has seen.
-        forwards: their ``forward``.
+        same, forwards: classes of the children that the form computes and only the trial has seen, and their
+            ``forward``.
     """
 
     form: Form
@@ -53,12 +53,12 @@ class Formed(Registered):
 
 
 def class_of_form(form: Form, module: nn.Module) -> type[nn.Module]:
-    """Return the class for a module of a form."""
+    """Class for a module of a form."""
     return form_class(type(module), form.name, _classes(form, module))
 
 
 def form_class(kind: type[nn.Module], name: str, same: Same) -> type[nn.Module]:
-    """Return the class for modules of a class; the arguments are those of :class:`Formed`."""
+    """Class for modules of a class and a form; a pickle calls this function."""
     return _made(kind, kind.forward, name, same, _forwards(same))  # type: ignore[arg-type]
 
 
@@ -95,10 +95,12 @@ def _made(kind: type[nn.Module], plain: Any, name: str, same: Same, forwards: tu
             return form.by_author(self, kind.forward, *args, *kwargs.values(), **ours)
         return kind.forward(self, *args, **kwargs)
 
-    stored = {name: LastWeights() for name in form.stored if not _is_property(kind, name)}
     attributes = {"form": form, "same": same, "forwards": forwards, PLAIN: plain, FUSED: forward}
+    for stored in form.stored:
+        if not isinstance(inspect.getattr_static(kind, stored, None), property):  # it may read the weights of the parts
+            attributes[stored] = LastWeights()
     bases: tuple[type, ...] = (Formed, *form.bases, kind)
-    made = registered_class(kind, bases, (form_class, name, same), forward, **attributes, **stored)
+    made = registered_class(kind, bases, (form_class, name, same), forward, **attributes)
     for role in form.roles:
         in_role(role)(made)
     return made
@@ -128,11 +130,6 @@ def compute(form: Form, m: nn.Module, args: tuple[Any, ...], ours: dict[str, Any
     return _run_without_padding(form, m, args, functools.partial(form.run, **ours))
 
 
-def _is_property(kind: type[nn.Module], name: str) -> bool:
-    """Return True for a property of the author, which may read the weights of the parts."""
-    return isinstance(inspect.getattr_static(kind, name, None), property)
-
-
 def _in_order(
     parameters: tuple[inspect.Parameter, ...] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
@@ -149,14 +146,8 @@ def _in_order(
 
 
 def _run_without_padding(form: Form, m: nn.Module, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-    """Run a layer or a stack of layers, on packed tokens if the batch has padding.
-
-    Args:
-        form: form of the module.
-        m: layer or stack.
-        args: hidden states (B, L, d), and what follows: a mask, or for a decoder memory and masks.
-        run: function (m, *args) that returns (B, L, d), or the tuple ((B, L, d), weights).
-    """
+    """Run a layer or stack, on packed tokens if the batch has padding: ``run(m, *args)`` is (B, L, d), or a tuple of it
+    and weights; args are hidden states (B, L, d) and a mask, or for a decoder memory and masks."""
     x, *inputs = args
     inputs = [*inputs, *[None] * 3][: 3 if form.decodes else 1]
     calls = padded_calls(m)
@@ -170,7 +161,13 @@ def _run_without_padding(form: Form, m: nn.Module, args: tuple[Any, ...], run: C
 
     def prepare() -> tuple[Padder, Callable[[], Any]]:
         try:
-            padder = _padder(x, memory, [form.normal(m, mask, x.shape[1]) for mask in masks])
+            normal = [form.normal(m, mask, x.shape[1]) for mask in masks]
+            if memory:
+                padder = padder_of(memory[0][..., 0], x[..., 0], *normal)
+            else:
+                batch, length = x.shape[:2]
+                padder = Padder(packing_of(padding_of(normal[0], length), batch, length, x.device))
+            padder.check_sources()
         except (ValueError, TypeError) as reason:
             raise StaysPaddedError(reason) from reason
 
@@ -186,16 +183,6 @@ def _run_without_padding(form: Form, m: nn.Module, args: tuple[Any, ...], run: C
 
     result = without_padding(m, calls, x, prepare)
     return run(m, *args) if result is None else result
-
-
-def _padder(x: Tensor, memory: list[Tensor], masks: list[Any]) -> Padder:
-    if memory:
-        padder = padder_of(memory[0][..., 0], x[..., 0], *masks)
-    else:
-        batch, length = x.shape[:2]
-        padder = Padder(packing_of(padding_of(masks[0], length), batch, length, x.device))
-    padder.check_sources()
-    return padder
 
 
 def _check_parts(m: nn.Module) -> None:
@@ -217,6 +204,7 @@ def _check_parts(m: nn.Module) -> None:
 
 
 def _works_per_token(m: nn.Module) -> bool:
+    """Return True for a norm, a network of a known text, and torch's own modules that work token by token."""
     form = form_of(m)
     if form is not None and form.name not in _NETWORKS:
         return TAKES_RESIDUAL in form.roles

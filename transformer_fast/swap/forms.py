@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,18 +30,6 @@ from .form import (
 from .form_calls import Size
 from .ported_forms import PORTED
 
-
-def candidates(module: nn.Module) -> Iterator[Form]:
-    """Forms whose names a module has."""
-    for form in FORMS.values():
-        try:
-            found = form.has_names(module)
-        except Exception:  # an unrelated attribute of this name
-            continue
-        if found:
-            yield form
-
-
 LINEARS: dict[str, Callable[[Any], list[nn.Module]]] = {
     "ClassicHeads": lambda m: [m.q_linear, m.k_linear, m.v_linear, m.out],
     "AnnotatedHeads": lambda m: list(m.linears),
@@ -65,14 +53,11 @@ def _heads(name: str, children: dict[str, Test], head_axis: bool = True, stored:
         widths = [getattr(x, "out_features", None) for x in linears(m)]
         return len(widths) == 4 and set(widths) == {m.h * m.d_k}
 
-    def try_it(m: Any, size: Size) -> calls.Calls:
-        widths = [x.in_features for x in linears(m)[:3]]
-        return calls.attention(size, widths, calls.same if head_axis else calls.with_head_axis)  # type: ignore[arg-type]
-
+    mask = calls.same if head_axis else calls.with_head_axis
     return Form(
         name,
         run,
-        try_it,
+        lambda m, size: calls.attention(size, [x.in_features for x in linears(m)[:3]], mask),  # type: ignore
         {**children, "dropout": is_dropout, "attention": lambda m: not any(True for _ in m.parameters())},
         optional=("attention",),
         fits=fits,
@@ -110,10 +95,8 @@ def _norm(name: str, gain: str, shift: str, kind: str = "std") -> Form:
 
 
 def _sublayer(name: str, run: Any, *roles: str) -> Form:
-    def try_it(m: Any, size: Size) -> calls.Calls:
-        return [(size.x(width_of(m.norm) or 0), lambda x: x.tanh() + 0.5)]
-
-    return Form(name, run, try_it, {"norm": is_norm, "dropout": is_dropout}, arguments=2, roles=roles)
+    call = lambda m, size: [(size.x(width_of(m.norm) or 0), lambda x: x.tanh() + 0.5)]  # noqa: E731
+    return Form(name, run, call, {"norm": is_norm, "dropout": is_dropout}, arguments=2, roles=roles)
 
 
 def _network(name: str, first: str, second: str, run: Any = annotated.feed_forward, **others: Any) -> Form:
@@ -127,29 +110,33 @@ def _network(name: str, first: str, second: str, run: Any = annotated.feed_forwa
 def _classic(name: str, kind: Any, norm_first: bool) -> Form:
     decodes = kind is layers.DecoderLayer
     attentions = ("attn_1", "attn_2") if decodes else ("attn",)
-    children = layer_children(attentions, "ClassicHeads", "ff", "norm_", "dropout_")
-
-    def try_it(m: Any, size: Size) -> calls.Calls:
-        return calls.layer(size, width_of(m.norm_1), decodes)
-
-    run = functools.partial(annotated.classic_layer, kind=kind, norm_first=norm_first)
-    return Form(name, run, try_it, children, attributes=("norm_first",), padding="", decodes=decodes)
+    return Form(
+        name,
+        functools.partial(annotated.classic_layer, kind=kind, norm_first=norm_first),
+        lambda m, size: calls.layer(size, width_of(m.norm_1), decodes),
+        layer_children(attentions, "ClassicHeads", "ff", "norm_", "dropout_"),
+        attributes=("norm_first",),
+        padding="",
+        decodes=decodes,
+    )
 
 
 def _classic_stack(name: str, *kinds: str) -> Form:
     decodes = name == "Decoder"
-
-    def try_it(m: Any, size: Size) -> calls.Calls:
-        return calls.layer(size, m.embed.lut.weight.shape[1], decodes, m.embed.lut)
-
-    children = {
-        "embed": of_form("Embedder"),
-        "pe": of_form("Positional", "LengthFirstPositional"),
-        "layers": list_of(of_form(*kinds)),
-        "norm": any_module,
-    }
-    embeds = annotated.classic_embedded
-    return Form(name, annotated.classic_stack, try_it, children, embeds=embeds, padding="", decodes=decodes)
+    return Form(
+        name,
+        annotated.classic_stack,
+        lambda m, size: calls.layer(size, m.embed.lut.weight.shape[1], decodes, m.embed.lut),
+        {
+            "embed": of_form("Embedder"),
+            "pe": of_form("Positional", "LengthFirstPositional"),
+            "layers": list_of(of_form(*kinds)),
+            "norm": any_module,
+        },
+        embeds=annotated.classic_embedded,
+        padding="",
+        decodes=decodes,
+    )
 
 
 def _annotated(decodes: bool) -> tuple[Form, Form]:
@@ -193,40 +180,6 @@ def _annotated(decodes: bool) -> tuple[Form, Form]:
     return layer, stack
 
 
-def _bert_block() -> Form:
-    def try_it(m: Any, size: Size) -> calls.Calls:
-        return calls.layer(size, width_of(m.input_sublayer.norm), False, mask=calls.with_head_axis)
-
-    connection = of_form("Sublayer")
-    children = {
-        "attention": of_form("BertHeads"),
-        "feed_forward": any_module,
-        "input_sublayer": connection,
-        "output_sublayer": connection,
-        "dropout": is_dropout,
-    }
-
-    def normal(m: Any, mask: Any, length: int) -> Any:
-        return annotated.keep_mask(mask, False)
-
-    return Form("BertBlock", annotated.bert_block, try_it, children, arguments=2, padding="", normal=normal)
-
-
-def _bert_embedding() -> Form:
-    def fits(m: Any) -> bool:
-        return has_table(1, "pe")(m.position) and not m.position.pe.requires_grad
-
-    def try_it(m: Any, size: Size) -> calls.Calls:
-        ids = size.ids(m.token)
-        return [(ids, size.ids(m.segment)) if m._modules.get("segment") is not None else (ids,)]
-
-    children = {"token": is_embedding, "position": any_module, "segment": is_embedding, "dropout": is_dropout}
-    optional = ("segment",)
-    return Form(
-        "BertEmbedding", annotated.bert_embedding, try_it, children, optional=optional, fits=fits, same=("position",)
-    )
-
-
 def _positional(name: str, table: str, axis: int = 1) -> Form:
     def try_it(m: Any, size: Size) -> calls.Calls:
         x = size.x(getattr(m, table).shape[-1])
@@ -237,7 +190,6 @@ def _positional(name: str, table: str, axis: int = 1) -> Form:
         functools.partial(annotated.positional, name=table, axis=axis),
         try_it,
         {"dropout": is_dropout},
-        buffers=(table,),
         attributes=(table,),
         fits=has_table(axis, table),
         roles=(hooks.ADDS_POSITIONS,) if axis == 1 else (),
@@ -266,7 +218,15 @@ _ALL = [
     _positional("Positional", "pe"),
     _positional("LengthFirstPositional", "pe", 0),
     _positional("D2lPositional", "P"),
-    _bert_embedding(),
+    Form(
+        "BertEmbedding",
+        annotated.bert_embedding,
+        lambda m, size: [tuple(size.ids(child) for child in (m.token, m._modules.get("segment")) if child is not None)],
+        {"token": is_embedding, "position": any_module, "segment": is_embedding, "dropout": is_dropout},
+        optional=("segment",),
+        fits=lambda m: has_table(1, "pe")(m.position) and not m.position.pe.requires_grad,
+        same=("position",),
+    ),
     Form(
         "TokenEmbedding",
         annotated.token_embedding,
@@ -308,7 +268,21 @@ _ALL = [
     _classic_stack("Decoder", "DecoderLayer", "PostNormDecoderLayer"),
     *_annotated(False),
     *_annotated(True),
-    _bert_block(),
+    Form(
+        "BertBlock",
+        annotated.bert_block,
+        lambda m, size: calls.layer(size, width_of(m.input_sublayer.norm), False, mask=calls.with_head_axis),
+        {
+            "attention": of_form("BertHeads"),
+            "feed_forward": any_module,
+            "input_sublayer": of_form("Sublayer"),
+            "output_sublayer": of_form("Sublayer"),
+            "dropout": is_dropout,
+        },
+        arguments=2,
+        padding="",
+        normal=lambda m, mask, length: annotated.keep_mask(mask, False),
+    ),
     *PORTED,
 ]
 FORMS: dict[str, Form] = {form.name: form for form in _ALL}

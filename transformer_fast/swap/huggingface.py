@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from ..huggingface import attention as integration
 from ..huggingface import interface
 from ..huggingface.interface import NAME, NAMES, is_ours
-from .report import Attribute
+from .report import Attribute, Report
 from .rows import ALREADY, Row
 
 WEIGHTS = 'config.output_attentions is set, which transformers lets no other implementation than "eager" have'
@@ -49,105 +50,88 @@ class Part:
 
     Attributes:
         configs: configs of its modules, by id.
-        calls: True if one of its layers calls transformers' attention interface.
         obstacle: reason to keep its implementation, or "".
-        always: configs, by id, of models whose code asks for "sdpa" by name, to know that a mask may be left out. Under
-            another name it takes a missing mask for one that is not needed, so these models always get a mask.
     """
 
     path: str
     module: nn.Module
     modules: list[nn.Module]
     configs: dict[int, Any]
-    calls: bool = False
     obstacle: str = ""
-    always: set[int] = dataclasses.field(default_factory=set)
 
-    @property
+    @functools.cached_property
+    def layers(self) -> list[nn.Module]:
+        """Modules that call transformers' attention interface."""
+        return [module for module in self.modules if interface.calls_the_interface(module)]
+
+    @functools.cached_property
     def implementations(self) -> set[Any]:
+        """Names of the implementations before."""
         return {config._attn_implementation for config in self.configs.values()}
-
-    def name_for(self, config: Any) -> str:
-        """Name of our attention in place of a config's implementation."""
-        return NAME if id(config) in self.always else NAMES[config._attn_implementation]
-
-    def row(self) -> Row | None:
-        """Row of the report; None for a model without attention through the interface."""
-        if not self.calls and not self.obstacle:
-            return None
-        used = ", ".join(sorted(map(str, self.implementations)))
-        was = f"{type(self.module).__name__} ({used})"
-        names = sorted({self.name_for(c) for c in self.configs.values() if c._attn_implementation in NAMES})
-        now = f"attn_implementation={', '.join(names)}"
-        return Row(self.path, was, None if self.obstacle else now, self.obstacle)
 
 
 @dataclasses.dataclass
 class Attention:
-    """Result of redirecting the attention of a model.
-
-    Attributes:
-        rows: rows of the report.
-        parts: modules that have a row, by id.
-        layers: modules that call our attention through the interface, by id.
-    """
+    """Rows of the report, and ids: of the modules with a row, and of those that call our attention."""
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     parts: set[int] = dataclasses.field(default_factory=set)
     layers: set[int] = dataclasses.field(default_factory=set)
 
 
-def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], changes: list[Any]) -> Attention:
-    """Make the transformers models inside ``model`` use our attention, except those with an obstacle.
-
-    Args:
-        model: any module; without a model or a layer of transformers inside, nothing changes.
-        obstacle: function that returns why the kernels do not serve a part on its device, or "".
-        changes: list to which each :class:`~.report.Attribute` is added before the change is made.
-    """
-    done = Attention()
+def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], report: Report) -> Attention:
+    """Make the transformers models inside ``model`` use our attention, except those with an obstacle. The function
+    ``obstacle`` returns why the kernels do not serve a part on its device, or ""."""
     parts = list(_parts(model))
+    # A model whose code asks for "sdpa" by name, to know that a mask may be left out, takes a missing mask for one that
+    # is not needed under another name. So it always gets a mask.
     always = {key for part in parts if interface.asks_for_sdpa(part.modules) for key in part.configs}
+
+    def name_for(config: Any) -> str:
+        """Name of our attention in place of a config's implementation."""
+        return NAME if id(config) in always else NAMES[config._attn_implementation]
+
     for part in parts:
-        part.always = always
-        _set_obstacle(part, obstacle)
+        part.obstacle = _obstacle(part, obstacle)
     _share_obstacles(parts)
-    ours = [part for part in parts if not part.obstacle]
-    if any(part.calls for part in ours):
+    is_used = any(part.layers and not part.obstacle for part in parts)
+    if is_used:
         try:
             integration.register()
         except ImportError as error:
-            for part in ours:
-                part.obstacle = str(error) if part.calls else ""
-            ours = []
+            is_used = False
+            for part in parts:
+                if part.layers:
+                    part.obstacle = part.obstacle or str(error)
+    done = Attention()
     for part in parts:
-        if (row := part.row()) is not None:
-            done.rows.append(row)
+        if part.layers or part.obstacle:
+            was = f"{type(part.module).__name__} ({', '.join(sorted(map(str, part.implementations)))})"
+            names = sorted({name_for(c) for c in part.configs.values() if c._attn_implementation in NAMES})
+            now = None if part.obstacle else f"attn_implementation={', '.join(names)}"
+            done.rows.append(Row(part.path, was, now, part.obstacle))
             done.parts.add(id(part.module))
-        if part.calls and part.obstacle in ("", ALREADY):
-            done.layers.update(id(m) for m in part.modules if interface.calls_the_interface(m))
-    if any(part.calls for part in ours):
-        for change in _changes(model, parts):
-            changes.append(change)
-            change.apply()
+        if part.obstacle in ("", ALREADY):
+            done.layers.update(map(id, part.layers))
+    if is_used:
+        for change in _changes(model, parts, name_for):
+            report._apply(change)
     return done
 
 
-def _set_obstacle(part: Part, obstacle: Callable[[nn.Module], str]) -> None:
-    part.calls = any(map(interface.calls_the_interface, part.modules))
-    others = {name for name in part.implementations if not is_ours(name)} - {*NAMES, None}
-    if not part.calls:
+def _obstacle(part: Part, of_device: Callable[[nn.Module], str]) -> str:
+    """Reason of a part to keep its implementation, or ""."""
+    if not part.layers:
         own = any(m is not part.module and interface.folder_of(type(m)) for m in part.modules)
         refused = own and _is_model(part.module) and not interface.can_use(type(part.module))
-        part.obstacle = interface.OWN_ATTENTION if refused else ""
-    elif all(map(is_ours, part.implementations)):
-        part.obstacle = ALREADY
-    elif others:
-        part.obstacle = f'attn_implementation="{min(others)}" was chosen for it'
-    elif any(getattr(config, "output_attentions", False) for config in part.configs.values()):
-        part.obstacle = WEIGHTS
-    else:
-        part.obstacle = obstacle(part.module) or interface.lacks(part.modules)
+        return interface.OWN_ATTENTION if refused else ""
+    if all(map(is_ours, part.implementations)):
+        return ALREADY
+    if others := {name for name in part.implementations if not is_ours(name)} - {*NAMES, None}:
+        return f'attn_implementation="{min(others)}" was chosen for it'
+    if any(getattr(config, "output_attentions", False) for config in part.configs.values()):
+        return WEIGHTS
+    return of_device(part.module) or interface.lacks(part.modules)
 
 
 def _share_obstacles(parts: list[Part]) -> None:
@@ -157,29 +141,27 @@ def _share_obstacles(parts: list[Part]) -> None:
         again = False
         stays = {key: part for part in parts if part.obstacle not in ("", ALREADY) for key in part.configs}
         for part in parts:
-            if part.calls and not part.obstacle and (shared := part.configs.keys() & stays.keys()):
+            if part.layers and not part.obstacle and (shared := part.configs.keys() & stays.keys()):
                 other = stays[min(shared)]
                 part.obstacle = f"it shares its config with {other.path or 'the model'}, which stays: {other.obstacle}"
                 again = True
 
 
-def _changes(model: nn.Module, parts: list[Part]) -> list[Any]:
+def _changes(model: nn.Module, parts: list[Part], name_for: Callable[[Any], str]) -> list[Attribute]:
     """Copy the config of each module, and name our attention in the copies of parts that may use it."""
     stays = {key for part in parts if part.obstacle not in ("", ALREADY) for key in part.configs}
     memo: dict[int, Any] = {}
-    changes: list[Any] = [
-        Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _configs_in(m)
-    ]
+    changes = [Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _configs_in(m)]
     changes += [Attribute(m, MARK, _INTERFACE) for m in model.modules() if _configs_in(m)]
     # The config of a part without attention of its own names our attention if all parts inside use it.
-    ours = [part for part in parts if not part.obstacle and (part.calls or not stays)]
-    todo = [(config, part) for part in ours for config in part.configs.values()]
-    for config, part in todo:  # the loop adds the configs inside these configs
+    ours = [part for part in parts if not part.obstacle and (part.layers or not stays)]
+    todo = [config for part in ours for config in part.configs.values()]
+    for config in todo:  # the loop adds the configs inside these configs
         if id(config) not in stays:
             if config._attn_implementation in NAMES:
-                memo[id(config)]._attn_implementation_internal = part.name_for(config)
+                memo[id(config)]._attn_implementation_internal = name_for(config)
             stays.add(id(config))
-            todo.extend((inner, part) for inner in vars(config).values() if _is_config(inner))
+            todo.extend(inner for inner in vars(config).values() if _is_config(inner))
     return changes
 
 

@@ -54,7 +54,7 @@ class Int8:
 
 
 def options(quantize: str | Int8) -> Int8:
-    """Return the options that a value of the argument ``quantize`` stands for."""
+    """Options that a value of the argument ``quantize`` stands for."""
     if isinstance(quantize, Int8):
         return quantize
     if quantize != "int8":
@@ -62,67 +62,49 @@ def options(quantize: str | Int8) -> Int8:
     return Int8()
 
 
-@dataclasses.dataclass
-class Freed:
-    """A change of ``accelerate`` that cannot be undone: freed weights."""
-
-    def refusal(self) -> str:
-        """Reason why the change cannot be undone."""
-        return "the fp32 weights were freed (free=True): load the model again"
-
-    def undo(self) -> None:
-        """Do nothing: the caller has asked for :meth:`refusal`."""
-
-
 class Plan:
-    """The layers of a model that get int8 weights.
-
-    Attributes:
-        layers: layers by path.
-        inside: ids of the layers.
+    """The layers of a model that get int8 weights, by path, and their ids in ``inside``.
 
     Raises:
         ValueError: if the model cannot have int8 weights; the message has the reason.
     """
 
-    def __init__(self, model: nn.Module, given: Int8, report: Report) -> None:
-        self.model, self.given, self.report = model, given, report
+    def __init__(self, model: nn.Module, chosen: Int8, report: Report) -> None:
+        self.model, self.free, self.report = model, chosen.free, report
         if reason := obstacle(model):
             raise ValueError(f"accelerate: quantize is not possible: {reason}")
-        self.layers = dict(self._found())
-        if given.calibration is not None:
-            errors = layer_errors(model, self.layers, given.calibration)
-            for path, error in errors.items():
-                if not error <= given.largest_error:
-                    how = f"differs by {error:.1%}" if math.isfinite(error) else "is not finite"
-                    self._leave(path, f"its int8 result {how} on the calibration batch")
-        unknown = [pattern for pattern in given.keep if not any(_is_in(path, pattern) for path in _paths(model))]
-        if unknown:
-            raise ValueError(f"accelerate: keep names no module of the model: {', '.join(map(repr, unknown))}")
-        self.inside = {id(layer) for layer in self.layers.values()}
-
-    def _found(self) -> Iterator[tuple[str, nn.Module]]:
-        heads = output_layers(self.model)
-        for path, module in self.model.named_modules():
+        self.layers: dict[str, nn.Module] = {}
+        used: set[str] = set()  # patterns of `keep` that name a module
+        heads = output_layers(model)
+        for path, module in model.named_modules():
+            named = [pattern for pattern in chosen.keep if _is_in(path, pattern)]
+            used.update(named)
             if has_int8(module):
                 continue
             if not is_plain(module, nn.Linear, Linear, nn.MultiheadAttention, MultiheadAttention):
                 if _multiplies(module):
-                    self.report.rows.append(Row(path, type(module).__name__, None, "in fp32: it is no plain nn.Linear"))
+                    report.rows.append(Row(path, type(module).__name__, None, "in fp32: it is no plain nn.Linear"))
                 continue
-            if any(_is_in(path, pattern) for pattern in self.given.keep):
-                why = "keep names it"
+            self.layers[path] = module
+            if named:
+                self._leave(path, "keep names it")
             elif id(module) in heads:
-                why = "it is the output layer"
-            else:
-                why = _obstacle(module, self.given.free)
-            if why:
-                self.report.rows.append(Row(path, _name(module), None, f"in fp32: {why}"))
-            else:
-                yield path, module
+                self._leave(path, "it is the output layer")
+            elif why := _obstacle(module, chosen.free):
+                self._leave(path, why)
+        if chosen.calibration is not None:
+            for path, error in layer_errors(model, self.layers, chosen.calibration).items():
+                if not error <= chosen.largest_error:
+                    how = f"differs by {error:.1%}" if math.isfinite(error) else "is not finite"
+                    self._leave(path, f"its int8 result {how} on the calibration batch")
+        if unknown := [pattern for pattern in chosen.keep if pattern not in used]:
+            raise ValueError(f"accelerate: keep names no module of the model: {', '.join(map(repr, unknown))}")
+        self.inside = {id(layer) for layer in self.layers.values()}
 
     def _leave(self, path: str, why: str) -> None:
-        self.report.rows.append(Row(path, _name(self.layers.pop(path)), None, f"in fp32: {why}"))
+        module = self.layers.pop(path)
+        name = next(kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch."))
+        self.report.rows.append(Row(path, f"nn.{name}", None, f"in fp32: {why}"))
 
     def apply(self) -> None:
         """Give the layers their int8 weights."""
@@ -133,11 +115,11 @@ class Plan:
             before += sum(weight.nbytes for weight in _weights(module).values())
             after += sum(kept_int8(weight).nbytes for weight in _weights(module).values())
             give_one_layout(report, path, module, WeightLayout("int8", keep=True), "int8 weights")
-        if self.given.free:
-            report._changes.append(Freed())
+        if self.free:
+            report._freed = True
             for module in self.layers.values():
                 free_weights(module, tuple(_weights(module)))
-        kept = "freed" if self.given.free else "kept beside them"
+        kept = "freed" if self.free else "kept beside them"
         report.int8 = tuple(self.layers)
         report.notes.append(
             f"int8: {len(self.layers)} layers; their weights take {after / 2**20:.1f} MiB instead of "
@@ -250,11 +232,3 @@ def _is_in(path: str, pattern: str) -> bool:
     """Return True for a path that fits a pattern, or has a module that fits around it."""
     parts = path.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
-
-
-def _paths(model: nn.Module) -> list[str]:
-    return [path for path, _ in model.named_modules()]
-
-
-def _name(module: nn.Module) -> str:
-    return f"nn.{next(kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith('torch.'))}"

@@ -47,8 +47,7 @@ def give_one_layout(report: Report, path: str, module: nn.Module, layout: Weight
     """Give a layer a layout, and note that in the report, with the layout's name."""
     if module.__dict__.get(LAYOUT) == layout:
         return
-    report._changes.append(change := Kept(module, LAYOUT, layout))
-    change.apply()
+    report._apply(Kept(module, LAYOUT, layout))
     place = next((place for place, row in enumerate(report.rows) if row.path == path), None)
     row = report.rows[place] if place is not None else Row(path, f"nn.{type(module).__name__}", None)
     now = name if row.now is None else f"{row.now}, {name}"
@@ -65,9 +64,5 @@ def takes_layout(module: nn.Module) -> bool:
     if not isinstance(module, Linear | MultiheadAttention | TransposedLinear) and type(module) is not nn.Linear:
         return False
     weights = [p for p in module._parameters.values() if p is not None]
-    return bool(weights) and all(_is_kept(p) for p in weights)
-
-
-def _is_kept(parameter: nn.Parameter) -> bool:
-    usual = not isinstance(parameter, UninitializedParameter) and parameter.device.type == "cpu"
-    return usual and parameter.dtype in _TYPES
+    known = not any(isinstance(p, UninitializedParameter) for p in weights)
+    return bool(weights) and known and all(p.device.type == "cpu" and p.dtype in _TYPES for p in weights)

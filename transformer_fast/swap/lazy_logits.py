@@ -56,7 +56,7 @@ class _Linear(Node):
 
     def check(self) -> None:
         """Raise unless the tensors are what they were."""
-        if not self._is_unchanged():
+        if self._state() != self._seen:
             raise RuntimeError(
                 "accelerate: these logits are computed when they are read, because the loss did not need them. The "
                 "weights of the output layer, or its input, changed since the forward pass, and not by the step of "
@@ -65,12 +65,9 @@ class _Linear(Node):
 
     def keep_weights(self) -> None:
         """Copy the weights, which are about to change. If they have changed already, reading will say so."""
-        if self.value is None and self._is_unchanged():
+        if self.value is None and self._state() == self._seen:
             self.weight, self.bias = self.weight.clone(), None if self.bias is None else self.bias.clone()
             self._seen = self._state()
-
-    def _is_unchanged(self) -> bool:
-        return self._state() == self._seen
 
     def _state(self) -> tuple[list[int], list[tuple[int, ...]]]:
         """Version counters, which every change raises except one through ``.data``; and stamps, which show such a
@@ -141,7 +138,10 @@ class LazyLogits(Lazy):
         if function is _aten._to_copy.default and cast(kwargs) is torch.float32:
             return self.as_derived(function, (), {"dtype": torch.float32}, rows, True)
         if function is _aten.add.Tensor and not kwargs and self._is_bias(args[0]):
-            return self._plus(args[0])
+            bias = args[0].detach().clone()  # a copy, small (V,), because the original may change
+            node = self.node.derived(rows, lambda value: value + bias, True)
+            node.added = (*node.added, bias.reshape(-1))
+            return LazyLogits(node, torch.empty(self.shape, dtype=self.dtype, device="meta"))
         return None
 
     def _is_bias(self, other: Any) -> bool:
@@ -155,12 +155,6 @@ class LazyLogits(Lazy):
             and other.numel() == self.shape[-1]
             and not other.requires_grad
         )
-
-    def _plus(self, other: Tensor) -> Tensor:
-        other = other.detach().clone()  # a copy, small (V,), because the original may change
-        node = self.node.derived(self.node.rows, lambda value: value + other, True)
-        node.added = (*node.added, other.reshape(-1))
-        return LazyLogits(node, torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
 
 class LazyGradient(Lazy):
@@ -290,11 +284,8 @@ class _FusedLoss(Function):
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear(hidden, weight, bias)``, computed only when something other than ``F.cross_entropy`` reads the result.
 
-    Args:
-        hidden: (..., d), at least two dimensions; a plain tensor on the CPU, like weight and bias. At least one of the
-            three requires a gradient.
-        weight: (V, d) in hidden's dtype.
-        bias: (V,) or None.
+    hidden (..., d) with at least two dimensions, weight (V, d) and bias (V,) or None are plain tensors of one dtype on
+    the CPU; at least one of them requires a gradient.
     """
     watch_optimizers()
     return _LazyLinear.apply(hidden, weight, bias)

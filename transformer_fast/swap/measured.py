@@ -1,7 +1,8 @@
-"""``Report.measure``: a model on one batch, plain and accelerated.
+"""A batch for a report. ``Report.explain``: calls that reach the kernels, and positions that the layers compute.
+``Report.measure``: a model plain and accelerated.
 
-Copies run, so that nothing in the user's model can change: hooks on parameters are not copied, and no gradient,
-statistic or mode is written back. The report is copied with the model, and the copy of the report undoes one copy.
+In ``measure`` copies run, so that nothing in the user's model can change: hooks on parameters are not copied, and no
+gradient, statistic or mode is written back. The report is copied with the model, and its copy undoes one copy.
 """
 
 from __future__ import annotations
@@ -13,21 +14,72 @@ import math
 import random
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import huggingface
+from .. import backends, huggingface
+from ..function_mode import counted_calls
 from ..layers.padded_calls import Pass, layers_of, recorded
 from ..masks.packing import Packing
 from ..testing.timer import interleaved
-from .check import tensors_in
+from .check import SMALLEST, largest_difference, tensors_in
 from .report import LOCK, Measurement, Report, Speed
+from .rows import wrapped
+from .swapped import FunctionalCalls
 
-SMALLEST = 0.1
-"""Scale of values that are about 0, such as a mean of normed values."""
+
+class _Kernels(TorchDispatchMode):
+    """Count the calls of the ops of this package, and of torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        if func.namespace == "transformer_fast":
+            given = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
+            packed = name == "attention" and given.get("cu_seqlens_q") is not None
+            self.calls["attention_packed" if packed else name] += 1
+        elif name.startswith("_scaled_dot_product"):
+            self.calls["torch's own attention"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def explained(model: nn.Module, batch: Any) -> str:
+    """Kernels and positions of a packed model for one batch; the model is called once, without gradients."""
+    parameter = next(model.parameters(), torch.zeros(()))
+    args, named = huggingface.arguments_of(model, batch)
+    with torch.no_grad(), recorded() as passes, counted_calls() as calls, _Kernels() as kernels:
+        model(*args, **named)
+    backend, why = backends.choose("attention", parameter.device, parameter.dtype)
+    counts = ", ".join(f"{name} {n}" for name, n in kernels.calls.most_common())
+    lines = [f"kernels: {backend} ({why})", f"calls: {counts or 'none reached them'}"]
+    if calls or any(isinstance(module, FunctionalCalls) for module in model.modules()):
+        ours = {name: calls[name, True] for name, _ in calls}
+        texts = [f"{name} in {n} of {n + calls[name, False]} calls" for name, n in ours.items()]
+        lines.append(f"torch's functions that this package computes: {', '.join(texts) or 'none was called'}")
+    paths = {id(module): path for path, module in model.named_modules()}
+    places: Counter[tuple[str, int, int, str]] = Counter()
+    for each in passes:
+        path, layers = paths.get(id(each.module), type(each.module).__name__), layers_of(each.module)
+        path = path.rpartition(".")[0] if layers[0] is each.module else path
+        places[path, each.positions, each.computed, each.reason] += len(layers)
+    for (path, positions, computed, reason), n in places.items():
+        where, why = path or "the model", reason and f": {reason}"
+        lines.append(f"{where} ({n}): {computed} of {positions} positions{why}")
+    total = sum(positions * n for (_, positions, _, _), n in places.items())
+    left = sum((positions - computed) * n for (_, positions, computed, _), n in places.items())
+    said = f"these layers skip {left / total:.0%} of their positions, which are padding" if total else ""
+    lines.append(said or "this batch has no padding that the model's layers can skip")
+    return "\n".join(part for line in lines for part in wrapped(line))
+
+
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Largest difference in parts of the largest plain value, by the narrowest dtype that computes."""
 
@@ -41,34 +93,28 @@ def measured(
     rounds: int,
     tolerance: float | None,
 ) -> Measurement:
-    """Compare and time a model; see :meth:`.report.Report.measure`.
-
-    Args:
-        model: accelerated model.
-        packed_also: function that lets the stacks of a copy skip padding, to see the padding; None if they do already.
-        report: report of the model.
-    """
+    """Compare and time a model; see :meth:`.report.Report.measure`. ``packed_also`` lets the stacks of a copy skip
+    padding, to see the padding; None if they do already."""
     with _random_states(_device(model)), torch.inference_mode(False):
         plain, fast, fast_report = _copies(model, report)
         try:
             given = huggingface.arguments_of(fast, batch)
             passes = _passes(fast, packed_also, given)
+            outputs = []
             for each in (plain, fast):
-                each.eval()
-            with torch.no_grad():
-                expected, actual = (_of_one_seed(each, given) for each in (plain, fast))
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    outputs.append(_call(each.eval(), given))
             kind, allowed = _allowed(fast, report) if tolerance is None else ("the given tolerance", tolerance)
+            expected, actual = outputs
             difference, largest = compared(expected, actual, _keeps(passes, given[1]), allowed, kind)
-            steps = {"plain": functools.partial(_evaluate, plain, given)}
-            steps["accelerated"] = functools.partial(_evaluate, fast, given)
-            evaluation = _speed(steps, rounds, fast)
+            evaluation = _speed(torch.no_grad()(lambda each: _call(each, given)), plain, fast, rounds)
             training = None
-            if not report.int8 and (loss is not None or _can_train(fast, expected)):
+            has_loss = _own_loss(expected) is not None and any(p.requires_grad for p in fast.parameters())
+            if not report.int8 and (loss is not None or has_loss):
                 for each in (plain, fast):
                     _set_training(each, model)
-                steps = {"plain": functools.partial(_train, plain, given, loss)}
-                steps["accelerated"] = functools.partial(_train, fast, given, loss)
-                training = _speed(steps, rounds, fast)
+                training = _speed(lambda each: _train(each, given, loss), plain, fast, rounds)
         finally:
             fast_report.undo()
     fused = sum(row.now is not None for row in report.attention)
@@ -124,11 +170,6 @@ def _call(model: nn.Module, given: Arguments) -> Any:
     return model(*args, **named)
 
 
-def _of_one_seed(model: nn.Module, given: Arguments) -> Any:
-    torch.manual_seed(0)
-    return _call(model, given)
-
-
 def _fresh(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
@@ -150,12 +191,6 @@ def _passes(fast: nn.Module, packed_also: Callable[[nn.Module], Report] | None, 
             also.undo()
 
 
-def _evaluate(model: nn.Module, given: Arguments) -> None:
-    with torch.no_grad():
-        _call(model, given)
-    _wait(model)
-
-
 def _train(model: nn.Module, given: Arguments, loss: Callable[[Any], Tensor] | None) -> None:
     """Run a training step without an optimizer.
 
@@ -171,11 +206,6 @@ def _train(model: nn.Module, given: Arguments, loss: Callable[[Any], Tensor] | N
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"measure: the loss must be a tensor with one value that needs a gradient, got {got}")
         value.backward()
-    _wait(model)
-
-
-def _can_train(model: nn.Module, output: Any) -> bool:
-    return _own_loss(output) is not None and any(p.requires_grad for p in model.parameters())
 
 
 def _own_loss(output: Any) -> Any:
@@ -195,23 +225,26 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _wait(model: nn.Module) -> None:
-    if (device := _device(model)).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _speed(steps: Mapping[str, Callable[[], None]], rounds: int, model: nn.Module) -> Speed:
+def _speed(step: Callable[[nn.Module], Any], plain: nn.Module, fast: nn.Module, rounds: int) -> Speed:
     """Times of both models in turn, and on a GPU their memory."""
+    device = _device(fast)
+
+    def run(model: nn.Module) -> None:
+        step(model)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    steps = {"plain": functools.partial(run, plain), "accelerated": functools.partial(run, fast)}
     times = interleaved(steps, 0.0, rounds)
-    if (device := _device(model)).type != "cuda":
+    if device.type != "cuda":
         return Speed(times["plain"], times["accelerated"])
     memory = {}
-    for name, step in steps.items():
-        for p in model.parameters():  # both models have these parameters
+    for name, once in steps.items():
+        for p in fast.parameters():  # both models have these parameters
             p.grad = None
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        step()
+        once()
         memory[name] = torch.cuda.max_memory_allocated(device) - before
     return Speed(times["plain"], times["accelerated"], memory["plain"], memory["accelerated"])
 
@@ -312,8 +345,4 @@ def _difference(expected: Tensor, actual: Tensor, keep: Tensor | None) -> tuple[
         keep = keep.to(expected.device)
         expected, actual = expected[keep], actual[keep]
     finite = expected.isfinite()
-    if not finite.any():
-        return 0.0, 0.0
-    expected, actual = expected[finite].double(), actual[finite].double()
-    largest = expected.abs().max().item()
-    return (expected - actual).abs().nan_to_num(nan=math.inf).max().item(), largest
+    return largest_difference(actual[finite].double(), expected[finite].double()) if finite.any() else (0.0, 0.0)

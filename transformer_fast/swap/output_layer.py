@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -79,10 +80,16 @@ def output_layers(model: nn.Module) -> set[int]:
     shape of an embedding that has more rows than columns.
     """
     modules: list[Any] = list(model.modules())
-    found = [head for m in modules if (head := _declared_output_layer(m)) is not None]
+    found = []
+    for module in modules:
+        with contextlib.suppress(Exception):  # models without an output layer raise different errors
+            get = getattr(type(module), "get_output_embeddings", None)
+            if get is not None and (head := get(module)) is not None:
+                found.append(head)
     if not found:
         tables = {tuple(m.weight.shape) for m in modules if isinstance(m, nn.Embedding)}
-        found = [m for m in modules if _is_linear(m) and tuple(m.weight.shape) in tables and _widens(m)]
+        linears = (m for m in modules if _is_linear(m) and m.out_features > m.in_features)
+        found = [m for m in linears if tuple(m.weight.shape) in tables]
     return {id(head) for head in found if _is_linear(head) and head.weight.device.type == "cpu"}
 
 
@@ -90,16 +97,3 @@ def _is_linear(module: Any) -> bool:
     if type(module) not in (nn.Linear, Linear, OutputLayer):
         return False
     return not isinstance(module.weight, nn.parameter.UninitializedParameter) and module.weight.dtype in _FLOATS
-
-
-def _widens(module: nn.Linear) -> bool:
-    return module.out_features > module.in_features
-
-
-def _declared_output_layer(module: nn.Module) -> Any:
-    """Return the output layer that a model names."""
-    get = getattr(type(module), "get_output_embeddings", None)
-    try:
-        return None if get is None else get(module)
-    except Exception:  # models without an output layer raise different errors
-        return None

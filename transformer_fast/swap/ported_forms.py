@@ -21,29 +21,11 @@ from .form import (
     of_form,
     width_of,
 )
-from .form_calls import Size
 
 OF_MODULE: dict[str, Any] = {"attributes": ("board",), "saved": ("plot_train_per_epoch", "plot_valid_per_epoch")}
 """Attributes that ``d2l.Module`` sets in d2l 1.x, the base class of its attention heads."""
 NOT_TOLD = "it has no lengths of its targets"
 """Reason why a decoder keeps padding: its masks are the lengths 1 to T."""
-
-
-def _tensorflow_heads() -> Form:
-    def try_it(m: Any, size: Size) -> calls.Calls:
-        return calls.tensorflow_attention(size, (m.wq.in_features, m.wk.in_features, m.wv.in_features))
-
-    return Form(
-        "TensorflowHeads",
-        tensorflow.ported_heads,
-        try_it,
-        dict.fromkeys(("wq", "wk", "wv", "dense"), is_linear),
-        fits=lambda m: isinstance(m.num_heads, int),
-        keywords=("need_weights",),
-        roles=(hooks.TAKES_NEED_WEIGHTS, hooks.TAKES_MASKS),
-        attends=True,
-        adds_masks=True,
-    )
 
 
 def _tensorflow(decodes: bool) -> tuple[Form, Form]:
@@ -52,13 +34,7 @@ def _tensorflow(decodes: bool) -> tuple[Form, Form]:
     attentions = ("mha1", "mha2") if decodes else ("mha",)
     children = layer_children(attentions, "TensorflowHeads", "ffn", "layernorm", "dropout")
 
-    def layer_calls(m: Any, size: Size) -> calls.Calls:
-        return calls.layer(size, width_of(m.layernorm1), decodes, mask=calls.blocked, swapped=True)
-
-    def stack_calls(m: Any, size: Size) -> calls.Calls:
-        width = m.embedding.embedding_dim
-        return calls.layer(size, width, decodes, m.embedding, calls.blocked, swapped=True)
-
+    tried: dict[str, Any] = {"decodes": decodes, "mask": calls.blocked, "swapped": True}
     options: dict[str, Any] = {
         "padding": "",
         "normal": lambda m, mask, length: tensorflow.ported_mask(mask),
@@ -69,7 +45,7 @@ def _tensorflow(decodes: bool) -> tuple[Form, Form]:
     layer = Form(
         f"Tensorflow{kind}Layer",
         layer_kind.forward,
-        layer_calls,
+        lambda m, size: calls.layer(size, width_of(m.layernorm1), **tried),
         children,
         keywords=("need_weights",) if decodes else (),
         roles=(hooks.TAKES_NEED_WEIGHTS,) if decodes else (),
@@ -79,45 +55,14 @@ def _tensorflow(decodes: bool) -> tuple[Form, Form]:
     stack = Form(
         f"Tensorflow{kind}",
         tensorflow.ported_decoder if decodes else tensorflow.ported_encoder,
-        stack_calls,
+        lambda m, size: calls.layer(size, m.embedding.embedding_dim, embedding=m.embedding, **tried),
         {"embedding": is_embedding, "dropout": is_dropout, name: list_of(of_form(layer.name))},
-        buffers=("pos_encoding",),
         attributes=("pos_encoding",),
         fits=lambda m: has_table(1, "pos_encoding")(m) and hasattr(m, "d_model"),
         embeds=tensorflow.ported_embedded,
         **options,
     )
     return layer, stack
-
-
-def _lengths(m: Any, valid_lens: Any, length: int) -> Any:
-    return d2l.ported_lengths(valid_lens, length)
-
-
-def _d2l_heads() -> tuple[Form, Form]:
-    attention = Form(
-        "D2lAttention",
-        d2l.ported_attention,
-        lambda m, size: calls.d2l_attention(size, (6, 6, 7)),
-        {"dropout": is_dropout},
-        fits=lambda m: (arguments_of(type(m).forward) or ())[-1].name == "valid_lens",
-        arguments=4,
-        stored=("attention_weights",),
-        roles=(hooks.SCALED_DOT_PRODUCT,),
-        attends=True,
-    )
-    linears = "W_q", "W_k", "W_v"
-    heads = Form(
-        "D2lHeads",
-        d2l.ported_heads,
-        lambda m, size: calls.d2l_attention(size, [getattr(m, name).in_features for name in linears]),
-        {**dict.fromkeys((*linears, "W_o"), is_linear), "attention": of_form(attention.name)},
-        fits=lambda m: type(m.num_heads) is int,
-        roles=(hooks.TAKES_MASKS,),
-        attends=True,
-        **OF_MODULE,
-    )
-    return attention, heads
 
 
 def _d2l(decodes: bool) -> list[Form]:
@@ -127,25 +72,19 @@ def _d2l(decodes: bool) -> list[Form]:
     norms = (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
     children = {**dict.fromkeys(attentions, of_form("D2lHeads")), "ffn": any_module}
 
-    def block_calls(m: Any, size: Size) -> calls.Calls:
-        return calls.d2l_layer(size, getattr(m, attentions[0]).W_q.in_features, m.i + 1 if decodes else 0)
-
-    def stack_calls(m: Any, size: Size) -> calls.Calls:
-        return calls.d2l_layer(size, m.num_hiddens, len(m.blks) if decodes else 0, m.embedding)
-
     padding = NOT_TOLD if decodes else ""
     block = Form(
         f"D2l{kind}Block",
         d2l.ported_decoder_block if decodes else d2l.EncoderBlock.forward,
-        block_calls,
+        lambda m, size: calls.d2l_layer(size, getattr(m, attentions[0]).W_q.in_features, m.i + 1 if decodes else 0),
         {**children, **dict.fromkeys(norms, of_form("AddNorm"))},
         attributes=("i", "causal_eval") if decodes else (),
         arguments=2,
         padding=padding,
-        normal=_lengths,
+        normal=lambda m, mask, length: d2l.ported_lengths(mask, length),
     )
     options: dict[str, Any] = {
-        "calls": stack_calls,
+        "calls": lambda m, size: calls.d2l_layer(size, m.num_hiddens, len(m.blks) if decodes else 0, m.embedding),
         "children": {
             "embedding": is_embedding,
             "pos_encoding": of_form("D2lPositional"),
@@ -155,7 +94,7 @@ def _d2l(decodes: bool) -> list[Form]:
         "fits": lambda m: m.num_hiddens == m.embedding.embedding_dim,
         "stored": ("attention_weights", "_attention_weights"),
         "padding": padding,
-        "normal": _lengths,
+        "normal": block.normal,
     }
     if not decodes:
         return [block, Form("D2lEncoder", d2l.ported_encoder, embeds=d2l.ported_embedded, **options)]
@@ -165,10 +104,40 @@ def _d2l(decodes: bool) -> list[Form]:
 
 
 PORTED = [
-    _tensorflow_heads(),
+    Form(
+        "TensorflowHeads",
+        tensorflow.ported_heads,
+        lambda m, size: calls.tensorflow_attention(size, [w.in_features for w in (m.wq, m.wk, m.wv)]),
+        dict.fromkeys(("wq", "wk", "wv", "dense"), is_linear),
+        fits=lambda m: isinstance(m.num_heads, int),
+        keywords=("need_weights",),
+        roles=(hooks.TAKES_NEED_WEIGHTS, hooks.TAKES_MASKS),
+        attends=True,
+        adds_masks=True,
+    ),
     *_tensorflow(False),
     *_tensorflow(True),
-    *_d2l_heads(),
+    Form(
+        "D2lAttention",
+        d2l.ported_attention,
+        lambda m, size: calls.d2l_attention(size, (6, 6, 7)),
+        {"dropout": is_dropout},
+        fits=lambda m: (arguments_of(type(m).forward) or ())[-1].name == "valid_lens",
+        arguments=4,
+        stored=("attention_weights",),
+        roles=(hooks.SCALED_DOT_PRODUCT,),
+        attends=True,
+    ),
+    Form(
+        "D2lHeads",
+        d2l.ported_heads,
+        lambda m, size: calls.d2l_attention(size, [w.in_features for w in (m.W_q, m.W_k, m.W_v)]),
+        {**dict.fromkeys(("W_q", "W_k", "W_v", "W_o"), is_linear), "attention": of_form("D2lAttention")},
+        fits=lambda m: type(m.num_heads) is int,
+        roles=(hooks.TAKES_MASKS,),
+        attends=True,
+        **OF_MODULE,
+    ),
     *_d2l(False),
     *_d2l(True),
 ]

@@ -29,7 +29,7 @@ MASKS = {
 """Arguments of torch.nn and fairseq, and what they mean; ``register`` asks for the meaning of any other."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Registration:
     """Registered class. As a context manager, the class is registered until the end of the block.
 
@@ -44,14 +44,10 @@ class Registration:
     def remove(self) -> None:
         """Forget the class, unless it was registered again since. Modules that were swapped keep their class until
         ``report.undo()``."""
+        table = TOKENS if isinstance(self.now, TokenLayer) else FAST
         with LOCK:
-            if _latest.get(self._key) is self:
-                del _latest[self._key]
-                (TOKENS if isinstance(self.now, TokenLayer) else FAST).pop(self.kind, None)
-
-    @property
-    def _key(self) -> tuple[type[nn.Module], bool]:
-        return self.kind, isinstance(self.now, TokenLayer)
+            if table.get(self.kind) is self:
+                del table[self.kind]
 
     def __enter__(self) -> Registration:
         return self
@@ -60,14 +56,6 @@ class Registration:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.remove()
-
-
-_latest: dict[tuple[type[nn.Module], bool], Registration] = {}
-
-
-def _added(registration: Registration) -> Registration:
-    _latest[registration._key] = registration
-    return registration
 
 
 def register(
@@ -159,10 +147,10 @@ def _check_class(kind: Any, where: str) -> None:
 def _register_fast(kind: type[nn.Module], fast: type[nn.Module], samples: list[Sample]) -> Registration:
     _check_class(fast, "the fast class")
     with LOCK:
-        for sample in samples:
-            check_fast(kind, fast, sample)
-        FAST[kind] = fast
-    return _added(Registration(kind, fast))
+        for module, calls in samples:
+            check_fast(kind, fast, module, calls)
+        FAST[kind] = made = Registration(kind, fast)
+    return made
 
 
 def _statement(kind: type[nn.Module], mask: str, means: str | None, batch_first: bool) -> TokenLayer:
@@ -181,16 +169,15 @@ def _statement(kind: type[nn.Module], mask: str, means: str | None, batch_first:
 def _register_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]) -> Registration:
     with LOCK:
         before = TOKENS.get(kind)
-        TOKENS[kind] = layer  # for the copies that the check accelerates
+        TOKENS[kind] = made = Registration(kind, layer)  # for the copies that the check accelerates
         try:
-            checked = check_tokens(kind, layer, samples)
+            made.now = check_tokens(kind, layer, samples)
         except BaseException:
             del TOKENS[kind]
             if before is not None:
                 TOKENS[kind] = before
             raise
-        TOKENS[kind] = checked
-    return _added(Registration(kind, checked))
+    return made
 
 
 def _samples_of(kind: type[nn.Module], check: Any) -> list[Sample]:
@@ -213,16 +200,16 @@ def _samples_of(kind: type[nn.Module], check: Any) -> list[Sample]:
                 f"register: check has a module of class {type(module).__name__}, expected {kind.__name__} exactly"
             )
         if not callable(inputs):
-            calls = [_call(inputs, "the given inputs")]
-        else:
-            calls = []
-            for batch, length in SIZES:
-                try:
-                    made = inputs(batch, length)
-                except Exception as error:
-                    raise ValueError(f"register: inputs({batch}, {length}) failed: {first_line(error)}") from error
-                calls.append(_call(made, f"batch {batch}, length {length}"))
-        samples.append(Sample(module, tuple(calls)))
+            samples.append((module, [_call(inputs, "the given inputs")]))
+            continue
+        calls = []
+        for batch, length in SIZES:
+            try:
+                made = inputs(batch, length)
+            except Exception as error:
+                raise ValueError(f"register: inputs({batch}, {length}) failed: {first_line(error)}") from error
+            calls.append(_call(made, f"batch {batch}, length {length}"))
+        samples.append((module, calls))
     return samples
 
 

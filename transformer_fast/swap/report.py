@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,19 +19,12 @@ LOCK = threading.RLock()
 """Lock, held while a model is changed."""
 
 
-class Change(Protocol):
-    """A change other than the class of a module."""
-
-    def undo(self) -> None:
-        """Undo the change."""
-
-
 _MISSING = object()
 
 
 @dataclasses.dataclass
 class Attribute:
-    """A module's own attribute, and the new value that :meth:`apply` sets."""
+    """A change of a module's own attribute."""
 
     module: nn.Module
     name: str
@@ -153,7 +146,8 @@ class Report:
     _originals: list[tuple[nn.Module, type[nn.Module], type[nn.Module], dict[str, Any]]] = dataclasses.field(
         default_factory=list, repr=False
     )
-    _changes: list[Change] = dataclasses.field(default_factory=list, repr=False)
+    _changes: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    _freed: bool = dataclasses.field(default=False, repr=False)
     _explain: Callable[[Any], str] = dataclasses.field(default=str, repr=False)
     _measure: Callable[..., Measurement] = dataclasses.field(default=Measurement, repr=False)
 
@@ -245,6 +239,11 @@ class Report:
         for name in left:
             setattr(module, name, module.__dict__.pop(name))
 
+    def _apply(self, change: Attribute) -> None:
+        """Make a change, which :meth:`undo` takes back."""
+        self._changes.append(change)
+        change.apply()
+
     def undo(self) -> None:
         """Undo all changes of this call. Parameters keep their current values.
 
@@ -252,8 +251,10 @@ class Report:
             RuntimeError: if ``quantize=Int8(free=True)`` freed weights; nothing is undone then.
         """
         with LOCK:
-            if reasons := [why for change in self._changes if (why := getattr(change, "refusal", str)())]:
-                raise RuntimeError(f"undo is not possible: {reasons[0]}")
+            if self._freed:
+                raise RuntimeError(
+                    "undo is not possible: the fp32 weights were freed (free=True): load the model again"
+                )
             for module, original, fast, attributes in reversed(self._originals):
                 if type(module) is fast:
                     module.__class__ = original

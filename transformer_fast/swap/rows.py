@@ -40,24 +40,27 @@ _CLASSES = 36
 
 
 def text_of(rows: list[Row], attention: list[Row], notes: list[str], *, packed: bool) -> str:
-    """Text of a report. The last line says where the modules and reasons are that have no line.
-
-    Args:
-        rows: rows of modules and of stacks.
-        attention: rows of attention modules.
-        notes: texts; those about padding begin with "packed: ".
-        packed: True if the padding was to be skipped.
-    """
+    """Text of a report. Notes about padding begin with "packed: ". The last line says where the modules and reasons are
+    that have no line."""
     padding = [note.removeprefix("packed: ") for note in notes if note.startswith("packed: ")]
-    first = _attention(attention, padding, [row for row in rows if _skips(row)] if packed else None)
-    rows = _modules(rows, attention)
-    parts = [*first, *(note for note in notes if not note.startswith("packed: ")), _numbers(rows)]
+    stacks = [row for row in rows if row.is_stack]
+    skipped = [row for row in stacks if row.now is not None or row.why == ALREADY]
+    first = _attention(attention, padding, skipped if packed else None)
+    # Without what is said of attention.
+    described = {row.why for row in attention if row.now is None}
+    names = "attn_implementation="
+    rows = [row for row in rows if not (row.is_stack or row.why in described or (row.now or "").startswith(names))]
+    swapped, already = len({row.path for row in rows if row.now is not None}), sum(row.why == ALREADY for row in rows)
+    left = sum(row.now is None for row in rows) - already
+    numbers = f"{swapped} modules swapped, {f'{already} on the fused ops already, ' if already else ''}{left} left"
+    parts = [*first, *(note for note in notes if not note.startswith("packed: ")), numbers]
     lines = [line for part in parts for line in wrapped(part)]
     groups = _groups(rows, lambda row: (row.now, row.why if row.now else row.reason))
-    groups.sort(key=lambda group: _order(group[0]))
-    names = [f"{len(group):>3} {_classes(group)}" for group in groups]
-    width = max(map(len, names), default=0)
-    table = [_shortened(f"{name:<{width}} {_outcome(group)}", WIDTH) for name, group in zip(names, groups)]
+    # First what has a reason of its own to be left, then what is swapped.
+    groups.sort(key=lambda group: 1 if group[0].now is not None else 2 * (group[0].reason in (ALREADY, OWN_FORWARD)))
+    classes = [f"{len(group):>3} {_classes(group)}" for group in groups]
+    width = max(map(len, classes), default=0)
+    table = [_shortened(f"{name:<{width}} {_outcome(group)}", WIDTH) for name, group in zip(classes, groups)]
     if len(lines) + len(table) <= LINES:
         return "\n".join([*lines, *table])
     room = max(LINES - 1 - len(lines), 0)
@@ -82,7 +85,10 @@ def _attention(rows: list[Row], padding: list[str], skipped: list[Row] | None) -
     """
     texts = [] if rows else ["attention: not fused: no attention was found in this model"]
     if fused := [row for row in rows if row.now is not None]:
-        ways = (", ".join((_classes(group), *_condition(group[0]))) for group in _groups(fused, lambda row: row.now))
+        ways = [
+            f"{_classes(group)}, {group[0].now}" if (group[0].now or "").startswith("where ") else _classes(group)
+            for group in _groups(fused, lambda row: row.now)
+        ]
         if skipped is None:
             padding = ["padding is computed: packed=True was not given"]
         elif skipped:
@@ -92,32 +98,6 @@ def _attention(rows: list[Row], padding: list[str], skipped: list[Row] | None) -
     for group in _groups((row for row in rows if row.now is None), lambda row: row.why):
         texts.append(f"attention: not fused in {len(group)} {_classes(group)}: {group[0].why} ({_places(group)})")
     return texts + padding
-
-
-def _condition(row: Row) -> list[str]:
-    return [row.now] if row.now and row.now.startswith("where ") else []
-
-
-def _skips(row: Row) -> bool:
-    return row.is_stack and (row.now is not None or row.why == ALREADY)
-
-
-def _modules(rows: list[Row], attention: list[Row]) -> list[Row]:
-    """Rows of single modules, without those that repeat what is said of attention."""
-    described = {row.why for row in attention if row.now is None}
-    names = "attn_implementation="
-    return [row for row in rows if not (row.is_stack or row.why in described or (row.now or "").startswith(names))]
-
-
-def _numbers(rows: list[Row]) -> str:
-    swapped, already = len({row.path for row in rows if row.now is not None}), sum(row.why == ALREADY for row in rows)
-    left = sum(row.now is None for row in rows) - already
-    return f"{swapped} modules swapped, {f'{already} on the fused ops already, ' if already else ''}{left} left"
-
-
-def _order(row: Row) -> int:
-    """Order of lines: what has a reason of its own to be left, what is swapped, and other modules."""
-    return 1 if row.now is not None else 2 if row.reason in (ALREADY, OWN_FORWARD) else 0
 
 
 def _outcome(group: list[Row]) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers import torch_modules as fast
-from ..layers import torch_stacks
+from ..layers import torch_modules, torch_stacks
 from ..layers.dropout import Dropout
 
 
@@ -36,10 +35,6 @@ def _dropout_obstacle(module: nn.Dropout) -> str:
     return "it works in place, which the kernel does not" if module.inplace else ""
 
 
-def _no_obstacle(module: nn.Module) -> str:
-    return ""
-
-
 def _stack_obstacle(module: nn.Module) -> str:
     if not isinstance(module.layers, nn.ModuleList) or len(module.layers) == 0:
         return "it has no nn.ModuleList of layers"
@@ -49,27 +44,22 @@ def _stack_obstacle(module: nn.Module) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Swap:
-    """Rule that swaps a class of ``torch.nn``.
+    """Rule for a class of ``torch.nn``: its fast class, the op whose kernels compute it, and a function that returns
+    the reason to leave a module, or ""."""
 
-    Attributes:
-        made: class after the swap.
-        op: op whose kernels compute the module.
-        obstacle: function that returns the reason to leave a module, or "".
-    """
-
-    made: type[nn.Module]
+    fast: type[nn.Module]
     op: str
-    obstacle: Callable[[Any], str]
+    obstacle: Callable[[Any], str] = lambda module: ""
 
 
 SWAPS: dict[type[nn.Module], Swap] = {
-    nn.LayerNorm: Swap(fast.LayerNorm, "norm", _norm_obstacle),
-    nn.RMSNorm: Swap(fast.RMSNorm, "norm", _norm_obstacle),
-    nn.Embedding: Swap(fast.Embedding, "embedding", _embedding_obstacle),
+    nn.LayerNorm: Swap(torch_modules.LayerNorm, "norm", _norm_obstacle),
+    nn.RMSNorm: Swap(torch_modules.RMSNorm, "norm", _norm_obstacle),
+    nn.Embedding: Swap(torch_modules.Embedding, "embedding", _embedding_obstacle),
     nn.Dropout: Swap(Dropout, "dropout", _dropout_obstacle),
-    nn.MultiheadAttention: Swap(fast.MultiheadAttention, "attention", _attention_obstacle),
-    nn.TransformerEncoderLayer: Swap(fast.TransformerEncoderLayer, "attention", _no_obstacle),
-    nn.TransformerDecoderLayer: Swap(fast.TransformerDecoderLayer, "attention", _no_obstacle),
+    nn.MultiheadAttention: Swap(torch_modules.MultiheadAttention, "attention", _attention_obstacle),
+    nn.TransformerEncoderLayer: Swap(torch_modules.TransformerEncoderLayer, "attention"),
+    nn.TransformerDecoderLayer: Swap(torch_modules.TransformerDecoderLayer, "attention"),
     nn.TransformerEncoder: Swap(torch_stacks.TransformerEncoder, "attention", _stack_obstacle),
     nn.TransformerDecoder: Swap(torch_stacks.TransformerDecoder, "attention", _stack_obstacle),
 }

@@ -22,8 +22,8 @@ from ..layers.padded_calls import StaysPaddedError
 from ..ops.token_mask import call_on_tokens
 from ..tensors import takes_fused_ops
 
-FAST: dict[type[nn.Module], type[nn.Module]] = {}
-"""Registered classes, and the class that computes the same."""
+FAST: dict[type[nn.Module], Any] = {}
+"""Registered classes: the registration, whose ``now`` is the class that computes the same."""
 
 
 class Registered:
@@ -131,23 +131,17 @@ class FunctionalCalls(Registered):
     computes_as_former = True
 
 
-_KNOWN = ("builtins", "torch", "transformers", "typing")
-"""Packages whose classes may have subclasses: nothing is registered."""
-
-
 def functional_obstacle(module: nn.Module) -> str:
     """Reason against a class whose ``forward`` runs in a block, or ""."""
     kind = type(module)
     if "forward" in module.__dict__:
         return "its forward was replaced"
-    if kind.forward is nn.Module.forward or _package(kind) == "torch":
+    packages = {base: base.__module__.partition(".")[0] for base in kind.__mro__}
+    if kind.forward is nn.Module.forward or packages[kind] == "torch":
         return "it has no forward of an author"
-    registers = any("__init_subclass__" in vars(base) and _package(base) not in _KNOWN for base in kind.__mro__)
+    known = ("builtins", "torch", "transformers", "typing")  # their classes do not register subclasses
+    registers = any("__init_subclass__" in vars(base) and name not in known for base, name in packages.items())
     return "its class registers subclasses" if registers else ""
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -56,11 +57,6 @@ class TokenLayer:
     reads: frozenset[int] = frozenset()
     redirects: bool = True
 
-    @property
-    def axis(self) -> int:
-        """Axis of the batch."""
-        return int(not self.batch_first)
-
     def as_batch_first(self, x: Tensor) -> Tensor:
         """Exchange the axes of length and batch of a layer with the other order; keep the tokens that x holds."""
         return x if self.batch_first else hand_over(x, x.transpose(0, 1))
@@ -80,7 +76,10 @@ class TokenLayer:
             raise StaysPaddedError(f"its {self.mask} is bool, and is added to scores")
         if mask.dtype != torch.bool and not bool(((mask == 0) | other).all()):
             raise StaysPaddedError(f"its {self.mask} holds scores, not padding alone")
-        keep = _four_dimensions(mask != 0 if self.means == "keep" else mask == 0)
+        if mask.dim() == 4 and mask.shape[1] != 1:
+            raise StaysPaddedError("its mask has heads of its own")
+        keep = mask != 0 if self.means == "keep" else mask == 0
+        keep = keep if keep.dim() == 4 else keep[:, None] if keep.dim() == 3 else keep[:, None, None]
         try:
             parts = padding_of(AttentionMask.keep(keep), length)
         except ValueError as reason:
@@ -100,40 +99,19 @@ class TokenLayer:
         make = lambda: packing_of(rows, batch, length, mask.device)  # noqa: E731
         return get_or_compute(mask, ("tokens", self.means), (), make, stamp)
 
-    def kept(self, mask: Tensor, tokens: int) -> Tensor:
-        """Mask of the same kind that keeps all tokens."""
-        return mask.new_full((*[1] * (mask.dim() - 1), tokens), self.means == "keep")
 
-
-def _four_dimensions(keep: Tensor) -> Tensor:
-    """Convert a mask (B, L), (B, L|1, L) or (B, 1, L|1, L) to one of four dimensions.
-
-    Raises:
-        StaysPaddedError: for a mask with more than one head.
-    """
-    if keep.dim() == 4 and keep.shape[1] != 1:
-        raise StaysPaddedError("its mask has heads of its own")
-    return keep if keep.dim() == 4 else keep[:, None] if keep.dim() == 3 else keep[:, None, None]
-
-
-def token_forward(base: type[nn.Module], layer: TokenLayer, parts: tuple[str, ...]) -> Forward:
-    """Make the ``forward`` of a registered layer: hidden states first, then its mask; all else has its default.
-
-    Args:
-        base: class whose ``forward`` is the author's.
-        layer: statement about the class.
-        parts: names of the classes of the layer and the modules inside, when ``accelerate`` was called.
-    """
+def _token_forward(base: type[nn.Module], layer: TokenLayer, parts: tuple[str, ...]) -> Callable[..., Any]:
+    """Make the ``forward`` of a registered layer: hidden states first, then its mask; all else has its default."""
     names = positional_names(base.forward)
     defaults = {name: p.default for name, p in inspect.signature(base.forward).parameters.items()}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls, arguments = padded_calls(self), Arguments(names, args, kwargs)
+        calls = padded_calls(self)
         in_graph = torch.compiler.is_compiling() or is_traced() or in_transform()
-        if calls is None or in_graph or not arguments.fits or call_on_tokens() is not None:
+        if calls is None or in_graph or len(args) > len(names) or call_on_tokens() is not None:
             return base.forward(self, *args, **kwargs)
-        given = arguments.given
-        x, mask = given.get(names[0]), given.get(layer.mask)
+        named = dict(zip(names, args)) | kwargs
+        x, mask = named.get(names[0]), named.get(layer.mask)
         if type(x) is not Tensor or x.dim() != 3:
             return base.forward(self, *args, **kwargs)
         if mask is None:
@@ -145,43 +123,44 @@ def token_forward(base: type[nn.Module], layer: TokenLayer, parts: tuple[str, ..
             padder = Padder(layer.packing(mask, *padded.shape[:2]))
             check_order(self, x, padder.own)
             _check_parts(self, parts)
-            _check_arguments(given, {names[0], layer.mask}, defaults)
+            known = {names[0], layer.mask}
+            for name, value in named.items():
+                default = value is None or value is defaults.get(name, value is None)
+                if not default and name not in known:
+                    raise StaysPaddedError(f"its layers are given {name}, which is more than hidden states and a mask")
             padder.check_sources()
             (tokens,) = padder.remove(padded)
-            kept = layer.kept(mask, padder.own.total)
-            own, named = arguments.replaced({names[0]: tokens.unsqueeze(layer.axis), layer.mask: kept})
+            total = padder.own.total
+            kept = mask.new_full((*[1] * (mask.dim() - 1), total), layer.means == "keep")
+            values = named | {names[0]: tokens.unsqueeze(int(not layer.batch_first)), layer.mask: kept}
+            ordered = [values.pop(name) for name in names[: len(args)]]
 
             def run() -> Any:
-                with on_tokens(padder.masks[0]) as call, _redirect(call, layer.redirects):
+                with on_tokens(padder.masks[0]) as call, _Redirect(call) if layer.redirects else nullcontext():
                     try:
-                        result = base.forward(self, *own, **named)
+                        result = base.forward(self, *ordered, **values)
                     except StaysPaddedError:
                         raise
                     except Exception as error:  # an error of the author comes again, with the padding
                         raise StaysPaddedError(f"its code fails on tokens ({type(error).__name__})") from error
                 first, *others = result if isinstance(result, tuple) else (result,)
-                others = [mask if other is kept else other for other in others]
-                size = 1, padder.own.total
-                if (
-                    type(first) is not Tensor
-                    or first.dim() != 3
-                    or tuple(layer.as_batch_first(first).shape[:2]) != size
-                ):
+                if type(first) is not Tensor or first.dim() != 3 or layer.as_batch_first(first).shape[:2] != (1, total):
                     raise StaysPaddedError("it returns something else than hidden states")
+                others = [mask if other is kept else other for other in others]
                 if not all(other is mask or other is None for other in others):
                     raise StaysPaddedError("it returns more than hidden states, such as attention weights")
                 _check_reads(call, layer)
-                tokens = first.squeeze(layer.axis)
-                return (tokens, *others) if isinstance(result, tuple) else tokens
+                first = layer.as_batch_first(first).squeeze(0)
+                return (first, *others) if isinstance(result, tuple) else first
 
             return padder, run
 
         result = without_padding(self, calls, x, prepare)
         if result is None:
             return base.forward(self, *args, **kwargs)
-        first, *others = result if isinstance(result, tuple) else (result,)
-        first = layer.as_batch_first(first)
-        return (first, *others) if isinstance(result, tuple) else first
+        if isinstance(result, tuple):
+            return layer.as_batch_first(result[0]), *result[1:]
+        return layer.as_batch_first(result)
 
     return forward
 
@@ -198,12 +177,6 @@ def _check_parts(layer: nn.Module, parts: tuple[str, ...]) -> None:
         if child is not layer and not is_plain(child):
             kind = type(child).__name__
             raise StaysPaddedError(f"a {kind} inside a layer has a hook, which would see tokens without padding")
-
-
-def _check_arguments(given: dict[str, Any], known: set[str], defaults: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if name not in known and value is not None and value is not defaults.get(name, value is None):
-            raise StaysPaddedError(f"its layers are given {name}, which is more than hidden states and a mask")
 
 
 def _check_reads(call: OnTokens, layer: TokenLayer) -> None:
@@ -229,10 +202,6 @@ class _Redirect(TorchFunctionMode):
         return scaled_dot_product_attention(*args, **(kwargs or {}))
 
 
-def _redirect(call: OnTokens, redirects: bool) -> contextlib.AbstractContextManager[Any]:
-    return _Redirect(call) if redirects else contextlib.nullcontext()
-
-
 _seen: ContextVar[list[OnTokens] | None] = ContextVar("seen", default=None)
 
 
@@ -247,14 +216,15 @@ def seen() -> Iterator[list[OnTokens]]:
         _seen.reset(token)
 
 
-TOKENS: dict[type[nn.Module], TokenLayer] = {}
-"""Registered classes."""
+TOKENS: dict[type[nn.Module], Any] = {}
+"""Registered classes: the registration, whose ``now`` is the :class:`TokenLayer`."""
 
 
 @functools.cache
 def token_class(kind: type[nn.Module], layer: TokenLayer, parts: tuple[str, ...]) -> type[nn.Module]:
-    """Class for layers that skip padding; for the arguments see :func:`token_forward`."""
-    return registered_class(kind, (kind,), (token_class, layer, parts), token_forward(kind, layer, parts))
+    """Class for layers that skip padding; ``parts`` are the classes of the layer and the modules inside, by name, when
+    ``accelerate`` was called."""
+    return registered_class(kind, (kind,), (token_class, layer, parts), _token_forward(kind, layer, parts))
 
 
 def token_layer_of(module: nn.Module) -> TokenLayer | None:
@@ -262,12 +232,7 @@ def token_layer_of(module: nn.Module) -> TokenLayer | None:
     kind: Any = type(module)
     while kind not in TOKENS and "recipe" in vars(kind):
         kind = kind.former
-    return TOKENS.get(kind)
-
-
-def layer_of_torch(module: nn.Module) -> TokenLayer:
-    """Statement about ``nn.TransformerEncoderLayer``."""
-    return TokenLayer("src_key_padding_mask", "blocked", module.self_attn.batch_first, frozenset({1}), False)  # type: ignore
+    return TOKENS[kind].now if kind in TOKENS else None
 
 
 def skips_padding(module: nn.Module) -> bool:
@@ -275,35 +240,8 @@ def skips_padding(module: nn.Module) -> bool:
     return vars(type(module)).get("recipe", (None,))[0] is token_class
 
 
-def how_to(kind: str) -> str:
-    """Advice about layers that keep their padding."""
-    return f"tfast.register({kind}, mask=..., tokens=True, check=...) lets them skip padding"
-
-
-Forward = Callable[..., Any]
-
-
-class Arguments:
-    """Arguments of a call, by name.
-
-    Attributes:
-        given: values by name, in the order of the call.
-    """
-
-    def __init__(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._positional = names[: len(args)]
-        self.given = dict(zip(names, args)) | kwargs
-        self.fits = len(args) <= len(names)
-
-    def replaced(self, changes: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the call, with some values changed or added."""
-        values = self.given | changes
-        args = tuple(values.pop(name) for name in self._positional)
-        return args, values
-
-
 @functools.cache
-def positional_names(forward: Forward) -> tuple[str, ...]:
+def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Names of a method's positional arguments, without ``self``."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
