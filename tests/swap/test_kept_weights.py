@@ -238,26 +238,21 @@ def test_training_mode_makes_no_copies() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_undo_frees_everything(name: str) -> None:
+def test_undo_and_the_end_of_the_model_free_everything(name: str) -> None:
     model = made(name)
-    before, report = state(model), tfast.accelerate(model, keep_weights=True)
-    call(model, given())
-    held = [weakref.ref(one) for one in kept(model).values()]
-    assert held
-    report.undo()
-    gc.collect()
-    assert not any(ref() for ref in held) and not kept(model) and state(model) == before
-
-
-@torch.no_grad()
-def test_copies_are_freed_with_the_model() -> None:
-    model = made("encoder")
-    tfast.accelerate(model, keep_weights=True)
-    call(model, given())
-    held = [weakref.ref(one) for one in kept(model).values()]
-    del model
-    gc.collect()
-    assert held and not any(ref() for ref in held)
+    before = state(model)
+    for undone in (True, False):
+        report = tfast.accelerate(model, keep_weights=True)
+        call(model, given())
+        held = [weakref.ref(one) for one in kept(model).values()]
+        assert held
+        if undone:
+            report.undo()
+            assert not kept(model) and state(model) == before
+        else:
+            del model, report
+        gc.collect()
+        assert not any(ref() for ref in held)
 
 
 @torch.no_grad()

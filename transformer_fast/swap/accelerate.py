@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +18,11 @@ from ..ops.linear import is_faster
 from ..ops.unknown_names import near
 from ..ops.weight_layout import WeightLayout
 from .attention_rows import attention_rows
-from .check_form import FormTrials
+from .check_form import difference
 from .form_class import class_of_form
 from .forms import FORMS
 from .huggingface import give_attention
-from .int8 import Int8, Plan, options
+from .int8 import Int8, Plan
 from .kept_weights import give_layout, takes_layout
 from .measured import explained, measured
 from .output_layer import NAME as FUSED_LOSS
@@ -125,7 +125,7 @@ def accelerate(
     with LOCK:
         report = Report()
         try:
-            plan = None if quantize is None else Plan(model, options(quantize), report)
+            plan = None if quantize is None else Plan(model, quantize, report)
             walk = _Walk(model, report, plan, output_layers(model) if fused_loss else set())
             walk.keep_weights, walk.functional, walk.packed = keep_weights, functional, packed
             if fused_loss:
@@ -174,7 +174,8 @@ class _Walk:
     keep_weights = functional = packed = False  # the arguments of accelerate
 
     def __init__(self, model: nn.Module, report: Report, plan: Plan | None, output_layers: set[int]) -> None:
-        self.model, self.report, self.output_layers, self.trial = model, report, output_layers, FormTrials()
+        self.model, self.report, self.output_layers = model, report, output_layers
+        self.tried: dict[Hashable, str] = {}  # differences of hand-written modules from their forms
         self.seen: set[int] = set()
         self.int8 = set() if plan is None else plan.inside
         # Modules that a class of this package computes without a call; in SWAPS are those that get such a class.
@@ -250,12 +251,12 @@ class _Walk:
             if not form.has_names(module):
                 continue
             obstacle = form.obstacle(module) or self._obstacle(module, "attention")
-            difference = obstacle or self.trial.difference(module, form)
-            if not difference:
+            why = obstacle or difference(module, form, self.tried)
+            if not why:
                 self._swap(path, module, class_of_form(form, module), f"fused {form.name}")
                 return
             if obstacle or not family:  # else it has these names from torch's class
-                reason = difference
+                reason = why
         # Padding leaves at the door of a stack by its own class, so that must stay.
         functional = self.functional and not (self.packed and huggingface.is_packed(type(module)))
         if id(module) in self.attention.layers:

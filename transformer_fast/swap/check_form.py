@@ -29,37 +29,27 @@ _LISTS = ("layers", "enc_layers", "dec_layers", "blks")
 DIFFERS = "it has the names of a known module, but computes something else"
 
 
-class FormTrials:
-    """Trials of the modules of one model.
+def difference(module: nn.Module, form: Form, tried: dict[Hashable, str]) -> str:
+    """Difference of a module and its form, as text; "" if there is none.
 
-    Attributes:
-        tried: differences that the first modules have shown, by form, class and attributes.
+    Args:
+        tried: differences that the first modules of a model have shown, by form, class and attributes.
     """
-
-    def __init__(self) -> None:
-        self.tried: dict[Hashable, str] = {}
-
-    def difference(self, module: nn.Module, form: Form) -> str:
-        """Compare a module with its form.
-
-        Returns:
-            The difference as text; "" if there is none.
-        """
-        key = form, tuple(map(_description, _own_parts(module)))
-        if known := self.tried.get(key):
-            return known
-        cpu = torch.get_default_device().type == "cpu"  # then no device mode, which costs time
-        with alone(), contextlib.nullcontext() if cpu else torch.device("cpu"):
-            try:
-                trial = _FormTrial(module, form)
-                trial.at_one_size(module) if key in self.tried else trial.at_all_sizes(module)
-                found = "" if trial.computed else DIFFERS
-            except DiffersError:
-                found = DIFFERS
-            except Exception as error:
-                found = str(error) if isinstance(error, ValueError) else f"its trial failed: {first_line(error)}"
-        self.tried.setdefault(key, found)
-        return found
+    key = form, tuple(map(_description, _own_parts(module)))
+    if known := tried.get(key):
+        return known
+    cpu = torch.get_default_device().type == "cpu"  # then no device mode, which costs time
+    with alone(), contextlib.nullcontext() if cpu else torch.device("cpu"):
+        try:
+            trial = _FormTrial(module, form)
+            trial.at_one_size(module) if key in tried else trial.at_all_sizes(module)
+            found = "" if trial.computed else DIFFERS
+        except DiffersError:
+            found = DIFFERS
+        except Exception as error:
+            found = str(error) if isinstance(error, ValueError) else f"its trial failed: {first_line(error)}"
+    tried.setdefault(key, found)
+    return found
 
 
 def _own_parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -53,15 +53,6 @@ class Int8:
             raise TypeError(f"Int8: keep must be a sequence of paths, got the string {self.keep!r}")
 
 
-def options(quantize: str | Int8) -> Int8:
-    """Options that a value of the argument ``quantize`` stands for."""
-    if isinstance(quantize, Int8):
-        return quantize
-    if quantize != "int8":
-        raise ValueError(f'accelerate: quantize must be "int8" or an Int8(...), got {quantize!r}')
-    return Int8()
-
-
 class Plan:
     """The layers of a model that get int8 weights, by path, and their ids in ``inside``.
 
@@ -69,7 +60,10 @@ class Plan:
         ValueError: if the model cannot have int8 weights; the message has the reason.
     """
 
-    def __init__(self, model: nn.Module, chosen: Int8, report: Report) -> None:
+    def __init__(self, model: nn.Module, quantize: str | Int8, report: Report) -> None:
+        chosen = Int8() if quantize == "int8" else quantize
+        if not isinstance(chosen, Int8):
+            raise ValueError(f'accelerate: quantize must be "int8" or an Int8(...), got {quantize!r}')
         self.model, self.free, self.report = model, chosen.free, report
         if reason := obstacle(model):
             raise ValueError(f"accelerate: quantize is not possible: {reason}")

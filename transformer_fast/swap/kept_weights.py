@@ -48,15 +48,13 @@ def give_one_layout(report: Report, path: str, module: nn.Module, layout: Weight
     if module.__dict__.get(LAYOUT) == layout:
         return
     report._apply(Kept(module, LAYOUT, layout))
-    place = next((place for place, row in enumerate(report.rows) if row.path == path), None)
-    row = report.rows[place] if place is not None else Row(path, f"nn.{type(module).__name__}", None)
-    now = name if row.now is None else f"{row.now}, {name}"
-    row = dataclasses.replace(row, now=now, why="" if row.why == ALREADY else row.why)
-    if place is not None:
-        report.rows[place] = row
-    else:
-        report.rows.append(row)
+    row = next((row for row in report.rows if row.path == path), None)
+    if row is None:
+        report.rows.append(row := Row(path, f"nn.{type(module).__name__}", None))
         report.plain["Linear"] -= 1
+    now = name if row.now is None else f"{row.now}, {name}"
+    changed = dataclasses.replace(row, now=now, why="" if row.why == ALREADY else row.why)
+    report.rows[report.rows.index(row)] = changed
 
 
 def takes_layout(module: nn.Module) -> bool:

@@ -126,47 +126,27 @@ def register(
     if fast is not None and (tokens or mask is not None):
         raise TypeError("register: give a fast class, or mask=... with tokens=True; register both in two calls")
     if fast is not None:
-        return _register_fast(kind, fast, samples)
+        _check_class(fast, "the fast class")
+        with LOCK:
+            for module, calls in samples:
+                check_fast(kind, fast, module, calls)
+            FAST[kind] = made = Registration(kind, fast)
+        return made
     if not tokens or mask is None:
         raise TypeError(
             f"register: give the class that computes what {kind.__name__} computes; or, for a layer that computes each "
             "token alone outside of attention, the name of its mask and tokens=True"
         )
-    return _register_tokens(kind, _statement(kind, mask, mask_means, batch_first), samples)
-
-
-def _check_class(kind: Any, where: str) -> None:
-    if isinstance(kind, nn.Module):
-        raise TypeError(f"register: {where} is a module of class {type(kind).__name__}; give the class itself")
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise TypeError(f"register: {where} must be derived from nn.Module, got {kind!r}")
-    if inspect.isabstract(kind) or kind.forward is nn.Module.forward:
-        raise TypeError(f"register: {kind.__name__} is abstract: register the classes of the modules themselves")
-
-
-def _register_fast(kind: type[nn.Module], fast: type[nn.Module], samples: list[Sample]) -> Registration:
-    _check_class(fast, "the fast class")
-    with LOCK:
-        for module, calls in samples:
-            check_fast(kind, fast, module, calls)
-        FAST[kind] = made = Registration(kind, fast)
-    return made
-
-
-def _statement(kind: type[nn.Module], mask: str, means: str | None, batch_first: bool) -> TokenLayer:
     names = list(inspect.signature(kind.forward).parameters)[2:]
     if mask not in names:
         has = ", ".join(names) or "none"
         raise TypeError(
             f"register: {kind.__name__}.forward has no argument {mask!r} after its hidden states; it has {has}"
         )
-    means = MASKS.get(mask) if means is None else means
+    means = MASKS.get(mask) if mask_means is None else mask_means
     if means not in MEANINGS:
         raise TypeError(f'register: mask_means must say what {mask} means: "keep", "blocked" or "added", got {means!r}')
-    return TokenLayer(mask, means, bool(batch_first))
-
-
-def _register_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sample]) -> Registration:
+    layer = TokenLayer(mask, means, bool(batch_first))
     with LOCK:
         before = TOKENS.get(kind)
         TOKENS[kind] = made = Registration(kind, layer)  # for the copies that the check accelerates
@@ -178,6 +158,15 @@ def _register_tokens(kind: type[nn.Module], layer: TokenLayer, samples: list[Sam
                 TOKENS[kind] = before
             raise
     return made
+
+
+def _check_class(kind: Any, where: str) -> None:
+    if isinstance(kind, nn.Module):
+        raise TypeError(f"register: {where} is a module of class {type(kind).__name__}; give the class itself")
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"register: {where} must be derived from nn.Module, got {kind!r}")
+    if inspect.isabstract(kind) or kind.forward is nn.Module.forward:
+        raise TypeError(f"register: {kind.__name__} is abstract: register the classes of the modules themselves")
 
 
 def _samples_of(kind: type[nn.Module], check: Any) -> list[Sample]:
