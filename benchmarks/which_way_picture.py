@@ -9,15 +9,15 @@ from headline import ROOT, svg
 
 PICTURE = ROOT / "docs" / "images" / "which_way.svg"
 WAYS = (
-    (("Hugging Face, torch.nn,", "a classic text?"), ("tfast.accelerate(model,", "      packed=True)")),
-    (("DDP, FSDP, Trainer or", "torch.compile around it?"), ("the same line, before", "the wrapper")),
+    (("Hugging Face, torch.nn,", "a tutorial's model?"), ("tfast.accelerate(model,", "      packed=True)")),
     (("Code that calls torch's SDPA?",), ("with tfast.functional():",)),
     (("Attention of your own:", "q, k and v are there?"), ("tfast.attention(q, k, v, mask,", "      dropout_p=0.1)")),
     (("A class of your own that a", "fast one replaces?"), ("tfast.register(MyAttention,", "      Fast, check=...)")),
     (("No model yet?",), ("tfast.Transformer(...,", "      packed=True)")),
-    (("A GPU?",), ("the same lines, with triton", "installed")),
+    (("Also: DDP, FSDP, Trainer or", "torch.compile around it?"), ("the same line, before", "the wrapper")),
+    (("Also: a GPU?",), ("the same lines, with triton", "installed")),
 )  # fmt: skip
-"""Question, and what to write, in lines of text."""
+"""Question, and what to write, in lines of text. Arrows lead from one question to the next until "Also"."""
 WIDTH, LEFT, RIGHT, BOX, LINE, GAP = 480, 206, 232, 44, 16, 18
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f }
@@ -47,8 +47,10 @@ def draw() -> str:
         parts += _lines("code" if "(" in answer[0] else "", right + 8, middle, answer)
         y += BOX
         if number + 1 < len(WAYS):
-            parts.append(f'<path class="arrow" d="M24 {y}v{GAP - 6}"/>')
-            parts.append(f'<path class="head" d="M20 {y + GAP - 7}l4 7l4 -7z"/>')
+            if not WAYS[number + 1][0][0].startswith("Also"):
+                parts.append(f'<path class="arrow" d="M24 {y}v{GAP - 6}"/>')
+                parts.append(f'<path class="head" d="M20 {y + GAP - 7}l4 7l4 -7z"/>')
+                parts.append(f'<text class="small" x="34" y="{y + GAP - 5}">no</text>')
             y += GAP
     return svg(parts, y + 1, STYLE, WIDTH)
 

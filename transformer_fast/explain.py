@@ -181,7 +181,7 @@ def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
     if offset is not None:
         parts.append(f"causal with offset {offset}")
     if mask.window_offset is not None:
-        parts.append(f"window with offset {mask.window_offset}")
+        parts.append(f"window from key i {'-+'[mask.window_offset >= 0]} {abs(mask.window_offset)} on")
     if mask.first_keys is not None or mask.end_keys is not None:
         begin, end = (None if t is None else tuple(t.shape) for t in (mask.first_keys, mask.end_keys))
         parts.append(f"intervals from {begin or 'key 0'} to {end or 'the last key'}")

@@ -209,7 +209,11 @@ MASK = create_block_mask(causal, None, None, 8, 8, device="cpu")
         (lambda: flex_attention(Q, Q[:, :2], Q[:, :2]), ValueError, "share their heads unless enable_gqa=True"),
         (lambda: flex_attention(Q[0], Q, Q), ValueError, r"query must be \(B, H, Lq, D\)"),
         (lambda: flex_attention(Q[:, :, :4], Q, Q, block_mask=MASK), ValueError, r"end in \(Lq, Lk\) = \(4, 8\)"),
-        (lambda: flex_attention(Q, Q, Q, block_mask=causal), TypeError, "expected a BlockMask, got function"),
+        (
+            lambda: flex_attention(Q, Q, Q, block_mask=causal),
+            TypeError,
+            r"expected a BlockMask, got function; torch's create_block_mask\(function, B, H, Lq, Lk\)",
+        ),
         (lambda: attention_mask_of(MASK[:, :, 0:1]), RuntimeError, "sliced BlockMask"),
     ],
 )

@@ -69,7 +69,11 @@ def test_texts_come_from_all_parts_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "none"], "none/config.json: No such file or directory"),
+        (
+            ["--model", "none"],
+            "none/config.json is missing; --model is a folder to which save_pretrained wrote the model and its "
+            "tokenizer",
+        ),
         (["--model", ".", "--data", "none"], "none: No such file or directory"),
         (["--model", ".", "--data", "empty"], "empty has no text"),
         (["--model", ".", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),

@@ -172,3 +172,12 @@ def test_an_autocast_region_keeps_its_copy_until_it_is_cleared(make, inputs):
     assert not torch.equal(new, before)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(module(*args), new)
+
+
+def test_a_mask_of_two_dimensions_is_told_its_third() -> None:
+    x = torch.randn(2, 5, 8)
+    attention = tfast.layers.MultiHeadAttention(2, 8, 0.0)
+    keep = torch.ones(5, 5, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"\(B, L\) padding mask as mask\.unsqueeze\(1\), a \(Lq, Lk\) mask as mask\["):
+        attention(x, x, x, keep)
+    assert torch.equal(attention(x, x, x, keep[None]), attention(x, x, x, tfast.AttentionMask.keep(keep)))

@@ -30,7 +30,7 @@ def test_explain_counts_the_tiles_that_hold_work():
     assert "work: 75.0% of 16 tiles of 64 queries x 128 keys are computed (4 full, 8 partly masked)" in text
     with tfast.backend("native"):
         text = tfast.explain(q, k, k, AttentionMask.window(40, right=None))
-    assert "window with offset -40" in text
+    assert "mask: window from key i - 40 on" in text
     # In each of two batches, the last 64 queries see no key below 152, and the first 128 all from 128 on.
     assert "work: 87.5% of 16 tiles of 64 queries x 128 keys are computed (4 full, 10 partly masked)" in text
 

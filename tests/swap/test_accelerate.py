@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import handwritten as hw
@@ -65,6 +66,20 @@ def test_it_is_a_function(function: Callable[..., Any]) -> None:
             function(wrong)
     model = nn.Sequential(nn.LayerNorm(4))
     assert function(model).swapped and tfast.accelerate(model).already
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (nn.Linear, "got the class Linear: make a model of it first"),
+        ("some-model", "got a str: load the model first, as by transformers' from_pretrained('some-model')"),
+        (SimpleNamespace(model=nn.Linear(2, 2)), "got SimpleNamespace: pass its .model"),
+    ],
+)
+def test_what_is_no_module_is_told_how_it_becomes_one(given: object, message: str) -> None:
+    """A pipeline and a Trainer of transformers hold the module as ``model``."""
+    with pytest.raises(TypeError, match=re.escape(f"accelerate: expected a torch.nn.Module, {message}")):
+        tfast.accelerate(given)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ FIRST = {
         [f"attention: fused in 3 of 3 modules (MultiHeadAttention); {COMPUTED}"],
     ),
     "none": (
-        lambda: nn.Sequential(nn.LayerNorm(D)), ["attention: not fused: no attention was found in this model"],
+        lambda: nn.Sequential(nn.LayerNorm(D)),
+        ["attention: none was found by its class or name; code that writes it out can call tfast.attention"],
     ),
 }  # fmt: skip
 
@@ -168,7 +169,7 @@ LAYERS = {
     ),
     "nothing": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
-        ["packed: padding stays: no attention was found in this model"],
+        ["packed: padding stays: no attention was found by its class or name"],
     ),
 }  # fmt: skip
 
@@ -226,6 +227,16 @@ def test_texts_for_a_model_of_token_ids_are_told_to_be_tokenized() -> None:
             TypeError, match=r"batch: Bert\w+ takes token ids, got list of texts; tokenizer\(texts, padding"
         ):
             call(["a dog", "two men"])
+
+
+def test_what_is_no_batch_is_told_how_it_becomes_one() -> None:
+    rows = [{"input_ids": [5, 6]}, {"input_ids": [7]}]
+    report = tfast.accelerate(packed.make(BERT), packed=True)
+    for call in (report.explain, report.measure):
+        with pytest.raises(TypeError, match=r"batch: .*got DataLoader; next\(iter\(loader\)\)"):
+            call(torch.utils.data.DataLoader(rows))
+        with pytest.raises(TypeError, match=r"batch: Bert\w+ takes tensors by name, got list; .*tokenizer\.pad\(rows"):
+            call(rows)
 
 
 def test_explain_says_what_would_be_left_out() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "Compare and time a model of Hugging Face transformers on one batch of texts, plain and after "
         "accelerate(model, packed=True): a training step and an evaluation, in turn. Nothing is downloaded or written."
     )
-    command.add_argument("--model", required=True, metavar="FOLDER", help="folder of the model and its tokenizer")
+    command.add_argument(
+        "--model", required=True, metavar="FOLDER", help="folder of the model and its tokenizer, by save_pretrained"
+    )
     command.add_argument("--data", metavar="FILE", help="texts, one per line (default: sentences of this project)")
     command.add_argument("--batch-size", type=int, default=16, metavar="N", help="number of texts (default: 16)")
     command.add_argument(
@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if args.rounds < 2:
         raise ValueError(f"--rounds must be at least 2, got {args.rounds}")
     if not (config := Path(args.model, "config.json")).is_file():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(config))
+        raise FileNotFoundError(
+            f"{config} is missing; --model is a folder to which save_pretrained wrote the model and its tokenizer"
+        )
     texts = _texts(args.data, args.batch_size)
     import transformers
 

@@ -45,7 +45,10 @@ def attention_mask_of(block_mask: Any) -> AttentionMask:
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(block_mask, BlockMask):
-        raise TypeError(f"attention_mask_of: expected a BlockMask, got {type(block_mask).__name__}")
+        raise TypeError(
+            f"attention_mask_of: expected a BlockMask, got {type(block_mask).__name__}; torch's "
+            "create_block_mask(function, B, H, Lq, Lk) makes one"
+        )
     if torch.compiler.is_compiling():
         raise ValueError(
             "attention_mask_of: torch.compile and torch.export cannot read a BlockMask; convert it before, and pass "

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..layers.padded_calls import padded_calls
 from .blocks import Fast
@@ -112,8 +113,10 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
             by name, or what ``preprocess`` takes, a list of texts or of pairs.
 
     Raises:
-        TypeError: for texts, if the model is one of transformers, which take token ids.
+        TypeError: for a DataLoader; for texts and lists, if the model is one of transformers, which take token ids.
     """
+    if isinstance(batch, DataLoader):
+        raise TypeError("batch: expected one batch, got DataLoader; next(iter(loader)) is its first batch")
     if _is_pipeline(model):
         if isinstance(batch, tuple) and len(batch) == 1 and isinstance(batch[0], Mapping):
             (batch,) = batch
@@ -128,6 +131,11 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
         )
     if isinstance(batch, tuple):
         return batch, {}
+    if isinstance(batch, list) and _takes_ids(model):
+        raise TypeError(
+            f"batch: {type(model).__name__} takes tensors by name, got list; the collator of your trainer, or "
+            'tokenizer.pad(rows, return_tensors="pt"), makes a batch of rows'
+        )
     return ((), dict(batch)) if isinstance(batch, Mapping) else ((batch,), {})
 
 

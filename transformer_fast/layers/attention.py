@@ -51,7 +51,7 @@ def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None:
         hint = how_to_convert(mask)
         raise TypeError(f"mask: expected a tensor, an AttentionMask or None, got {type(mask).__name__}{hint}")
     if mask.dim() != 3:
-        hint = "; give a (B, L) padding mask as mask.unsqueeze(1)" if mask.dim() == 2 else ""
+        hint = "; give a (B, L) padding mask as mask.unsqueeze(1), a (Lq, Lk) mask as mask[None]" * (mask.dim() == 2)
         raise ValueError(f"mask: expected a keep mask (B, 1, Lk) or (B, Lq, Lk), got shape {tuple(mask.shape)}{hint}")
     return AttentionMask.keep(mask.unsqueeze(1))
 

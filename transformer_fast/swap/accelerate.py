@@ -121,7 +121,7 @@ def accelerate(
         >>> report.undo()
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"accelerate: expected a torch.nn.Module, got {_instead_of_a_module(model)}")
     with LOCK:
         report = Report()
         try:
@@ -293,6 +293,16 @@ class _Walk:
 
     def _leave(self, path: str, module: nn.Module, why: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), None, why))
+
+
+def _instead_of_a_module(given: object) -> str:
+    """Text: what was given, and how it becomes a module."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}: make a model of it first"
+    if isinstance(given, str):
+        return f"a str: load the model first, as by transformers' from_pretrained({given!r})"
+    held = isinstance(getattr(given, "model", None), nn.Module)  # Trainer and pipeline of transformers
+    return f"{type(given).__name__}" + (": pass its .model" if held else "")
 
 
 def _is_ours(kind: type[nn.Module]) -> bool:

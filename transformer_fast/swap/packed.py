@@ -56,7 +56,7 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
         kept = _lists_around(model, report.attention, {row.path: row.why for row in unregistered})
     else:
         kept = {}
-        report.notes.append("packed: padding stays: no attention was found in this model")
+        report.notes.append("packed: padding stays: no attention was found by its class or name")
     report.notes += [
         f"packed: padding stays in {path or 'the model'} ({was}): {why}" for path, (was, why) in kept.items()
     ]

@@ -11,6 +11,7 @@ ALREADY = "it runs on the fused ops already"
 """Reason for a module that was swapped earlier or that belongs to this package."""
 OWN_FORWARD = "it keeps its own forward"
 """Reason of a module that no table has."""
+NO_ATTENTION = "attention: none was found by its class or name; code that writes it out can call tfast.attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _attention(rows: list[Row], padding: list[str], skipped: list[Row] | None) -
         padding: texts about layers that keep their padding.
         skipped: rows of stacks that skip padding; None if that was not requested.
     """
-    texts = [] if rows else ["attention: not fused: no attention was found in this model"]
+    texts = [] if rows else [NO_ATTENTION]
     if fused := [row for row in rows if row.now is not None]:
         ways = [
             f"{_classes(group)}, {group[0].now}" if (group[0].now or "").startswith("where ") else _classes(group)
