@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+
+import transformer_fast as tfast
 
 transformers = pytest.importorskip("transformers")
 import sentence_models  # noqa: E402
@@ -46,6 +49,19 @@ def test_a_model_is_measured(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "times as fast in training" in lines[-4] and "; padding is " in lines[-4]
     assert [line.partition(":")[0] for line in lines[-3:-1]] == ["training step", "evaluation"]
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_a_model_without_swapped_modules_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So it is where the extension is missing."""
+    monkeypatch.setattr(measure, "accelerate", lambda model, packed: tfast.accelerate(nn.Sequential()))
+    assert cli.main(["measure", "--model", str(saved("BertModel", tmp_path))]) == 1
+    shown = capsys.readouterr()
+    assert "0 modules swapped" in shown.out
+    assert shown.err.splitlines()[-1].startswith(
+        "transformer_fast: error: nothing of this model was swapped, so nothing is"
+    )
 
 
 @pytest.mark.parametrize("settings", [{"num_labels": 1}, {"problem_type": "multi_label_classification"}])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backends import BackendError
 from ..swap.accelerate import accelerate
 
 TEXTS = (
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         FileNotFoundError: no model in the folder, or no file with the data.
         ValueError: a wrong number, or a file without a text.
+        BackendError: nothing was swapped, as on a machine without kernels.
         FloatingPointError: results of the plain and of the accelerated model differ.
     """
     for name in ("batch_size", "max_length"):
@@ -92,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         model.config.use_cache = False  # a cache has one row per sentence, padding included
     report = accelerate(model.to(args.device), packed=True)
     print(report)
+    if not report.swapped:
+        raise BackendError("nothing of this model was swapped, so nothing is measured; the report has the reasons")
     print(report.measure(batch, loss=None if "labels" in batch else _size_of_states, rounds=args.rounds))
     return 0
 
