@@ -12,7 +12,7 @@ from benchmarks.attention_cases import Case
 from benchmarks.launch_tensors import META, number, results, values
 from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.triton.attention import backward, forward
-from transformer_fast.triton.attention.kept_bits import empty_kept_bits
+from transformer_fast.triton.attention.dropout_bits import empty_dropout_bits
 from transformer_fast.triton.attention.launches import call_kind
 from transformer_fast.triton.configs import ATTENTION, AttentionConfig
 from transformer_fast.triton.launcher import Launch, architecture_of
@@ -57,11 +57,11 @@ def launches(case: Case, packed: bool, device: str = META) -> list[tuple[str, La
     )
     rows = (case.H, of_queries[0]) if packed else (case.B, case.H, case.queries)
     logsumexp = results(*rows, dtype=torch.float32, device=device)
-    kept_bits = empty_kept_bits(q, k, params, arch) if case.backward else None
-    outputs = out, logsumexp, kept_bits
+    dropout_bits = empty_dropout_bits(q, k, params, arch) if case.backward else None
+    outputs = out, logsumexp, dropout_bits
     found = [("forward", launch) for launch in forward.forward_launches((q, k, v), outputs, params, arch)]
     if case.backward:
-        inputs = tensor(values, of_queries), q, k, v, out, logsumexp, None, kept_bits
+        inputs = tensor(values, of_queries), q, k, v, out, logsumexp, None, dropout_bits
         gradients = (tensor(results, shape) for shape in (of_queries, of_keys, of_keys))
         outputs = (*gradients, None, None, *backward.row_buffers(q, logsumexp, params))
         names = ("grad_q", "grad_kv")

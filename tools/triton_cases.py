@@ -22,7 +22,7 @@ from transformer_fast.triton.attention import (
     grad_distance_bias,
     tile_map,
 )
-from transformer_fast.triton.attention.kept_bits import empty_kept_bits
+from transformer_fast.triton.attention.dropout_bits import empty_dropout_bits
 from transformer_fast.triton.configs import ATTENTION, CROSS_ENTROPY, NORM
 from transformer_fast.triton.launcher import Launch
 
@@ -130,23 +130,23 @@ def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
 def kept_or_drawn(q: Tensor, params: AttentionParams, arch: str) -> Iterator[Tensor | None]:
     """Yield None, and memory for dropout bits if a forward keeps them."""
     yield None
-    if (kept_bits := empty_kept_bits(q, q, params, arch)) is not None:
-        yield kept_bits
+    if (dropout_bits := empty_dropout_bits(q, q, params, arch)) is not None:
+        yield dropout_bits
 
 
 def attention_cases(arch: str) -> Iterator[Launch]:
     """A launch for every forward config of an architecture class."""
     for (q, logsumexp), params in tile_calls():
-        for kept_bits in kept_or_drawn(q, params, arch):
-            yield from forward.forward_launches((q, q, q), (q, logsumexp, kept_bits), params, arch)
+        for dropout_bits in kept_or_drawn(q, params, arch):
+            yield from forward.forward_launches((q, q, q), (q, logsumexp, dropout_bits), params, arch)
 
 
 def attention_backward_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config of an architecture class."""
     for (q, logsumexp), params in tile_calls():
         outputs = q, q, q, None, None, *backward.row_buffers(q, logsumexp, params)
-        for kept_bits in kept_or_drawn(q, params, arch):
-            inputs = q, q, q, q, q, logsumexp, None, kept_bits
+        for dropout_bits in kept_or_drawn(q, params, arch):
+            inputs = q, q, q, q, q, logsumexp, None, dropout_bits
             yield from backward.backward_launches(inputs, outputs, params, arch)
 
 

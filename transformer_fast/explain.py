@@ -150,10 +150,10 @@ def _describe_tiles(q: Tensor, k: Tensor, mask: AttentionMask, params: Attention
 
 def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
     """Bytes of dropout that the forward of the Triton kernels stores in training."""
-    from .triton.attention.kept_bits import empty_kept_bits
+    from .triton.attention.dropout_bits import empty_dropout_bits
     from .triton.launcher import architecture_of
 
-    bits = empty_kept_bits(q.to("meta"), k.to("meta"), params, architecture_of(q))
+    bits = empty_dropout_bits(q.to("meta"), k.to("meta"), params, architecture_of(q))
     return 0 if bits is None else bits.nbytes
 
 

@@ -23,7 +23,7 @@ namespace {
 
 using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
-using TwoTensors = std::tuple<Tensor, Tensor>;
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;  // out, logsumexp, dropout_bits
 using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Places of the inputs that have gradients.
@@ -49,13 +49,21 @@ AttentionGradients compute_backward(const AttentionParams& params, const Tensor&
 // The name of the public function in errors.
 Checks checks(const AttentionParams& params) { return {params.is_packed() ? "attention_packed" : "attention"}; }
 
-void check_forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
+void check_forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const c10::SymInt& dropout_words) {
   check_arguments(checks(params), params, q, k, v);
+  checks(params).require(holds(dropout_words.sym_ge(0)), "dropout_words must be at least 0, got ", dropout_words);
+}
+
+// The kernels that compute a call are known on every way into the op but that of shapes alone.
+void check_words(const AttentionParams& params, const c10::SymInt& dropout_words) {
+  checks(params).require(params.by_triton || dropout_words == 0,
+                         "dropout_words must be 0 for kernels that keep none, got ", dropout_words);
 }
 
 void check_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                     const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp,
-                    const Gradients& needs) {
+                    const OptionalTensor& dropout_bits, const Gradients& needs) {
   constexpr Checks check{"attention_backward"};
   check_arguments(check, params, q, k, v);
   for (const auto& [name, tensor] : {std::pair("q", q), std::pair("k", k), std::pair("v", v)})
@@ -65,9 +73,10 @@ void check_backward(const AttentionParams& params, const Tensor& grad_out, const
   check("out", out).like(q).unit_stride();
   check_statistics(check, "logsumexp", logsumexp, q);
   check_statistics(check, "grad_logsumexp", grad_logsumexp, q);
-  if (needs[kBias]) check("bias", params.bias).given("whose gradient to compute");
-  if (needs[kDistanceBias]) check("distance_bias", params.distance_bias).given("whose gradient to compute");
-  if (needs[kSinks]) check("sinks", params.sinks).given("whose gradient to compute");
+  check("dropout_bits", dropout_bits).type({at::kInt}).on_device_of(q).rank(1, "(words,)");
+  if (needs[kBias]) check("bias", params.bias).required("whose gradient to compute");
+  if (needs[kDistanceBias]) check("distance_bias", params.distance_bias).required("whose gradient to compute");
+  if (needs[kSinks]) check("sinks", params.sinks).required("whose gradient to compute");
 }
 
 // True if the kernels take these rows: without gaps, and as wide in the values as in the keys.
@@ -79,7 +88,7 @@ bool fits_kernels(const Tensor& q, const Tensor& k, const Tensor& v) {
 // The results of compute(q, k, v) for rows that the kernels take. Zero columns change neither the scores nor the other
 // columns of the output.
 template <typename Compute>
-TwoTensors with_fitting_rows(const Tensor& q, const Tensor& k, const Tensor& v, const Compute& compute) {
+ThreeTensors with_fitting_rows(const Tensor& q, const Tensor& k, const Tensor& v, const Compute& compute) {
   const c10::SymInt D = q.sym_size(-1), Dv = v.sym_size(-1), widest = D.max(Dv);
   check_head_dims({"attention"}, q, "k", k);  // before zero columns would hide a difference
   const auto fitting = [&](const Tensor& x) {
@@ -87,26 +96,34 @@ TwoTensors with_fitting_rows(const Tensor& q, const Tensor& k, const Tensor& v, 
     const c10::SymInt missing = widest - x.sym_size(-1);
     return missing.sym_gt(0).guard_bool(__FILE__, __LINE__) ? at::constant_pad_nd_symint(dense, {0, missing}) : dense;
   };
-  const auto [out, logsumexp] = compute(fitting(q), fitting(k), fitting(v));
+  auto [out, logsumexp, dropout_bits] = compute(fitting(q), fitting(k), fitting(v));
   const bool narrower = Dv.sym_lt(D).guard_bool(__FILE__, __LINE__);
-  return {narrower ? out.narrow_symint(-1, 0, Dv) : out, logsumexp};
+  return {narrower ? out.narrow_symint(-1, 0, Dv) : out, logsumexp, dropout_bits};
 }
 
-TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
+ThreeTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const c10::SymInt& dropout_words) {
   if (!fits_kernels(q, k, v)) {
-    const auto [out, logsumexp] = with_fitting_rows(
-        q, k, v, [&](const Tensor& q, const Tensor& k, const Tensor& v) { return forward(params, q, k, v); });
-    return {q.size(-1) == v.size(-1) ? out : out.contiguous(), logsumexp};
+    const auto [out, logsumexp, dropout_bits] =
+        with_fitting_rows(q, k, v, [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+          return forward(params, q, k, v, dropout_words);
+        });
+    return {q.size(-1) == v.size(-1) ? out : out.contiguous(), logsumexp, dropout_bits};
   }
-  const AttentionResult result = compute_forward(readable(params, q, k), q, k, v, /*training=*/false);
-  return {result.out, result.logsumexp};
+  check_words(params, dropout_words);
+  const AttentionResult result = compute_forward(readable(params, q, k), q, k, v, /*training=*/dropout_words > 0);
+  const Tensor bits = result.dropout_bits ? *result.dropout_bits : at::empty({0}, q.options().dtype(at::kInt));
+  checks(params).require(bits.numel() == dropout_words, "dropout_words must be those that this device keeps, ",
+                         bits.numel(), ", got ", dropout_words,
+                         "; a graph serves the kind of device that it was made for");
+  return {result.out, result.logsumexp, bits};
 }
 
 SixTensors backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                     const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp,
-                    Gradients needs) {
+                    const OptionalTensor& dropout_bits, Gradients needs) {
   const AttentionParams read = readable(params, q, k);
-  const AttentionResult result{out, logsumexp, {}, {}, {}};
+  const AttentionResult result{out, logsumexp, {}, {}, dropout_bits};
   AttentionGradients grads;
   if (needs == Gradients{false, false, false, true, false, false} && !params.by_triton)
     grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, read);  // by a kernel of its own
@@ -124,20 +141,23 @@ SixTensors backward(const AttentionParams& params, const Tensor& grad_out, const
           requested(kSinks, grads.sinks, params.sinks)};
 }
 
-TwoTensors forward_meta(const AttentionParams&, const Tensor& q, const Tensor&, const Tensor& v) {
+ThreeTensors forward_meta(const AttentionParams&, const Tensor& q, const Tensor&, const Tensor& v,
+                          const c10::SymInt& dropout_words) {
   const auto rows = q.sym_sizes().slice(0, q.dim() - 1);
   const at::ScalarType statistics = arithmetic_type(q);
   const Tensor logsumexp =
       q.dim() == 3 ? meta_tensor(q, {rows[1], rows[0]}, statistics) : meta_tensor(q, rows, statistics);
+  const Tensor dropout_bits = meta_tensor(q, {dropout_words}, at::kInt);
   const bool equal = v.sym_size(-1).sym_eq(q.sym_size(-1)).guard_bool(__FILE__, __LINE__);
-  if (equal && is_dense(q)) return {at::empty_like(q), logsumexp};
+  if (equal && is_dense(q)) return {at::empty_like(q), logsumexp, dropout_bits};
   c10::SymDimVector sizes(rows);
   sizes.push_back(v.sym_size(-1));
-  return {meta_tensor(q, sizes), logsumexp};
+  return {meta_tensor(q, sizes), logsumexp, dropout_bits};
 }
 
 SixTensors backward_meta(const AttentionParams& params, const Tensor&, const Tensor& q, const Tensor& k,
-                         const Tensor& v, const Tensor&, const Tensor&, const OptionalTensor&, Gradients needs) {
+                         const Tensor& v, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                         Gradients needs) {
   const auto requested = [&](size_t place, const OptionalTensor& input) {
     return needs[place] ? at::empty_like(*input) : meta_tensor(input ? *input : q, {0});
   };
@@ -164,7 +184,7 @@ struct Attention {
     kLogsumexp,
     kProbs,
     kFactors,
-    kKeptBits,
+    kDropoutBits,
     kSaved
   };
   static constexpr size_t kValues = kParams;
@@ -175,7 +195,7 @@ struct Attention {
     const AttentionParams params = options.with(&saved[kParams]);
     const Tensor &q = saved[kQ], &k = saved[kK], &v = saved[kV];
     const AttentionResult result{saved[kOut], saved[kLogsumexp], or_none(saved[kProbs]), or_none(saved[kFactors]),
-                                 or_none(saved[kKeptBits])};
+                                 or_none(saved[kDropoutBits])};
     const OptionalTensor grad_logsumexp = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const bool direct = is_direct(params, grads) && is_direct(params, saved);
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -191,7 +211,7 @@ struct Attention {
     Gradients requested;
     for (size_t place = 0; place < kInputs; ++place) requested[place] = needs[place];
     const auto all = dispatch<"attention_backward", attention_op::backward>(
-        params, grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp, requested);
+        params, grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp, result.dropout_bits, requested);
     variable_list gradients;
     eager::append(gradients, all);
     for (size_t place = 0; place < kInputs; ++place)
@@ -202,68 +222,82 @@ struct Attention {
 
 // The op with its autograd node, for rows that the kernels take. `direct`: true if the kernels may be called without the
 // dispatcher. `outputs`: number of results of (out, logsumexp) that the caller gets.
-TwoTensors recorded_rows(const AttentionParams& params, bool direct, size_t outputs, const Tensor& q, const Tensor& k,
-                         const Tensor& v) {
+ThreeTensors recorded_rows(const AttentionParams& params, bool direct, size_t outputs, const Tensor& q, const Tensor& k,
+                           const Tensor& v, c10::SymInt dropout_words) {
   const bool records = needs_gradient(q, k, v, params.bias, params.distance_bias, params.sinks);
   AttentionResult result;
-  {
+  if (direct) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (direct)
-      result = compute_forward(params, q, k, v, /*training=*/records);
-    else
-      std::tie(result.out, result.logsumexp) = dispatch<"attention", forward>(params, q, k, v);
+    result = compute_forward(params, q, k, v, /*training=*/records);
+  } else {
+    if (records && params.by_triton && params.dropout_p > 0) dropout_words = python_hooks().dropout_words(q, k, params);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    Tensor bits;
+    std::tie(result.out, result.logsumexp, bits) = dispatch<"attention", forward>(params, q, k, v, dropout_words);
+    result.dropout_bits = bits;
   }
-  if (!records) return {result.out, result.logsumexp};
+  if (!records) return {result.out, result.logsumexp, or_undefined(result.dropout_bits)};
   eager::OpNode<Attention>::Saved saved = {q, k, v};
   const auto tensors = params.tensors();
   std::copy(tensors.begin(), tensors.end(), &saved[Attention::kParams]);
   saved[Attention::kOut] = result.out, saved[Attention::kLogsumexp] = result.logsumexp;
   saved[Attention::kProbs] = or_undefined(result.saved_probs);
   saved[Attention::kFactors] = or_undefined(result.saved_factors);
-  saved[Attention::kKeptBits] = or_undefined(result.kept_bits);
+  if (direct || dropout_words > 0) saved[Attention::kDropoutBits] = or_undefined(result.dropout_bits);
   variable_list returned = {result.out, result.logsumexp};
   returned.resize(outputs);
   eager::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias, params.distance_bias,
                            params.sinks);
-  return {result.out, result.logsumexp};
+  return {result.out, result.logsumexp, or_undefined(result.dropout_bits)};
 }
 
 // `by_door`: the caller gets the output alone, and all tensors are plain.
-TwoTensors recorded(AttentionParams params, bool by_door, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const bool direct = by_door || (is_direct(params, variable_list{q, k, v}) && is_direct(params, params.tensors()));
+ThreeTensors recorded(AttentionParams params, bool by_door, const Tensor& q, const Tensor& k, const Tensor& v,
+                      const c10::SymInt& dropout_words) {
+  check_words(params, dropout_words);
+  const bool direct = by_door || (dropout_words.maybe_as_int() == 0 && is_direct(params, variable_list{q, k, v}) &&
+                                  is_direct(params, params.tensors()));
   if (direct) {
     PackedBatch& packed = params.packed;
     if (packed.cu_seqlens_q && packed.max_seqlen_q == kUnknown)
       packed.max_seqlen_q = longest_sequence(*packed.cu_seqlens_q);
     if (packed.cu_seqlens_k && packed.max_seqlen_k == kUnknown)
       packed.max_seqlen_k = longest_sequence(*packed.cu_seqlens_k);
-    check_forward(params, q, k, v);
+    check_forward(params, q, k, v, dropout_words);
     make_readable(params, q, k);
   }
   const size_t outputs = by_door ? 1 : 2;
   const auto compute = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
-    return recorded_rows(params, direct, outputs, q, k, v);
+    return recorded_rows(params, direct, outputs, q, k, v, dropout_words);
   };
-  return fits_kernels(q, k, v) ? compute(q, k, v) : with_fitting_rows(q, k, v, compute);
+  ThreeTensors results = fits_kernels(q, k, v) ? compute(q, k, v) : with_fitting_rows(q, k, v, compute);
+  Tensor& dropout_bits = std::get<2>(results);
+  if (!by_door && !dropout_bits.defined()) dropout_bits = at::empty({0}, q.options().dtype(at::kInt));
+  return results;
 }
 
 template <c10::DeviceType device>
-TwoTensors forward_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
+ThreeTensors forward_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
+                              const c10::SymInt& dropout_words) {
   const NoAutocast<device> no_autocast;
-  return dispatch<"attention", forward>(params, autocast<device>(q), autocast<device>(k), autocast<device>(v));
+  return dispatch<"attention", forward>(params, autocast<device>(q), autocast<device>(k), autocast<device>(v),
+                                        dropout_words);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  // The forward keeps bits of dropout for the backward in `dropout_words` numbers of int32, which the autograd rule asks
+  // for; 0 keeps none.
   define_op<"attention", Flat<check_forward>::call, Flat<forward>::call, Flat<forward_meta>::call, Flat<recorded>::call,
-            eager::DoorOptions{.casts = 3, .checks = false}>(m, "(Tensor q, Tensor k, Tensor v, " + kArguments +
-                                                                    " -> (Tensor out, Tensor logsumexp)");
+            eager::DoorOptions{.casts = 3, .checks = false}>(
+      m, "(Tensor q, Tensor k, Tensor v, SymInt dropout_words=0, " + kArguments +
+             " -> (Tensor out, Tensor logsumexp, Tensor dropout_bits)");
   // The gradients of the inputs in `needs`; (0,) for the others.
   define_backward<"attention_backward", Flat<check_backward>::call, Flat<backward>::call, Flat<backward_meta>::call>(
       m,
       "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? grad_logsumexp, "
-      "bool[6] needs, " +
+      "Tensor? dropout_bits, bool[6] needs, " +
           kArguments +
           " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_distance_bias, "
           "Tensor grad_sinks)");

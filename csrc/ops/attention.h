@@ -75,7 +75,7 @@ struct AttentionParams {
 // the dropout bits.
 struct AttentionResult {
   Tensor out, logsumexp;
-  OptionalTensor saved_probs, saved_factors, kept_bits;
+  OptionalTensor saved_probs, saved_factors, dropout_bits;
 };
 
 // The gradients of a call; those of biases and sinks only if needed.

@@ -53,7 +53,7 @@ void check_boundaries(const Checks& check, const char* name, at::ArrayRef<int32_
 void check_packed(const Checks& check, const AttentionParams& params, const Tensor& q, const Tensor& k,
                   const Sizes& sizes) {
   const PackedBatch& packed = params.packed;
-  check("cu_seqlens_k", packed.cu_seqlens_k).given("with cu_seqlens_q");
+  check("cu_seqlens_k", packed.cu_seqlens_k).required("with cu_seqlens_q");
   for (const auto& [name, part] :
        {std::pair("keep", params.keep), std::pair("key_keep", params.key_keep), std::pair("lengths", params.lengths)})
     check.require(!part, name, " must be None for a packed batch");

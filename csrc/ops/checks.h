@@ -41,7 +41,7 @@ class Argument {
     return *this;
   }
 
-  const Argument& given(const char* when) const {
+  const Argument& required(const char* when) const {
     TORCH_CHECK_VALUE(tensor_.defined(), op_, ": ", name_, " must be a tensor ", when, ", got None");
     return *this;
   }
@@ -137,7 +137,7 @@ struct Checks {
     probability(name, p);
     if (p == 0) return;
     const Argument argument = (*this)("seed", seed);
-    argument.given("with dropout").type({at::kLong}).sizes({1});
+    argument.required("with dropout").type({at::kLong}).sizes({1});
     if (!(on_host && seed->is_cpu())) argument.on_device_of(x);
   }
 };

@@ -100,23 +100,23 @@ FiveTensors of_counted(const Tensor& x, const Tensor& weight, const OptionalTens
   // Half-precision gradients are divided by the count only at the end, so that they do not underflow.
   const double last = mean && rows > 0 ? 1.0 / rows : 1.0, scale = x.scalar_type() == at::kHalf ? 1.0 : last;
   const Tensor losses = at::cpu::empty({rows}, x.options().dtype(wide));
-  const bool any = gradients[0] || gradients[1] || gradients[2], whole = rows <= most;
+  const bool any = gradients[0] || gradients[1] || gradients[2], full = rows <= most;
   Tensor scale_tensor, grad_x, grad_weight, grad_bias;
   if (any) scale_tensor = at::scalar_tensor(last / scale, losses.options());
   if (gradients[0]) grad_x = at::cpu::empty(x.sizes(), x.options());
-  if (gradients[1]) grad_weight = at::cpu::empty(weight.sizes(), whole ? weight.options() : losses.options());
+  if (gradients[1]) grad_weight = at::cpu::empty(weight.sizes(), full ? weight.options() : losses.options());
   if (gradients[2]) grad_bias = at::zeros({vocabulary}, losses.options());
 
   const Tensor weight_t = weight.t();
-  const bool by_onednn = onednn_is_faster(whole ? x : x.narrow(0, 0, most), weight);
+  const bool by_onednn = onednn_is_faster(full ? x : x.narrow(0, 0, most), weight);
   const Tensor buffer = at::cpu::empty({by_onednn ? 0 : std::min(rows, most), vocabulary}, x.options());
   for (int64_t start = 0; start < rows; start += most) {
     const int64_t count = std::min(most, rows - start);
-    const Tensor chunk = whole ? x : x.narrow(0, start, count);
-    Tensor logits = by_onednn ? onednn_linear(chunk, weight, bias) : whole ? buffer : buffer.narrow(0, 0, count);
+    const Tensor chunk = full ? x : x.narrow(0, start, count);
+    Tensor logits = by_onednn ? onednn_linear(chunk, weight, bias) : full ? buffer : buffer.narrow(0, 0, count);
     if (!by_onednn) bias ? at::addmm_out(logits, *bias, chunk, weight_t) : at::mm_out(logits, chunk, weight_t);
     cross_entropy_rows(logits, target, losses, start, smoothing, any);
-    if (gradients[0]) accumulate(whole ? grad_x : grad_x.narrow(0, start, count), logits, weight, scale, false);
+    if (gradients[0]) accumulate(full ? grad_x : grad_x.narrow(0, start, count), logits, weight, scale, false);
     if (gradients[1]) accumulate(grad_weight, logits.t(), chunk, scale, start > 0);
     if (gradients[2]) grad_bias.add_(logits.sum(0, /*keepdim=*/false, wide), scale);
   }
@@ -169,8 +169,8 @@ FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor&
 FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor&, const Tensor&, double,
                          c10::SymInt, bool, std::array<bool, 3> gradients, c10::SymInt) {
   const at::ScalarType wide = arithmetic_type(x);
-  const auto gradient = [](bool asked, const Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType type) {
-    return asked ? meta_tensor(like, sizes, type) : meta_tensor(like, {0}, type);
+  const auto gradient = [](bool requested, const Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType type) {
+    return requested ? meta_tensor(like, sizes, type) : meta_tensor(like, {0}, type);
   };
   return {meta_tensor(x, {}, wide), gradient(gradients[0], x, x.sym_sizes(), x.scalar_type()),
           gradient(gradients[1], weight, weight.sym_sizes(), wide),

@@ -35,7 +35,7 @@ void check_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, 
                     bool) {
   kBackwardChecks("grad_out", grad_out).floating().rank_at_least(1, "(..., d)");
   kBackwardChecks("y", y).like(grad_out);
-  if (relu) kBackwardChecks("y", y).given("with relu");
+  if (relu) kBackwardChecks("y", y).required("with relu");
   kBackwardChecks.dropout(grad_out, p, seed, "p", /*on_host=*/true);
 }
 
@@ -44,11 +44,11 @@ Tensor as_residual(const Tensor& x, const OptionalTensor& residual) {
   return residual ? in_type(x, residual->scalar_type()) : x;
 }
 
-Tensor forward(const Tensor& given, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
+Tensor forward(const Tensor& values, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
                const OptionalTensor& seed) {
   // The backward takes the sign of ReLU's input from the op's output; a residual would hide the sign.
-  if (relu && residual) return residual->add(forward(as_residual(given, residual), bias, std::nullopt, true, p, seed));
-  const Tensor x = as_residual(given, residual);
+  if (relu && residual) return residual->add(forward(as_residual(values, residual), bias, std::nullopt, true, p, seed));
+  const Tensor x = as_residual(values, residual);
   if (runs_on_triton(x)) return python_hooks().launch_dropout(x, bias, residual, relu, p, seed);
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
@@ -129,10 +129,10 @@ struct Dropout {
 };
 
 // `direct`: true if the kernel may be called without the dispatcher.
-Tensor recorded(bool direct, const Tensor& given, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
-                double p, const OptionalTensor& seed) {
-  if (!direct) check_forward(given, bias, residual, relu, p, seed);  // what follows changes the arguments
-  const Tensor x = as_residual(given, residual);
+Tensor recorded(bool direct, const Tensor& values, const OptionalTensor& bias, const OptionalTensor& residual,
+                bool relu, double p, const OptionalTensor& seed) {
+  if (!direct) check_forward(values, bias, residual, relu, p, seed);  // what follows changes the arguments
+  const Tensor x = as_residual(values, residual);
   if (direct && p == 0 && !bias) {  // without a mask to make, plain PyTorch is one or two passes already
     const Tensor out = relu ? x.relu() : x;
     return residual ? residual->add(out) : out;

@@ -32,11 +32,11 @@ using OnednnLinear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&,
 
 // PyTorch's op on oneDNN; none in a build without oneDNN.
 const std::optional<c10::TypedOperatorHandle<OnednnLinear>>& onednn_op() {
-  static const auto found = [] {
+  static const auto product = [] {
     const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
     return schema ? std::optional(schema->typed<OnednnLinear>()) : std::nullopt;
   }();
-  return found;
+  return product;
 }
 
 // True if oneDNN uses AVX-512 on this processor and MKL does not.

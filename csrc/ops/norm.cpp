@@ -57,9 +57,9 @@ const NamedKind* find_kind(const IsIt& is_it) {
 }  // namespace
 
 NormKind norm_kind(std::string_view name) {
-  const NamedKind* const found = find_kind([&](std::string_view other) { return other == name; });
-  TORCH_CHECK_VALUE(found, "layer_norm: kind must be \"layer\", \"std\" or \"rms\", got \"", name, "\"");
-  return found->kind;
+  const NamedKind* const named = find_kind([&](std::string_view other) { return other == name; });
+  TORCH_CHECK_VALUE(named, "layer_norm: kind must be \"layer\", \"std\" or \"rms\", got \"", name, "\"");
+  return named->kind;
 }
 
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
@@ -210,9 +210,9 @@ FourTensors forward(const Tensor& x, const OptionalTensor& residual, const Optio
   return {out, or_empty(summed, options), or_empty(mean, options.dtype(arithmetic_type(out))), rstd};
 }
 
-FourTensors forward_meta(const Tensor& given, const OptionalTensor& residual, const OptionalTensor&,
+FourTensors forward_meta(const Tensor& values, const OptionalTensor& residual, const OptionalTensor&,
                          const OptionalTensor&, double, std::string_view kind, double, const OptionalTensor&) {
-  const Tensor& x = residual ? *residual : given;
+  const Tensor& x = residual ? *residual : values;
   const c10::SymInt rows = rows_in(x);
   const auto statistics = [&](const c10::SymInt& count) { return meta_tensor(x, {count}, arithmetic_type(x)); };
   return {meta_tensor(x, x.sym_sizes()), residual ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}),
@@ -237,9 +237,9 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
 FourTensors backward_meta(const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight,
                           const Tensor&, const Tensor&, std::string_view, double dropout_p, const OptionalTensor&,
                           bool has_bias) {
-  const auto rows = [&](bool asked) { return asked ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}); };
-  const auto parameter = [&](bool asked) {
-    return meta_tensor(weight ? *weight : x, {asked ? x.sym_size(-1) : c10::SymInt(0)});
+  const auto rows = [&](bool requested) { return requested ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}); };
+  const auto parameter = [&](bool requested) {
+    return meta_tensor(weight ? *weight : x, {requested ? x.sym_size(-1) : c10::SymInt(0)});
   };
   return {rows(true), rows(dropout_p > 0), parameter(weight.has_value()), parameter(has_bias)};
 }

@@ -31,9 +31,9 @@ void store(at::Tensor result, at::Tensor* results) {
   results[0] = std::move(result);
 }
 template <size_t count, typename... Tensors>
-void store(std::tuple<Tensors...> given, at::Tensor* results) {
+void store(std::tuple<Tensors...> tensors, at::Tensor* results) {
   [&]<size_t... i>(std::index_sequence<i...>) {
-    ((results[i] = std::move(std::get<i>(given))), ...);
+    ((results[i] = std::move(std::get<i>(tensors))), ...);
   }(std::make_index_sequence<count>());
 }
 

@@ -42,19 +42,19 @@ class Operator<Result(Args...)> {
 template <size_t size>
 struct Name {
   char text[size];
-  constexpr Name(const char (&given)[size]) { std::copy_n(given, size, text); }
+  constexpr Name(const char (&characters)[size]) { std::copy_n(characters, size, text); }
 };
 
 // The op of this name, with the signature of its implementation.
 template <Name name, auto implementation>
 const auto& op() {
-  static const Operator<std::remove_pointer_t<decltype(implementation)>> found(name.text);
-  return found;
+  static const Operator<std::remove_pointer_t<decltype(implementation)>> instance(name.text);
+  return instance;
 }
 
 // Runs an op below autograd: with `direct` (nothing observes the call) its implementation, else by the dispatcher.
-template <Name name, auto implementation, typename... Given>
-auto below_autograd(bool direct, const Given&... args) {
+template <Name name, auto implementation, typename... Args>
+auto below_autograd(bool direct, const Args&... args) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return direct ? implementation(args...) : op<name, implementation>()(args...);
 }

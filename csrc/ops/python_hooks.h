@@ -40,6 +40,7 @@ struct PythonHooks {
   Hook<bool()> has_other_function_mode;
   Hook<decltype(transformer_fast::launch_attention)> launch_attention;
   Hook<decltype(transformer_fast::launch_attention_backward)> launch_attention_backward;
+  Hook<decltype(transformer_fast::dropout_words)> dropout_words;
   Hook<decltype(transformer_fast::launch_decode)> launch_decode;
   Hook<decltype(transformer_fast::weights_by_torch)> weights_by_torch;
   Hook<decltype(transformer_fast::weights_gradients)> weights_gradients;

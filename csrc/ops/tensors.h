@@ -39,10 +39,10 @@ class ParameterTensor {
   using A = Accumulate<T>;
 
  public:
-  explicit ParameterTensor(const OptionalTensor& given) {
-    if (!given) return;
-    const bool narrow = given->scalar_type() == c10::CppTypeToScalarType<T>::value && !std::is_same_v<T, A>;
-    const Tensor typed = narrow ? *given : in_type(*given, c10::CppTypeToScalarType<A>::value);
+  explicit ParameterTensor(const OptionalTensor& source) {
+    if (!source) return;
+    const bool narrow = source->scalar_type() == c10::CppTypeToScalarType<T>::value && !std::is_same_v<T, A>;
+    const Tensor typed = narrow ? *source : in_type(*source, c10::CppTypeToScalarType<A>::value);
     tensor_ = typed.contiguous();
     if (narrow)
       parameter_.narrow = tensor_.const_data_ptr<T>();

@@ -33,13 +33,14 @@ void connect(py::module_ m, const std::string& path) {
   TORCH_CHECK(file != nullptr, dlerror());
   const auto get = reinterpret_cast<const Library* (*)()>(dlsym(file, "transformer_fast_library"));
   TORCH_CHECK(get != nullptr, path, " has no ops of transformer_fast");
-  const Library& found = *get();
-  connected = &found;
-  eager::add_doors(m, found.doors);
-  PythonHooks& hooks = found.hooks;
+  const Library& library = *get();
+  connected = &library;
+  eager::add_doors(m, library.doors);
+  PythonHooks& hooks = library.hooks;
   hooks.has_other_function_mode = &eager::has_other_function_mode;
   hooks.launch_attention = &launch_attention;
   hooks.launch_attention_backward = &launch_attention_backward;
+  hooks.dropout_words = &dropout_words;
   hooks.launch_decode = &launch_decode;
   hooks.weights_by_torch = &weights_by_torch;
   hooks.weights_gradients = &weights_gradients;

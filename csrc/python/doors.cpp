@@ -32,10 +32,10 @@ bool has_other_function_mode() {
 namespace {
 
 // The arguments of one call of a door.
-class Given {
+class Arguments {
  public:
   // `without_values`: true to allow tensors on the meta device, where nothing is computed.
-  Given(const Door& door, bool any_device, bool without_values)
+  Arguments(const Door& door, bool any_device, bool without_values)
       : door_(door), any_device_(any_device), without_values_(without_values),
         gives_way_(door.options.plain && has_active_modes()) {}
 
@@ -196,25 +196,25 @@ PyObject* wrapped(const std::array<Tensor, kMostResults>& results) {
   return tuple;
 }
 
-PyObject* run_check(const Door& door, PyObject* const* arguments) {
-  Given given(door, /*any_device=*/true, /*without_values=*/true);
-  if (!given.convert(arguments + 1)) Py_RETURN_NONE;
-  given.check();
-  door.check(given.values());
+PyObject* run_check(const Door& door, PyObject* const* passed) {
+  Arguments arguments(door, /*any_device=*/true, /*without_values=*/true);
+  if (!arguments.convert(passed + 1)) Py_RETURN_NONE;
+  arguments.check();
+  door.check(arguments.values());
   Py_RETURN_NONE;
 }
 
-PyObject* run(const Door& door, PyObject* const* arguments) {
-  const bool launches = arguments[0] == Py_True;
-  Given given(door, /*any_device=*/launches, /*without_values=*/false);
+PyObject* run(const Door& door, PyObject* const* passed) {
+  const bool launches = passed[0] == Py_True;
+  Arguments arguments(door, /*any_device=*/launches, /*without_values=*/false);
   std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
-  if (!given.convert(arguments + 1) || given.is_cast(no_autocast)) Py_RETURN_NONE;
-  given.check();
+  if (!arguments.convert(passed + 1) || arguments.is_cast(no_autocast)) Py_RETURN_NONE;
+  arguments.check();
   std::array<Tensor, kMostResults> results;
   {
     std::optional<py::gil_scoped_release> no_gil;
     if (!launches) no_gil.emplace();
-    door.call(launches, given.values(), results.data());
+    door.call(launches, arguments.values(), results.data());
   }
   return wrapped(results);
 }

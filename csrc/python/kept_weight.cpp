@@ -13,31 +13,13 @@ namespace {
 
 namespace py = pybind11;
 
-// Reads the arguments of a call one by one. After the last argument, ok() returns true if all arguments were valid.
-class Arguments {
- public:
-  Arguments() : ok_(!has_active_modes()) {}
-
-  bool ok() const { return ok_; }
-  void require(bool condition) { ok_ = ok_ && condition; }
-
-  // float64, float32, float16 or bfloat16.
-  Tensor floating(py::handle argument) {
-    require(ok_ && THPVariable_CheckExact(argument.ptr()));
-    if (!ok_) return {};
-    const Tensor& tensor = THPVariable_Unpack(argument.ptr());
-    require(is_plain(tensor) && !has_tangent(tensor));
-    require(at::isFloatingType(tensor.scalar_type()) && at::elementSize(tensor.scalar_type()) >= 2);
-    return tensor;
-  }
-
-  OptionalTensor optional_floating(py::handle argument) {
-    return argument.is_none() ? std::nullopt : OptionalTensor(floating(argument));
-  }
-
- private:
-  bool ok_;
-};
+// A tensor of float64, float32, float16 or bfloat16 that is plain; undefined for any other argument.
+Tensor plain_floats(py::handle argument) {
+  if (!THPVariable_CheckExact(argument.ptr())) return {};
+  const Tensor& tensor = THPVariable_Unpack(argument.ptr());
+  const bool takes = at::isFloatingType(tensor.scalar_type()) && tensor.element_size() >= 2;
+  return takes && is_plain(tensor) && !has_tangent(tensor) ? tensor : Tensor();
+}
 
 py::object computed(const Tensor& x, const Tensor& copy, const OptionalTensor& bias, int64_t outputs) {
   HANDLE_TH_ERRORS
@@ -52,16 +34,16 @@ py::object computed(const Tensor& x, const Tensor& copy, const OptionalTensor& b
 
 // x weight^T + bias, or None for a call that another product must compute.
 py::object kept_linear(KeptWeight& kept, py::handle x_, py::handle weight_, py::handle bias_) {
-  Arguments arguments;
-  const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
-  const OptionalTensor bias = arguments.optional_floating(bias_);
-  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
-    return py::none();
+  if (has_active_modes() || at::autocast::is_autocast_enabled(at::kCPU)) return py::none();
+  const Tensor x = plain_floats(x_), weight = plain_floats(weight_);
+  const OptionalTensor bias = bias_.is_none() ? std::nullopt : std::optional(plain_floats(bias_));
+  if (!x.defined() || !weight.defined() || (bias && !bias->defined())) return py::none();
+  if (x.dim() < 2 || weight.dim() != 2 || x.numel() == 0 || weight.size(0) == 0) return py::none();
   const int64_t in = weight.size(1), out = weight.size(0);
-  arguments.require(x.size(-1) == in && x.scalar_type() == weight.scalar_type() && x.numel() > 0 && out > 0);
-  if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
-  arguments.require(!weight.is_inference() && !needs_gradient(x, weight, bias));
-  if (!arguments.ok()) return py::none();
+  const auto has_type = [&](const Tensor& t) { return t.scalar_type() == weight.scalar_type(); };
+  if (x.size(-1) != in || !has_type(x) || (bias && (bias->sizes() != weight.sizes().slice(0, 1) || !has_type(*bias))))
+    return py::none();
+  if (weight.is_inference() || needs_gradient(x, weight, bias)) return py::none();
   const Tensor copy = (kept.*library().copy_for)(weight, x.numel() / in);
   return copy.defined() ? computed(x, copy, bias, out) : py::none();
 }

@@ -40,8 +40,8 @@ class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
   pybind11::object call(const pybind11::dict& keywords, const Args&... args) const {
     if (imported_ == nullptr) imported_ = pybind11::module_::import(module_).release().ptr();
     const pybind11::object function = pybind11::handle(imported_).attr(name_);
-    const pybind11::tuple given = pybind11::make_tuple(object(args)...);
-    PyObject* const result = PyObject_Call(function.ptr(), given.ptr(), keywords.ptr());
+    const pybind11::tuple positional = pybind11::make_tuple(object(args)...);
+    PyObject* const result = PyObject_Call(function.ptr(), positional.ptr(), keywords.ptr());
     if (result != nullptr) return pybind11::reinterpret_steal<pybind11::object>(result);
     // Python exceptions become PyTorch's own class, which autograd threads pass on.
     python_error error;

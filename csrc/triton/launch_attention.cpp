@@ -68,15 +68,14 @@ py::object python_params(const AttentionParams& params) {
   const auto tensors = AttentionParams::tensor_fields(params);
   for (size_t i = 0; i < AttentionParams::kNames.size(); ++i)
     fields[AttentionParams::kNames[i]] = PythonFunction::object(*tensors[i]);
-  fields["causal"] = known(params.causal), fields["window"] = known(params.window), fields["softcap"] = params.softcap;
+  fields["causal"] = params.causal, fields["window"] = params.window, fields["softcap"] = params.softcap;
   fields["scale"] = params.scale, fields["dropout_p"] = params.dropout_p;
   const Seed seed(params.seed);
   fields["seed"] = seed.number ? py::object(py::int_(*seed.number)) : PythonFunction::object(seed.tensor);
   fields["zero_empty_rows"] = params.zero_empty_rows;
   if (const PackedBatch& packed = params.packed; params.is_packed())
-    fields["packed"] =
-        make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q.expect_int(),
-                         packed.max_seqlen_k.expect_int(), packed.seqused_k, packed.bias_starts, packed.bottom_right);
+    fields["packed"] = make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q,
+                                        packed.max_seqlen_k, packed.seqused_k, packed.bias_starts, packed.bottom_right);
   return make.call(fields);
 }
 
@@ -87,11 +86,18 @@ AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor&
   static const PythonFunction launcher("transformer_fast.triton.attention.forward", "attention_forward");
   const char* const name = training ? "attention forward in training" : "attention forward";
   const py::gil_scoped_acquire gil;
-  const auto [out, logsumexp, kept_bits] =
+  const auto [out, logsumexp, dropout_bits] =
       replayed_or<3>(call_of(name, params, k, {q, k, v}), [&](const py::object& call) {
         return launcher.tensors<3>(q, k, v, python_params(params), training, call);
       });
-  return {out, logsumexp, {}, {}, eager::or_none(kept_bits)};
+  return {out, logsumexp, {}, {}, eager::or_none(dropout_bits)};
+}
+
+c10::SymInt dropout_words(const Tensor& q, const Tensor& k, AttentionParams params) {
+  static const PythonFunction function("transformer_fast.triton.attention.dropout_bits", "dropout_words");
+  const py::gil_scoped_acquire gil;
+  params.seed = std::nullopt;  // its number does not matter, and a graph that is made has none
+  return function.call({}, q, k, python_params(params)).cast<c10::SymInt>();
 }
 
 AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -100,13 +106,13 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
   static const PythonFunction launcher("transformer_fast.triton.attention.backward", "attention_backward");
   const Tensor &out = result.out, &logsumexp = result.logsumexp;
   const py::gil_scoped_acquire gil;
-  auto call =
-      call_of("attention backward", params, k, {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits});
+  auto call = call_of("attention backward", params, k,
+                      {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.dropout_bits});
   const std::array needed = {needs.keys, needs.bias, needs.distance_bias};
   for (const bool need : needed) call.scalar(need);
   const auto launch = [&](const py::object& call) {
     return launcher.tensors<5>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp,
-                               result.kept_bits, needed, call);
+                               result.dropout_bits, needed, call);
   };
   // Python adds up the parts of the gradients of biases.
   const bool in_parts = needs.bias || needs.distance_bias;

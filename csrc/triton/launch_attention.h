@@ -13,6 +13,9 @@ namespace transformer_fast {
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                  bool training);
+// Number of int32 that the forward keeps for the dropout of a call with gradients; 0 if it keeps none. Sizes may be
+// symbolic.
+c10::SymInt dropout_words(const Tensor& q, const Tensor& k, AttentionParams params);
 // The gradients of q, of k and v, and of the biases, as needed.
 AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                              const AttentionResult& result, const OptionalTensor& grad_logsumexp,

@@ -83,15 +83,15 @@ def test_the_eager_fast_paths_take_a_window(kernels):
     q, k, v, _ = kernels.inputs(1, 4, 2, 40, 70, 16)
     expected = reference(q, k, v, causal=20, window=5, scale=0.25)[0]
     padded = None, None, None, None, *no_more
-    torch.testing.assert_close(doors.attention(False, q, k, v, *no_parts, *padded, 20, 5, *options), expected)
+    torch.testing.assert_close(doors.attention(False, q, k, v, 0, *no_parts, *padded, 20, 5, *options), expected)
     tokens = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
     packed = starts([40]), starts([70]), None, None, *no_more
-    out = doors.attention(False, *tokens, *no_parts, *packed, 20, 5, *options)
+    out = doors.attention(False, *tokens, 0, *no_parts, *packed, 20, 5, *options)
     torch.testing.assert_close(out.transpose(0, 1)[None], expected)
     out = doors.attention_decode(False, q, k, v, torch.tensor([60]), None, 0, -7, *(None,) * 6)
     torch.testing.assert_close(out, reference(q, k, v, causal=20, window=13, scale=0.25)[0])
     with pytest.raises(TypeError, match="attention: window must be an int, got '5'"):
-        doors.attention(False, q, k, v, *no_parts, *padded, 20, "5", *options)
+        doors.attention(False, q, k, v, 0, *no_parts, *padded, 20, "5", *options)
 
 
 def kept_weights(call, shape):

@@ -16,7 +16,7 @@ OPTIONS = {"causal": 2, "window": -3, "scale": 0.3, "dropout_p": 0.1, "seed": SE
 
 def test_nothing_received_has_no_gradient_of_a_bias():
     q, k, bias = torch.empty(2, 2, 0, 8), torch.randn(2, 2, 9, 8), torch.randn(1, 2, 1, 9)
-    results = q, q, k, k, q, torch.empty(2, 2, 0), None
+    results = q, q, k, k, q, torch.empty(2, 2, 0), None, None
     needs = [False, False, False, True, False, False]
     grad_bias = OPS.attention_backward(*results, needs, bias=bias, **OPTIONS)[3]
     assert grad_bias.shape == bias.shape and grad_bias.eq(0).all()

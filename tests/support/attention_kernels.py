@@ -93,8 +93,8 @@ class Kernels:
         q, k, v, grad_out = tensors
         options = call.keywords()
         with tfast.backend(self.backend):
-            out, logsumexp = OPS.attention(q, k, v, **options)
-            received = grad_out, q, k, v, out, logsumexp, grad_logsumexp
+            out, logsumexp, _ = OPS.attention(q, k, v, **options)
+            received = grad_out, q, k, v, out, logsumexp, grad_logsumexp, None
             found = {"out": out, "logsumexp": logsumexp}
             if call.packed is None:
                 found["weights"] = OPS.attention_weights(q, k, **options)
@@ -116,7 +116,7 @@ class Kernels:
             results = OPS.attention(*leaves[:3], **options)
         received = (grad_out,) if grad_logsumexp is None else (grad_out, grad_logsumexp)
         grads = torch.autograd.grad(results[: len(received)], leaves, received)
-        found = dict(zip(("out", "logsumexp"), (t.detach() for t in results), strict=True))
+        found = dict(zip(("out", "logsumexp"), (t.detach() for t in results[:2]), strict=True))
         return found | {f"grad_{name}": g for name, g in zip(("q", "k", "v", *learned), grads, strict=True)}
 
     def check(

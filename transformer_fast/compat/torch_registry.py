@@ -74,7 +74,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, Lq, D) and logsumexp (B, H, Lq), in the strides of torch's kernel: compiled code relies on them."""
     options = _options(query, dropout_p, is_causal, attn_mask, scale)
-    out, logsumexp = torch.ops.transformer_fast.attention(*map(_dense, (query, key, value)), **options)
+    out, logsumexp, _ = torch.ops.transformer_fast.attention(*map(_dense, (query, key, value)), **options)
     promised = torch.empty_like(query, device="meta")
     if out.stride() != promised.stride():
         out = torch.empty_like(query).copy_(out)
@@ -98,7 +98,7 @@ def _backward(
     options = _options(query, dropout_p, is_causal, attn_mask, scale)
     tensors = map(_dense, (grad_out, query, key, value, out, logsumexp))
     needs = [True, True, True, False, False, False]
-    grad_q, grad_k, grad_v, *_ = torch.ops.transformer_fast.attention_backward(*tensors, None, needs, **options)
+    grad_q, grad_k, grad_v, *_ = torch.ops.transformer_fast.attention_backward(*tensors, None, None, needs, **options)
     return _length_first(grad_q), _length_first(grad_k), _length_first(grad_v)
 
 

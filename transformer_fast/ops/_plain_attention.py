@@ -16,14 +16,17 @@ from ..tracing import refuse_dropout
 from .attention_checks import scale_of
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq); packed (Tq, H, D) and (H, Tq)."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_words: int = 0, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq); packed (Tq, H, D) and (H, Tq). No bits of dropout: (0,)."""
     params = _params(q, options)
     refuse_dropout("attention", params.dropout_p)
     if params.packed is not None:
-        return _attention_packed(q, k, v, params, params.packed)
-    out, _, logsumexp = _attend(q, k, v, params)
-    return out, logsumexp
+        out, logsumexp = _attention_packed(q, k, v, params, params.packed)
+    else:
+        out, _, logsumexp = _attend(q, k, v, params)
+    return out, logsumexp, q.new_empty(0, dtype=torch.int32)
 
 
 def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
@@ -75,7 +78,7 @@ def _attention_packed(
         keep = torch.where(empty, visible(Lq, Lk, q.device, lengths=packed.key_lengths), keep)
         q = q.masked_fill(empty, 0.0)
         bias = bias if bias is None else torch.where(empty, 0.0, bias)
-    out, logsumexp = attention(
+    out, logsumexp, _ = attention(
         q, k, v, keep=keep, bias=bias, scale=params.scale, softcap=params.softcap, sinks=params.sinks,
         dropout_p=params.dropout_p, zero_empty_rows=True,
     )  # fmt: skip

@@ -178,7 +178,7 @@ def attention(
         parts = mask.keep_mask, mask.key_keep_mask, door_lengths(mask, q, k, by_triton), mask.additive_bias
         options = mask.window_offset, None, scale, dropout_p, seed, zero
         try:
-            out = door.attention(by_triton, q, k, v, *parts, *NO_FURTHER_PARTS, offset, *options)
+            out = door.attention(by_triton, q, k, v, 0, *parts, *NO_FURTHER_PARTS, offset, *options)
         except ValueError as error:
             raise with_hint(error, mask, q, k) from None
         if out is not None:

@@ -111,7 +111,7 @@ class Call:
         if self.return_weights and params.packed is not None:
             weights = by_reference(q, k, v, params, self.return_weights)[1]
         op = "attention" if params.cached is None else "attention_decode"
-        out, logsumexp = implementation(op, self.backend)(q, k, v, **params.keywords())
+        out, logsumexp, *_ = implementation(op, self.backend)(q, k, v, **params.keywords())
         if self.return_weights and params.packed is None:
             of_weights = params if self.return_weights == "dropped" else replace(params, dropout_p=0.0, seed=None)
             compute = implementation("attention_weights", self.backend)

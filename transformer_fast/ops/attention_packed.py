@@ -167,7 +167,7 @@ def attention_packed(
         options = offset, mask.window_offset, None, scale, dropout_p, seed, zero
         sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, None, bottom_right
         try:
-            out = door.attention(by_triton, q, k, v, *NO_PADDED_PARTS, *sequences, *options)
+            out = door.attention(by_triton, q, k, v, 0, *NO_PADDED_PARTS, *sequences, *options)
         except TypeError as error:
             raise TypeError(str(error).replace("attention:", "attention_packed:", 1)) from None
         if out is not None:

@@ -141,7 +141,7 @@ def _eager_result(
             keep = given
     parts = keep, key_keep, None, bias, *NO_FURTHER_PARTS, 0 if is_causal else None, None, None
     try:
-        return door.attention(by_triton, q, k, v, *parts, scale, 0.0, None, True)
+        return door.attention(by_triton, q, k, v, 0, *parts, scale, 0.0, None, True)
     except (TypeError, ValueError):  # by another path, or by torch's function, which raises its own error
         return None
 

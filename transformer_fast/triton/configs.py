@@ -161,8 +161,8 @@ _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 2
 
 
 # By kernel and architecture class, for head size 64: tiles for a "long" forward that keeps dropout bits for the
-# backward (see KEPT_BITS). For other head sizes, keeping the bits is no faster than drawing again.
-_TILES_OF_KEPT_BITS = {
+# backward (see DROPOUT_BITS). For other head sizes, keeping the bits is no faster than drawing again.
+_TILES_OF_DROPOUT_BITS = {
     "forward": {"sm80": (128, 64, 8, 2), "sm90": (64, 64, 4, 3, 168), "sm100": (128, 64, 8, 2)},
     "grad_q": {"sm80": (128, 64, 8, 2), "sm90": (64, 64, 4, 3, 168), "sm100": (128, 64, 8, 2)},
     "grad_kv": {"sm80": (64, 64, 4, 1), "sm90": (64, 64, 4, 3), "sm100": (64, 64, 8, 2)},
@@ -203,7 +203,7 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
                 table[kernel, arch, 16, 256, kind] = AttentionConfig(64, 32, 8, 1)
                 for d, tile in _TILES_32_BIT.items():
                     table[kernel, arch, 32, d, kind] = AttentionConfig(*tile)
-            table[kernel, arch, 16, 64, "kept"] = AttentionConfig(*_TILES_OF_KEPT_BITS[kernel][arch])
+            table[kernel, arch, 16, 64, "kept"] = AttentionConfig(*_TILES_OF_DROPOUT_BITS[kernel][arch])
     return table
 
 
@@ -215,7 +215,7 @@ def attention_config(kernel: str, arch: str, bits: int, block_d: int, kind: str)
     return ATTENTION[kernel, arch, bits, block_d, kind]
 
 
-KEPT_BITS = Table({"share": 1.0})
+DROPOUT_BITS = Table({"share": 1.0})
 """Memory that the attention forward may use to keep dropout bits for the backward, as a share of the memory of q, k, v
 and the output. 0 keeps nothing. ``math.inf`` keeps the bits of all supported calls: padded or packed, 16-bit, head
 size 64, more than LONG keys, without windows, documents, dense masks and biases. A weight takes one bit, so 4,096 keys

@@ -117,7 +117,7 @@ def widen_bf16_if_interpreted(results: int):
         @functools.wraps(launcher)
         def wide(*args, **kwargs):
             outputs = launcher(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
-            if isinstance(outputs, Tensor):
+            if not isinstance(outputs, tuple):
                 return outputs.to(args[0].dtype) if results > 0 else outputs
             return tuple(t if t is None or i >= results else t.to(args[0].dtype) for i, t in enumerate(outputs))
 

@@ -15,7 +15,7 @@ logsumexp, delta           pointer to fp32 (B, H, Lq), contiguous; packed (H, Tq
 sums                       pointer to fp32 like logsumexp: true sum of the weights per query; None where not corrected
 grad_logsumexp             pointer to fp32 like logsumexp, or None
 empty_flags                pointer to int32: one flag per FLAG_ROWS queries, not 0 where one of them has no key
-kept_bits                  pointer to int32: bits of dropout from the forward, one per weight (:mod:`.kept_bits`)
+dropout_bits                  pointer to int32: bits of dropout from the forward, one per weight (:mod:`.dropout_bits`)
 keep                       pointer to int32 (b, h, rows, words): 32 keys per word (:mod:`.tile_map`). Strides
                            keep_batch, keep_head and keep_query are in chunks of 8 words, keep_word is 0 or 1
 key_keep                   pointer to int32 (b, h, 1, words) of the same kind: a mask on keys alone

@@ -50,13 +50,13 @@ def backward_launches(
     """The kernel launches of :func:`attention_backward`; the first fills :func:`row_buffers` for the others.
 
     Args:
-        inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits.
+        inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp, dropout_bits.
         outputs: the gradients of q, k and v, buffers of the gradients of bias and distance bias, and the row buffers.
             None for the gradients that are not needed; not for that of q.
         params: as given to the launcher.
         arch: architecture class; None for that of q's GPU.
     """
-    grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits = inputs
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp, dropout_bits = inputs
     grad_q, grad_k, grad_v, bias_sums, distance_sums, delta, empty_flags, sums = outputs
     q, scale, _ = positive_scale(q, params.scale)
     params, stored = replace(params, scale=scale), k
@@ -68,14 +68,14 @@ def backward_launches(
     launches = [
         tile_launch(
             "grad_q", grad_q_kernel, q, k, arch, tensors | {"out": out, "grad_q": grad_q},
-            rows | {"grad_logsumexp": contiguous(grad_logsumexp)}, params, stored, kept_bits,
+            rows | {"grad_logsumexp": contiguous(grad_logsumexp)}, params, stored, dropout_bits,
         )
     ]  # fmt: skip
     if grad_k is not None and grad_v is not None:
         grad_k, grad_v = kernel_views(params, (), (grad_k, grad_v), written=True)
         written = {"grad_k": grad_k, "grad_v": grad_v}
         launches.append(
-            tile_launch("grad_kv", grad_kv_kernel, q, k, arch, tensors | written, rows, params, stored, kept_bits)
+            tile_launch("grad_kv", grad_kv_kernel, q, k, arch, tensors | written, rows, params, stored, dropout_bits)
         )
     if bias_sums is not None or distance_sums is not None:
         arguments = tensor_arguments(**tensors) | mask_arguments(q, k, params) | rows
@@ -97,7 +97,7 @@ class Needs(NamedTuple):
 
 def attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None = None, kept_bits: Tensor | None = None, needs: tuple[bool, ...] = Needs(),
+    grad_logsumexp: Tensor | None = None, dropout_bits: Tensor | None = None, needs: tuple[bool, ...] = Needs(),
     call: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of :func:`~.forward.attention_forward` by Triton.
@@ -108,7 +108,7 @@ def attention_backward(
             (H|1, pairs).
         out, logsumexp: as it returned them.
         grad_logsumexp: fp32, the gradient of logsumexp, or None. The gradient of a row without keys is ignored.
-        kept_bits: result of the forward launcher; None makes the kernels draw the dropout again.
+        dropout_bits: result of the forward launcher; None makes the kernels draw the dropout again.
         needs: :class:`Needs`.
         call: see :func:`..launch_cache.run_kept`.
 
@@ -118,7 +118,7 @@ def attention_backward(
         equal from run to run.
     """
     *gradients, bias, distance_bias = _attention_backward(
-        grad_out, q, k, v, out, logsumexp, params, grad_logsumexp, kept_bits, Needs(*needs), call
+        grad_out, q, k, v, out, logsumexp, params, grad_logsumexp, dropout_bits, Needs(*needs), call
     )
     return *gradients, None if bias is None else bias.to(params.bias.dtype), distance_bias
 
@@ -126,7 +126,7 @@ def attention_backward(
 @widen_bf16_if_interpreted(results=3)
 def _attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None, kept_bits: Tensor | None, needs: Needs, call: Any,
+    grad_logsumexp: Tensor | None, dropout_bits: Tensor | None, needs: Needs, call: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     grad_q, grad_k, grad_v = empties_like(q, k, v) if needs.keys else (torch.empty_like(q), None, None)
     bias = params.bias if needs.bias else None
@@ -136,7 +136,7 @@ def _attention_backward(
         return *(None if t is None else t.zero_() for t in (grad_q, grad_k, grad_v)), *learned
     bias_sums = None if bias is None else part_sums(*kernel_views(params, (q,), (k,)), params)
     distance_sums = None if distance_bias is None else diagonal_sums(q, k, params)
-    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits
+    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, dropout_bits
     outputs = grad_q, grad_k, grad_v, bias_sums, distance_sums, *row_buffers(q, logsumexp, params)
     run_kept(call, outputs, lambda: backward_launches(inputs, outputs, params), MAP_TENSORS)
     # The kernels read q times the sign of the scale.

@@ -7,7 +7,7 @@ without keys have weight 1/Lk on every key. Such rows may lie outside the tiles 
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
-from .kept_bits import bits_at_head, recall_keep_tile
+from .dropout_bits import bits_at_head, recall_keep_tile
 from .mask import allowed_tile, key_limits, masked_scores, open_mask, parts_of, query_rows
 from .steps import (
     FLAG_ROWS,
@@ -28,7 +28,7 @@ _SCAN = tl.constexpr(256)
 
 @jit
 def grad_kv_kernel(
-    grad_out, q, k, v, logsumexp, delta, sums, empty_flags, grad_k, grad_v, kept_bits, keep, key_keep, lengths, bias,
+    grad_out, q, k, v, logsumexp, delta, sums, empty_flags, grad_k, grad_v, dropout_bits, keep, key_keep, lengths, bias,
     distance_bias, query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, batch_order,
     tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
@@ -137,8 +137,8 @@ def grad_kv_kernel(
         )  # fmt: skip
         bounds = mask.bounds
         random = RandomBits(philox_key, threshold, batch, head)
-        head_kept_bits = bits_at_head(
-            kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
+        head_dropout_bits = bits_at_head(
+            dropout_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
         )
         first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
         tile_row = batch * map_batch + head * map_head + tile
@@ -179,7 +179,7 @@ def grad_kv_kernel(
                 weights = weights / tl.load(sums + first_row + row, mask=row < queries, other=1.0)[:, None]
             dropped = weights
             if seed is not None:
-                kept = recall_keep_tile(head_kept_bits, random, start, start_key, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
+                kept = recall_keep_tile(head_dropout_bits, random, start, start_key, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
                 dropped = kept_or_zero(kept, weights)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             v_acc = tl.dot(tl.trans(dropped.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")

@@ -7,7 +7,7 @@ per row for the gradients of k and v: delta, and a flag for rows without keys.
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .kept_bits import bits_at_head, recall_keep_tile
+from .dropout_bits import bits_at_head, recall_keep_tile
 from .mask import allowed_tile, key_limits, masked_scores, open_mask, parts_of, query_rows
 from .steps import (
     FLAG_ROWS,
@@ -35,7 +35,7 @@ from .tiles import (
 
 @jit
 def grad_q_kernel(
-    grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, empty_flags, grad_q, kept_bits, keep, key_keep,
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, empty_flags, grad_q, dropout_bits, keep, key_keep,
     lengths, bias, distance_bias, query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k, seqused_k,
     bias_starts, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
@@ -98,8 +98,8 @@ def grad_q_kernel(
     )  # fmt: skip
     bounds = mask.bounds
     random = RandomBits(load_seed(seed), threshold, batch, head)
-    kept_bits = bits_at_head(
-        kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
+    dropout_bits = bits_at_head(
+        dropout_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
     )
 
     rows = query_rows(start_query, bounds, BLOCK_QUERIES)
@@ -213,7 +213,7 @@ def grad_q_kernel(
             if BASE_E:
                 weights = weights / row_sum[:, None]
             if seed is not None:
-                kept = recall_keep_tile(kept_bits, random, start_query, start, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
+                kept = recall_keep_tile(dropout_bits, random, start_query, start, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             grad_scores = weights * (grad_weights - row_delta[:, None])
             if softcap is not None:

@@ -19,7 +19,7 @@ from ...attention_params import AttentionParams
 from ..launch_cache import run_kept
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted, without_keys
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
-from .kept_bits import bits_at_head, draw_keep_tile, empty_kept_bits
+from .dropout_bits import bits_at_head, draw_keep_tile, empty_dropout_bits
 from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
 from .mask import allowed_tile, key_limits, masked_scores, open_mask, parts_of, query_rows
 from .steps import (
@@ -38,7 +38,7 @@ REPEAT_KEYS = tl.constexpr(32)
 
 @jit
 def _forward_kernel(
-    q, k, v, out, logsumexp, kept_bits, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks, seed,
+    q, k, v, out, logsumexp, dropout_bits, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks, seed,
     cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, batch_order, tile_list, tile_counts, tile_order,
     map_batch, map_head,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
@@ -98,8 +98,8 @@ def _forward_kernel(
     )  # fmt: skip
     bounds = mask.bounds
     random = RandomBits(load_seed(seed), threshold, batch, head)
-    kept_bits = bits_at_head(
-        kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
+    dropout_bits = bits_at_head(
+        dropout_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys
     )
 
     limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds, PARTS)
@@ -147,7 +147,7 @@ def _forward_kernel(
         decay = tl.math.exp2((row_max - shift) * (LOG2E if BIASED else 1.0))
         row_sum = row_sum * decay + tl.sum(weights, 1)
         if seed is not None:
-            kept = draw_keep_tile(kept_bits, random, start_query, start, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
+            kept = draw_keep_tile(dropout_bits, random, start_query, start, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
             weights = kept_or_zero(kept, weights)
         v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
@@ -202,7 +202,7 @@ def forward_launches(
     inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], params: AttentionParams, arch: str | None = None
 ) -> list[Launch]:
     """Kernel launch of :func:`attention_forward`, for an architecture class."""
-    (q, k, v), (out, logsumexp, kept_bits) = inputs, outputs
+    (q, k, v), (out, logsumexp, dropout_bits) = inputs, outputs
     q, scale, _ = positive_scale(q, params.scale)
     params = replace(params, scale=scale)
     stored = k
@@ -211,7 +211,7 @@ def forward_launches(
     tensors = {"q": q, "k": k, "v": v, "out": out}
     arch = architecture_of(q) if arch is None else arch
     rows = {"logsumexp": logsumexp}
-    return [tile_launch("forward", _forward_kernel, q, k, arch, tensors, rows, params, stored, kept_bits)]
+    return [tile_launch("forward", _forward_kernel, q, k, arch, tensors, rows, params, stored, dropout_bits)]
 
 
 @widen_bf16_if_interpreted(results=1)
@@ -231,12 +231,12 @@ def attention_forward(
 
     Returns:
         out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys. Third, the
-        bits of kept weights for the backward (:mod:`.kept_bits`), or None.
+        bits of kept weights for the backward (:mod:`.dropout_bits`), or None.
     """
     out, logsumexp = empty_outputs(q)
     if is_empty(q, k, params):
         return out.zero_(), without_keys(logsumexp, params.sinks), None
-    kept_bits = empty_kept_bits(q, k, params, architecture_of(q)) if training else None
-    outputs = out, logsumexp, kept_bits
+    dropout_bits = empty_dropout_bits(q, k, params, architecture_of(q)) if training else None
+    outputs = out, logsumexp, dropout_bits
     run_kept(call, outputs, lambda: forward_launches((q, k, v), outputs, params), MAP_TENSORS)
     return outputs

@@ -78,7 +78,7 @@ def score_kinds(params: AttentionParams) -> str:
 
 def tile_launch(
     name: str, kernel, q: Tensor, k: Tensor, arch: str, tensors: dict[str, Tensor], rows: dict[str, Tensor | None],
-    params: AttentionParams, stored: Tensor, kept_bits: Tensor | None,
+    params: AttentionParams, stored: Tensor, dropout_bits: Tensor | None,
 ) -> Launch:  # fmt: skip
     """Launch of an attention kernel, with the tile from the table.
 
@@ -91,16 +91,16 @@ def tile_launch(
         rows: tensors with one number per row, or None, by argument; logsumexp among them.
         params: as given to the launcher.
         stored: the keys as given to the launcher.
-        kept_bits: see :mod:`.kept_bits`.
+        dropout_bits: see :mod:`.dropout_bits`.
     """
     arguments = mask_arguments(q, k, params) | tensor_arguments(**tensors)
-    kind = call_kind(k.shape[2], params) if kept_bits is None else "kept"
+    kind = call_kind(k.shape[2], params) if dropout_bits is None else "kept"
     config = attention_config(name, arch, q.element_size() * 8, arguments["BLOCK_D"], kind)
     tile = config.block_queries, config.block_keys
     kinds = {
         "mapped": is_mapped(params), "biased": params.bias is not None,
         "packed": params.packed is not None, "window": arguments["window"] is not None,
-        "dropout": arguments["seed"] is not None, "kept": kept_bits is not None,
+        "dropout": arguments["seed"] is not None, "kept": dropout_bits is not None,
     }  # fmt: skip
     over, block = (k, config.block_keys) if name == "grad_kv" else (q, config.block_queries)
     return Launch(
@@ -111,7 +111,7 @@ def tile_launch(
         kernel,
         blocks_of(over.shape[2], block) * over.shape[0] * over.shape[1],
         {
-            **arguments, "kept_bits": kept_bits, **order_arguments(q, k, tile, name == "grad_kv", params), **rows,
+            **arguments, "dropout_bits": dropout_bits, **order_arguments(q, k, tile, name == "grad_kv", params), **rows,
             **sequence_arguments(params, rows["logsumexp"], stored),
             "BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys,
         },

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
+import transformer_fast as tfast
 from transformer_fast import reference
 from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.triton import configs
@@ -13,6 +18,7 @@ from transformer_fast.triton.attention.forward import attention_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 
+OPS = torch.ops.transformer_fast
 B, H, LQ, LK, D = 1, 2, 140, 150, 64
 
 
@@ -37,25 +43,26 @@ def call_of(device: torch.device, p: float = 0.3, **options) -> tuple[tuple[torc
 def trained(tensors: tuple[torch.Tensor, ...], call: AttentionParams, keep: bool) -> tuple[torch.Tensor, ...]:
     """Return (out, gradients of q, k and v), and the bits."""
     *qkv, grad = tensors
-    out, logsumexp, kept_bits = attention_forward(*qkv, call, training=keep)
-    assert (kept_bits is not None) == keep
-    return out, *attention_backward(grad, *qkv, out, logsumexp, call, None, kept_bits)[:3], kept_bits
+    out, logsumexp, dropout_bits = attention_forward(*qkv, call, training=keep)
+    assert (dropout_bits is not None) == keep
+    return out, *attention_backward(grad, *qkv, out, logsumexp, call, None, dropout_bits)[:3], dropout_bits
 
 
-def unpacked(kept_bits: torch.Tensor) -> torch.Tensor:
+def unpacked(dropout_bits: torch.Tensor) -> torch.Tensor:
     """Return the bits as bool (B, H, LQ, LK), by the layout in the module's documentation."""
-    i, j = torch.arange(LQ, device=kept_bits.device)[:, None], torch.arange(LK, device=kept_bits.device)
+    i, j = torch.arange(LQ, device=dropout_bits.device)[:, None], torch.arange(LK, device=dropout_bits.device)
     lane = i % 8 * 4 + j // 2 % 4
     bit = i // 8 % 2 * 16 + j // 32 % 2 * 8 + j // 8 % 4 * 2 + j % 2
-    return (kept_bits[:, i // 128, j // 64, i // 16 % 8, lane] >> bit & 1 == 1).unflatten(0, (B, H))
+    words = dropout_bits.view(B * H, -1, 2 * -(-LK // 128), 8, 32)
+    return (words[:, i // 128, j // 64, i // 16 % 8, lane] >> bit & 1 == 1).unflatten(0, (B, H))
 
 
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.9999])
 def test_bits_are_those_of_the_reference(device, p):
     tensors, call = call_of(device, p)
-    kept_bits = attention_forward(*tensors[:3], call, training=True)[2]
-    assert torch.equal(unpacked(kept_bits), reference.dropout.attention_keep(call.seed, p, B, H, LQ, LK))
+    dropout_bits = attention_forward(*tensors[:3], call, training=True)[2]
+    assert torch.equal(unpacked(dropout_bits), reference.dropout.attention_keep(call.seed, p, B, H, LQ, LK))
 
 
 @pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
@@ -73,10 +80,10 @@ def test_the_backward_reads_them(device):
     """With all bits cleared no gradient reaches the values; with all bits set gradients differ from those of
     drawing."""
     (q, k, v, grad), call = call_of(device)
-    out, logsumexp, kept_bits = attention_forward(q, k, v, call, training=True)
-    _, _, grad_v, *_ = attention_backward(grad, q, k, v, out, logsumexp, call, None, torch.zeros_like(kept_bits))
+    out, logsumexp, dropout_bits = attention_forward(q, k, v, call, training=True)
+    _, _, grad_v, *_ = attention_backward(grad, q, k, v, out, logsumexp, call, None, torch.zeros_like(dropout_bits))
     assert not grad_v.any()
-    ones = torch.full_like(kept_bits, -1)
+    ones = torch.full_like(dropout_bits, -1)
     grad_q, _, grad_v, *_ = attention_backward(grad, q, k, v, out, logsumexp, call, None, ones)
     drawn_q, _, drawn_v, *_ = attention_backward(grad, q, k, v, out, logsumexp, call)
     assert not torch.equal(grad_q, drawn_q) and not torch.equal(grad_v, drawn_v)
@@ -98,7 +105,41 @@ def test_a_packed_batch_is_that_of_its_sequences(device, causal):
     *kept, bits = trained(tensors, call, keep=True)
     *drawn, _ = trained(tensors, call, keep=False)
     assert all(torch.equal(*pair) for pair in zip(kept, drawn, strict=True)) and kept[3].any()
-    assert bits.shape == (H, 304 // 128 + 5, 4, 8, 32)
+    assert bits.shape == (H * (304 // 128 + 5) * 4 * 8 * 32,)
     results = attention_forward(*tensors[:3], call)[:2]
     _, _, grad_v, *_ = attention_backward(tensors[3], *tensors[:3], *results, call, None, torch.zeros_like(bits))
     assert not grad_v.any()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_graph_keeps_them(device, packed, dynamic):
+    """The forward of a graph gives its backward the bits: the gradients are those of an eager call, bit for bit."""
+    (q, k, v, grad), call = call_of(device, causal=0)
+    options = call.keywords()
+    if packed:
+        q, k, v, grad = (t[0].transpose(0, 1).contiguous() for t in (q, k, v, grad))
+        starts_q, starts_k = (torch.tensor([0, 100, n], dtype=torch.int32, device=device) for n in (LQ, LK))
+        sequences = PackedBatch(starts_q, starts_k, 100, 100)
+        options = AttentionParams(scale=call.scale, dropout_p=0.3, seed=call.seed, packed=sequences).keywords()
+    graphs: list[torch.fx.Node] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.extend(node for node in graph.graph.nodes if "transformer_fast.attention" in str(node.target))
+        return make_boxed_func(graph)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return OPS.attention(q, k, v, **options)[0]
+
+    def outcome(attend: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        out = attend(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), dynamic=dynamic)
+    with tfast.backend("triton"):
+        for ours, eager in zip(outcome(compiled), outcome(attend), strict=True):
+            assert torch.equal(ours, eager)
+    forward, backward = graphs
+    assert forward.args[3] != 0 and backward.args[7] is not None  # dropout_words and dropout_bits

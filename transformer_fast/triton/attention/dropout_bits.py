@@ -1,6 +1,6 @@
 """Bits of dropout from the forward to the backward: one per attention weight, loaded instead of drawn again.
 
-Drawing a weight takes eight instructions, reading its bit takes one. The bits take memory, so `configs.KEPT_BITS`
+Drawing a weight takes eight instructions, reading its bit takes one. The bits take memory, so `configs.DROPOUT_BITS`
 limits them. Otherwise each kernel draws the same mask again.
 
 The layout follows the accumulator of a product in a warp: for 16 queries and 64 keys, a lane holds 32 weights, which
@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...attention_params import AttentionParams
-from ..configs import ATTENTION, ATTENTION_KERNELS, KEPT_BITS, AttentionConfig
-from ..launcher import blocks_of
+from ..configs import ATTENTION, ATTENTION_KERNELS, DROPOUT_BITS, AttentionConfig
+from ..launcher import architecture_of, blocks_of, widen_bf16_if_interpreted
 from ..philox import attention_draws, attention_keep_tile, kept_of_draws
 from ..versions import keeps_packed_bits
 from .launches import call_kind
@@ -29,40 +30,55 @@ _BLOCK = tl.constexpr(128)
 guard."""
 
 
-def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> Tensor | None:
-    """Allocate memory for the bits of a call, or None if the bits are not kept.
+def empty_dropout_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> Tensor | None:
+    """Allocate memory for the bits of a call, int32 (words,), or None if the bits are not kept.
+
+    For the arguments see :func:`words_of`.
+    """
+    words = words_of(q, k, params, arch)
+    return torch.empty(words, dtype=torch.int32, device=q.device) if words else None
+
+
+@widen_bf16_if_interpreted(results=0)
+def dropout_words(q: Tensor, k: Tensor, params: AttentionParams) -> int:
+    """Compute :func:`words_of` for the device of q. A graph whose sizes depend on data keeps no bits."""
+    sizes = *q.shape, *k.shape, *((params.packed.max_seqlen_k,) if params.packed else ())
+    symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
+    if any(free_unbacked_symbols(size) for size in symbols):
+        return 0
+    return words_of(q, k, params, architecture_of(q))
+
+
+def words_of(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> int:
+    """Number of int32 with the bits of a call; 0 if the bits are not kept. The module docstring explains the layout.
 
     Args:
         q: (B, H, Lq, D), or (Tq, H, D) of a packed batch.
         k: (B, Hkv, Lk, D), or (Tk, Hkv, D).
-        params: as given to the launcher.
+        params: as given to the launcher. The values of tensors are not read.
         arch: architecture class.
-
-    Returns:
-        int32 (B * H, blocks, columns, 8, 32), or with H instead of B * H for a packed batch, uninitialised; the module
-        docstring explains the layout.
     """
     packed = params.packed
     if packed is not None and not keeps_packed_bits(triton.__version__):
-        return None
+        return 0
     keys = k.shape[2] if packed is None else min(packed.max_seqlen_k, k.shape[0])
     if params.window is not None or params.dropout_p == 0.0 or call_kind(keys, params) not in ("long", "packed long"):
-        return None
+        return 0
     bits, block_d = q.element_size() * 8, padded_head_dim(q.shape[-1])
     tiles = [ATTENTION.get((kernel, arch, bits, block_d, "kept")) for kernel in ATTENTION_KERNELS]
     if not all(tile is not None and _holds_whole_words(tile) for tile in tiles):
-        return None
+        return 0
     if packed is None:
         heads, blocks = q.shape[0] * q.shape[1], blocks_of(q.shape[2], _BLOCK.value)
     else:
         heads, blocks = q.shape[1], q.shape[0] // _BLOCK.value + packed.cu_seqlens_q.shape[0] - 1
     columns = 2 * blocks_of(keys, _BLOCK.value)
     rows = q.numel() // q.shape[-1]
-    most = KEPT_BITS["share"] * 2 * (q.numel() + k.numel()) * q.element_size()
+    most = DROPOUT_BITS["share"] * 2 * (q.numel() + k.numel()) * q.element_size()
     # The ends of tiles may take a quarter more: many short sequences beside a long one would take many times as much.
     if rows * columns * 8 > most or heads * blocks * columns * 1024 > 1.25 * most or blocks * columns * 256 >= 2**31:
-        return None
-    return torch.empty((heads, blocks, columns, 8, 32), dtype=torch.int32, device=q.device)
+        return 0
+    return heads * blocks * columns * 256  # 8 units of 32 lanes
 
 
 def _holds_whole_words(tile: AttentionConfig) -> bool:
@@ -70,16 +86,16 @@ def _holds_whole_words(tile: AttentionConfig) -> bool:
 
 
 @triton.jit
-def bits_at_head(kept_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys):
+def bits_at_head(dropout_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys):
     """Pointer to the words of one (batch, head); None for None. `most_keys` is the length of the longest sequence."""
-    if kept_bits is None:
+    if dropout_bits is None:
         return
     else:
         if cu_seqlens_q is None:
             block = (batch * heads + head).to(tl.int64) * tl.cdiv(queries, _BLOCK)
         else:
             block = head * (total_queries // _BLOCK + batches) + first_query // _BLOCK + batch
-        return kept_bits + block.to(tl.int64) * _words_of_block(most_keys)
+        return dropout_bits + block.to(tl.int64) * _words_of_block(most_keys)
 
 
 @triton.jit
@@ -88,42 +104,42 @@ def _words_of_block(most_keys):
 
 
 @triton.jit
-def _words_at(kept_bits, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def _words_at(dropout_bits, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Pointers to the words of a tile: (QUERIES // 16, 8, KEYS // 64, 4), a unit's a, a column, a lane's b."""
-    kept_bits += start_query // _BLOCK * _words_of_block(most_keys) + start_key // 64 * 256 + start_query % _BLOCK * 2
+    dropout_bits += start_query // _BLOCK * _words_of_block(most_keys) + start_key // 64 * 256 + start_query % _BLOCK * 2
     unit = tl.arange(0, QUERIES // 16)[:, None, None, None] * 32
     column = tl.arange(0, KEYS // 64)[None, None, :, None] * 256
     lane = tl.arange(0, 8)[None, :, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    return kept_bits + column + (unit + lane)
+    return dropout_bits + column + (unit + lane)
 
 
 @triton.jit
 def draw_keep_tile(
-    kept_bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
+    dropout_bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Draw :func:`~..philox.attention_keep_tile`, and store it in `kept_bits` (from :func:`bits_at_head`) unless that
+    """Draw :func:`~..philox.attention_keep_tile`, and store it in `dropout_bits` (from :func:`bits_at_head`) unless that
     is None."""
-    if kept_bits is None:
+    if dropout_bits is None:
         return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
     else:
         w0, w1, w2, w3 = attention_draws(random, start_query, start_key, QUERIES, KEYS)
         words = _words_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
-        tl.store(_words_at(kept_bits, start_query, start_key, most_keys, QUERIES, KEYS), words)
+        tl.store(_words_at(dropout_bits, start_query, start_key, most_keys, QUERIES, KEYS), words)
         return kept_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
 
 
 @triton.jit
 def recall_keep_tile(
-    kept_bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
+    dropout_bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
     """Return the keep bits of a tile as :func:`draw_keep_tile` does, loaded or drawn again.
 
     Bits of tiles that the forward skipped are arbitrary; the weights there are 0.
     """
-    if kept_bits is None:
+    if dropout_bits is None:
         return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
     else:
-        words = tl.load(_words_at(kept_bits, start_query, start_key, most_keys, QUERIES, KEYS))
+        words = tl.load(_words_at(dropout_bits, start_query, start_key, most_keys, QUERIES, KEYS))
         keep = (words[:, :, :, :, None] & (1 << tl.arange(0, 32))) != 0
         # (unit, a, column, b; r, g, n, h) -> query = (unit, r, a), key = (column, g, n, b, h)
         keep = tl.reshape(keep, (QUERIES // 16, 8, KEYS // 64, 4, 2, 2, 4, 2))
