@@ -44,6 +44,13 @@ struct AttentionParams {
 
   bool is_packed() const { return packed.cu_seqlens_q.has_value(); }
 
+  // Calls a function with name and value of each number; the names are those of AttentionParams in Python.
+  template <typename Visit>
+  void visit_numbers(const Visit& visit) const {
+    visit("causal", causal), visit("window", window), visit("softcap", softcap), visit("scale", scale);
+    visit("dropout_p", dropout_p), visit("zero_empty_rows", zero_empty_rows);
+  }
+
   // Autograd saves tensors separately, to detect in-place changes. These functions return the tensors (undefined for
   // missing parts), the params without tensors, and the params with the tensors put back.
   std::array<Tensor, kTensors> tensors() const;

@@ -10,6 +10,7 @@
 #include <array>
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,13 +29,12 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   if (packed) call.scalar(params.packed.max_seqlen_q.expect_int());
   if (packed) call.scalar(params.packed.max_seqlen_k.expect_int());
   if (packed) call.scalar(params.packed.bottom_right);
-  call.scalar(known(params.causal));
-  call.scalar(known(params.window));
-  call.scalar(params.softcap);
-  call.scalar(params.scale);
-  call.scalar(params.dropout_p);
-  call.scalar(params.zero_empty_rows);
-
+  params.visit_numbers([&](const char*, const auto& number) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(number)>, OptionalSymInt>)
+      call.scalar(known(number));
+    else
+      call.scalar(number);
+  });
   for (const OptionalTensor& input : inputs) call.input(input);
   const auto tensors = AttentionParams::tensor_fields(params);
   for (size_t i = 0; i < AttentionParams::kNames.size(); ++i) call.input(*tensors[i]);
@@ -68,11 +68,9 @@ py::object python_params(const AttentionParams& params) {
   const auto tensors = AttentionParams::tensor_fields(params);
   for (size_t i = 0; i < AttentionParams::kNames.size(); ++i)
     fields[AttentionParams::kNames[i]] = PythonFunction::object(*tensors[i]);
-  fields["causal"] = params.causal, fields["window"] = params.window, fields["softcap"] = params.softcap;
-  fields["scale"] = params.scale, fields["dropout_p"] = params.dropout_p;
+  params.visit_numbers([&](const char* name, const auto& number) { fields[name] = number; });
   const Seed seed(params.seed);
   fields["seed"] = seed.number ? py::object(py::int_(*seed.number)) : PythonFunction::object(seed.tensor);
-  fields["zero_empty_rows"] = params.zero_empty_rows;
   if (const PackedBatch& packed = params.packed; params.is_packed())
     fields["packed"] = make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q,
                                         packed.max_seqlen_k, packed.seqused_k, packed.bias_starts, packed.bottom_right);
