@@ -16,9 +16,7 @@ from ..tracing import refuse_dropout
 from .attention_checks import scale_of
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_words: int = 0, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout_words: int = 0, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq); packed (Tq, H, D) and (H, Tq). No bits of dropout: (0,)."""
     params = _params(q, options)
     refuse_dropout("attention", params.dropout_p)

@@ -179,7 +179,9 @@ def grad_kv_kernel(
                 weights = weights / tl.load(sums + first_row + row, mask=row < queries, other=1.0)[:, None]
             dropped = weights
             if seed is not None:
-                kept = recall_keep_tile(head_dropout_bits, random, start, start_key, most_keys, BLOCK_QUERIES, BLOCK_KEYS)
+                kept = recall_keep_tile(
+                    head_dropout_bits, random, start, start_key, most_keys, BLOCK_QUERIES, BLOCK_KEYS
+                )
                 dropped = kept_or_zero(kept, weights)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             v_acc = tl.dot(tl.trans(dropped.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")

@@ -86,16 +86,16 @@ def _holds_whole_words(tile: AttentionConfig) -> bool:
 
 
 @triton.jit
-def bits_at_head(dropout_bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys):
+def bits_at_head(bits, cu_seqlens_q, batch, batches, head, heads, first_query, queries, total_queries, most_keys):
     """Pointer to the words of one (batch, head); None for None. `most_keys` is the length of the longest sequence."""
-    if dropout_bits is None:
+    if bits is None:
         return
     else:
         if cu_seqlens_q is None:
             block = (batch * heads + head).to(tl.int64) * tl.cdiv(queries, _BLOCK)
         else:
             block = head * (total_queries // _BLOCK + batches) + first_query // _BLOCK + batch
-        return dropout_bits + block.to(tl.int64) * _words_of_block(most_keys)
+        return bits + block.to(tl.int64) * _words_of_block(most_keys)
 
 
 @triton.jit
@@ -104,42 +104,38 @@ def _words_of_block(most_keys):
 
 
 @triton.jit
-def _words_at(dropout_bits, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def _words_at(bits, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Pointers to the words of a tile: (QUERIES // 16, 8, KEYS // 64, 4), a unit's a, a column, a lane's b."""
-    dropout_bits += start_query // _BLOCK * _words_of_block(most_keys) + start_key // 64 * 256 + start_query % _BLOCK * 2
+    bits += start_query // _BLOCK * _words_of_block(most_keys) + start_key // 64 * 256 + start_query % _BLOCK * 2
     unit = tl.arange(0, QUERIES // 16)[:, None, None, None] * 32
     column = tl.arange(0, KEYS // 64)[None, None, :, None] * 256
     lane = tl.arange(0, 8)[None, :, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    return dropout_bits + column + (unit + lane)
+    return bits + column + (unit + lane)
 
 
 @triton.jit
-def draw_keep_tile(
-    dropout_bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
-):  # fmt: skip
-    """Draw :func:`~..philox.attention_keep_tile`, and store it in `dropout_bits` (from :func:`bits_at_head`) unless that
+def draw_keep_tile(bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Draw :func:`~..philox.attention_keep_tile`, and store it in `bits` (from :func:`bits_at_head`) unless that
     is None."""
-    if dropout_bits is None:
+    if bits is None:
         return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
     else:
         w0, w1, w2, w3 = attention_draws(random, start_query, start_key, QUERIES, KEYS)
         words = _words_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
-        tl.store(_words_at(dropout_bits, start_query, start_key, most_keys, QUERIES, KEYS), words)
+        tl.store(_words_at(bits, start_query, start_key, most_keys, QUERIES, KEYS), words)
         return kept_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
 
 
 @triton.jit
-def recall_keep_tile(
-    dropout_bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
-):  # fmt: skip
+def recall_keep_tile(bits, random, start_query, start_key, most_keys, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Return the keep bits of a tile as :func:`draw_keep_tile` does, loaded or drawn again.
 
     Bits of tiles that the forward skipped are arbitrary; the weights there are 0.
     """
-    if dropout_bits is None:
+    if bits is None:
         return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
     else:
-        words = tl.load(_words_at(dropout_bits, start_query, start_key, most_keys, QUERIES, KEYS))
+        words = tl.load(_words_at(bits, start_query, start_key, most_keys, QUERIES, KEYS))
         keep = (words[:, :, :, :, None] & (1 << tl.arange(0, 32))) != 0
         # (unit, a, column, b; r, g, n, h) -> query = (unit, r, a), key = (column, g, n, b, h)
         keep = tl.reshape(keep, (QUERIES // 16, 8, KEYS // 64, 4, 2, 2, 4, 2))

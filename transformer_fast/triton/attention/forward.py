@@ -38,8 +38,8 @@ REPEAT_KEYS = tl.constexpr(32)
 
 @jit
 def _forward_kernel(
-    q, k, v, out, logsumexp, dropout_bits, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks, seed,
-    cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, batch_order, tile_list, tile_counts, tile_order,
+    q, k, v, out, logsumexp, dropout_bits, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks,
+    seed, cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, batch_order, tile_list, tile_counts, tile_order,
     map_batch, map_head,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
