@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -143,3 +144,36 @@ def test_a_compiled_graph_keeps_them(device, packed, dynamic):
             assert torch.equal(ours, eager)
     forward, backward = graphs
     assert forward.args[3] != 0 and backward.args[7] is not None  # dropout_words and dropout_bits
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_graph_of_any_sizes_keeps_all_of_them(device, packed, monkeypatch):
+    """A share without bound, with sizes that are symbols."""
+    monkeypatch.setitem(configs.DROPOUT_BITS, "share", math.inf)
+    test_a_compiled_graph_keeps_them(device, packed, dynamic=True)
+
+
+def test_a_graph_whose_number_of_sequences_depends_on_data_keeps_none(device, monkeypatch):
+    """The boundaries come from positions, so nobody knows the number of blocks when the graph is made."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(160, 1, D, generator=generator).to(device, torch.float16) for _ in range(3))
+    seed = torch.tensor([2**40 + 7], device=device)
+    positions = torch.cat([torch.arange(100), torch.arange(60)]).to(device)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        starts = torch.cat([(positions == 0).nonzero().flatten(), positions.new_full((1,), 160)]).int()
+        sequences = PackedBatch(starts, starts, 100, 100)
+        options = AttentionParams(scale=0.1, dropout_p=0.3, seed=seed, packed=sequences).keywords()
+        return OPS.attention(q, k, v, **options)[0]
+
+    def outcome(attend: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = attend(*leaves)
+        return out.detach(), *torch.autograd.grad(out.float().sum(), leaves)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with tfast.backend("triton"):
+        for ours, eager in zip(outcome(compiled), outcome(attend), strict=True):
+            assert torch.equal(ours, eager)

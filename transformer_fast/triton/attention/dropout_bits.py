@@ -11,6 +11,8 @@ those of a head do, and sequence b begins at block cu_seqlens[b] // 128 + b. Wor
 not written.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -42,7 +44,8 @@ def empty_dropout_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str)
 @widen_bf16_if_interpreted(results=0)
 def dropout_words(q: Tensor, k: Tensor, params: AttentionParams) -> int:
     """Compute :func:`words_of` for the device of q. A graph whose sizes depend on data keeps no bits."""
-    sizes = *q.shape, *k.shape, *((params.packed.max_seqlen_k,) if params.packed else ())
+    packed = params.packed
+    sizes = *q.shape, *k.shape, *((packed.max_seqlen_k, *packed.cu_seqlens_q.shape) if packed else ())
     symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
     if any(free_unbacked_symbols(size) for size in symbols):
         return 0
@@ -74,10 +77,13 @@ def words_of(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> int:
         heads, blocks = q.shape[1], q.shape[0] // _BLOCK.value + packed.cu_seqlens_q.shape[0] - 1
     columns = 2 * blocks_of(keys, _BLOCK.value)
     rows = q.numel() // q.shape[-1]
-    most = DROPOUT_BITS["share"] * 2 * (q.numel() + k.numel()) * q.element_size()
-    # The ends of tiles may take a quarter more: many short sequences beside a long one would take many times as much.
-    if rows * columns * 8 > most or heads * blocks * columns * 1024 > 1.25 * most or blocks * columns * 256 >= 2**31:
+    if blocks * columns * 256 >= 2**31:
         return 0
+    if (share := DROPOUT_BITS["share"]) != math.inf:  # sizes of a graph may be symbols, which inf cannot multiply
+        most = share * 2 * (q.numel() + k.numel()) * q.element_size()
+        # The ends of tiles may take a quarter more: many short sequences beside a long one would take many times that.
+        if rows * columns * 8 > most or heads * blocks * columns * 1024 > 1.25 * most:
+            return 0
     return heads * blocks * columns * 256  # 8 units of 32 lanes
 
 
