@@ -130,9 +130,18 @@ def fewer_buckets(model: nn.Module) -> None:
         layer.relative_attention_num_buckets = 16
 
 
+def halve(module: nn.Module, args: Any, out: Any) -> None:
+    out[1].mul_(0.5)
+
+
 def near(model: nn.Module) -> None:
     for layer in first_layers(model):
         layer.relative_attention_max_distance = 20
+
+
+def with_options_of_a_table(model: nn.Module) -> None:
+    for layer, options in zip(first_layers(model), ({"max_norm": 0.5}, {"padding_idx": 1})):
+        vars(layer.relative_attention_bias).update(options)
 
 
 def a_layer_of_another_model(model: nn.Module) -> None:
@@ -142,7 +151,10 @@ def a_layer_of_another_model(model: nn.Module) -> None:
 
 CHANGES = {
     change.__name__: change
-    for change in (hooked, replaced, adapted, another_method, fewer_buckets, near, a_layer_of_another_model)
+    for change in (
+        hooked, replaced, adapted, another_method, fewer_buckets, near, with_options_of_a_table,
+        a_layer_of_another_model,
+    )
 }
 
 
@@ -162,6 +174,20 @@ def test_a_method_of_the_class_that_is_replaced_counts(monkeypatch: pytest.Monke
     for packed in (False, True):
         compare(build(), change, packed)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_hook_may_write_to_the_bias(mode: Callable[[], Any]) -> None:
+    """Also in inference mode, whose own tensors do not count writes."""
+    results = []
+    for model in (plain := build().eval(), copy.deepcopy(plain)):
+        if model is not plain:
+            tfast.accelerate(model)
+        for layer in first_layers(model):
+            layer.register_forward_hook(halve)
+        with mode():
+            results.append([model(**batch()).logits.clone()])
+    close(*results)
 
 
 @pytest.mark.parametrize("writes", [False, True])

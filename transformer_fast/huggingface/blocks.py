@@ -29,7 +29,7 @@ from ..masks import AttentionMask
 from ..ops.linear import is_faster
 from ..ops.norm import eager_layer_norm
 from .interface import is_ours
-from .tokens import BOUNDARIES, noted, with_note
+from .tokens import BOUNDARIES, noted, usual_tensors, with_note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +328,8 @@ class RelativeAttention(Fast):
         kinds = nn.Embedding, Embedding
         if not (type(table) in kinds if is_alone else is_plain(table, *kinds)):
             return None
+        if table.max_norm or table.scale_grad_by_freq or table.sparse or table.padding_idx is not None:
+            return None
         if len(table.weight) != self.relative_attention_num_buckets:
             return None
         try:
@@ -336,9 +338,10 @@ class RelativeAttention(Fast):
             return None
 
     def _bias(self, Lq: int, Lk: int, like: Tensor) -> Tensor:
-        if self.has_relative_attention_bias:
-            return self.compute_bias(Lq, Lk, device=like.device)
-        return like.new_zeros(1, self.n_heads, Lq, Lk)
+        with usual_tensors():  # which count writes, so that a note is known to hold
+            if self.has_relative_attention_bias:
+                return self.compute_bias(Lq, Lk, device=like.device)
+            return torch.zeros(1, self.n_heads, Lq, Lk, dtype=like.dtype, device=like.device)
 
 
 def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
