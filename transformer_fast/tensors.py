@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -57,3 +59,13 @@ def _in_transform() -> bool:
 
 
 _in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in tracing.py
+
+
+@contextlib.contextmanager
+def usual_tensors() -> Iterator[None]:
+    """Make tensors that count writes, also in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -152,7 +152,13 @@ def a_layer_of_another_model(model: nn.Module) -> None:
 CHANGES = {
     change.__name__: change
     for change in (
-        hooked, replaced, adapted, another_method, fewer_buckets, near, with_options_of_a_table,
+        hooked,
+        replaced,
+        adapted,
+        another_method,
+        fewer_buckets,
+        near,
+        with_options_of_a_table,
         a_layer_of_another_model,
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,7 +58,13 @@ def test_the_padding_stays_where_a_transformer_reads_it(kind: str, batch_first: 
     assert type(fast) is nn.Transformer
 
 
-def test_an_encoder_and_a_decoder_that_are_called_one_by_one() -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_an_encoder_and_a_decoder_that_are_called_one_by_one(mode: Callable[[], Any]) -> None:
+    with mode():
+        _call_one_by_one()
+
+
+def _call_one_by_one() -> None:
     model = transformer(batch_first=True)
     plain = copy.deepcopy(model)
     tfast.accelerate(model, packed=True)
@@ -69,6 +76,8 @@ def test_an_encoder_and_a_decoder_that_are_called_one_by_one() -> None:
             model.decoder(tgt, memory, **masks)
     torch.testing.assert_close(model.decoder(tgt, memory, memory_key_padding_mask=PADDING), expected)
     model.decoder(tgt, memory * 1.0)  # a tensor of the caller's
+    if not memory.requires_grad:
+        model.decoder(tgt, memory.add_(0.0))  # and one that the caller wrote to
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -95,3 +104,7 @@ def test_outputs_of_an_encoder_of_transformers(name: str) -> None:
     file.seek(0)
     call(fast, (torch.load(file, weights_only=True),), None)
     call(fast, (copy.deepcopy(given.last_hidden_state.detach()),), None)
+    with torch.inference_mode():
+        given = fast.get_encoder()(input_ids=ids, attention_mask=keep)
+        given.last_hidden_state.add_(0.0)  # the caller wrote to it
+        call(fast, given, None)

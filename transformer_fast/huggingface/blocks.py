@@ -28,8 +28,9 @@ from ..layers.torch_modules import Embedding
 from ..masks import AttentionMask
 from ..ops.linear import is_faster
 from ..ops.norm import eager_layer_norm
+from ..tensors import usual_tensors
 from .interface import is_ours
-from .tokens import BOUNDARIES, noted, usual_tensors, with_note
+from .tokens import BOUNDARIES, noted, with_note
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layers.padded_calls import GAPS, NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record
 from ..layers.padder import Padder, check_reads
 from ..masks.packing import Packing, packing_of, take, unpack
+from ..tensors import usual_tensors
 from .attention import weights_are_captured
 from .blocks import Fast
 from .inside import is_plain_inside, obstacle_inside
@@ -257,7 +258,8 @@ LEFT = "_transformer_fast_left"
 def _restored(result: Any, packing: Packing) -> Any:
     """Result of a stack with padding: its first value (1, T, d) -> (B, L, d)."""
     name = 0 if isinstance(result, tuple) else "last_hidden_state"
-    padded = with_note(unpack(result[name].squeeze(0), packing), LEFT, packing)
+    with usual_tensors():  # which count writes
+        padded = with_note(unpack(result[name].squeeze(0), packing), LEFT, packing)
     if isinstance(result, tuple):
         return padded, *result[1:]
     result[name] = padded

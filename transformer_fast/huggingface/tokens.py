@@ -149,16 +149,6 @@ def version_of(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
-@contextlib.contextmanager
-def usual_tensors() -> Iterator[None]:
-    """Make tensors that count writes, also in inference mode."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def packing_at(keep: Tensor) -> Packing:
     """Packing of a mask (B, L), 0 at padding: the one that the mask holds, unless the mask was written to since."""
     if (held := noted(keep, PACKING)) is not None:

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from ..masks import AttentionMask
 from ..masks.packing import PackedMask, Packing, take, unpack
 from ..tensor_cache import NOT_SAVED, get_or_compute
+from ..tensors import usual_tensors
 from .padded_calls import NO_SOURCE, NO_TOKEN, PaddedCalls, StaysPaddedError, record
 
 _TOKENS = "_transformer_fast_tokens"
@@ -73,8 +74,9 @@ class Padder:
         if isinstance(result, tuple):
             return self.restore(result[0]), *result[1:]
         tokens = result.squeeze(0) if result.dim() == 3 else result
-        padded = unpack(tokens, self.own)
-        if not (self.own.is_full or padded.is_inference()):  # an inference tensor has no version counter
+        with usual_tensors():  # which count writes
+            padded = unpack(tokens, self.own)
+        if not self.own.is_full:
             setattr(padded, _TOKENS, Held(tokens.detach(), self.own, padded._version))
         return padded
 
