@@ -143,11 +143,11 @@ class Transformer(nn.Transformer):
     ) -> Tensor:
         """See ``torch.nn.Transformer``."""
         paddings = src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask
-        given = src, tgt, src_mask, tgt_mask, memory_mask, *paddings, src_is_causal, tgt_is_causal, memory_is_causal
-        if torch.compiler.is_compiling() or not takes_fused_ops(*given) or not isinstance(self, Transformer):
-            return by_torch(nn.Transformer, self, *given)
+        arguments = src, tgt, src_mask, tgt_mask, memory_mask, *paddings, src_is_causal, tgt_is_causal, memory_is_causal
+        if torch.compiler.is_compiling() or not takes_fused_ops(*arguments) or not isinstance(self, Transformer):
+            return by_torch(nn.Transformer, self, *arguments)
         with encoder_read_by(memory_key_padding_mask, src_key_padding_mask):
-            return nn.Transformer.forward(self, *given)
+            return nn.Transformer.forward(self, *arguments)
 
 
 def _stack_mask(

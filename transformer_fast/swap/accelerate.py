@@ -295,14 +295,14 @@ class _Walk:
         self.report.rows.append(Row(path, _name(type(module)), None, why))
 
 
-def _instead_of_a_module(given: object) -> str:
-    """Text: what was given, and how it becomes a module."""
-    if isinstance(given, type):
-        return f"the class {given.__name__}: make a model of it first"
-    if isinstance(given, str):
-        return f"a str: load the model first, as by transformers' from_pretrained({given!r})"
-    held = isinstance(getattr(given, "model", None), nn.Module)  # Trainer and pipeline of transformers
-    return f"{type(given).__name__}" + (": pass its .model" if held else "")
+def _instead_of_a_module(value: object) -> str:
+    """Text: the value, and how it becomes a module."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}: make a model of it first"
+    if isinstance(value, str):
+        return f"a str: load the model first, as by transformers' from_pretrained({value!r})"
+    has_model = isinstance(getattr(value, "model", None), nn.Module)  # Trainer and pipeline of transformers
+    return f"{type(value).__name__}" + (": pass its .model" if has_model else "")
 
 
 def _is_ours(kind: type[nn.Module]) -> bool:
