@@ -15,8 +15,8 @@ from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
 from .masks.parts import of_queries
 from .ops.attention import attention, padded_params
-from .ops.attention_call import Call, check_head_dim
-from .ops.attention_checks import is_special, refuse_keep_as_lengths
+from .ops.attention_call import check_head_dim, differentiates_weights
+from .ops.attention_checks import refuse_keep_as_lengths
 from .ops.unknown_names import known_names, unknown_names
 from .triton.configs import attention_config
 from .triton.versions import limits
@@ -65,11 +65,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     backend, reason = backends.choose("attention", q.device, q.dtype)
     refuse_keep_as_lengths(mask, k.shape[2])
     causal = and_causal(mask.causal_offset, options.get("causal", False))
-    parts: dict[str, Any] = {name: options.get(name) for name in ("softcap", "sinks")}
-    p, weights = options.get("dropout_p", 0.0), options.get("return_weights", False)
-    special = is_special(mask, **parts)
-    call = Call("attention", q, k, v, mask, causal, special, dropout_p=p, return_weights=weights, **parts)
-    if call.differentiates_weights():
+    p, sinks = options.get("dropout_p", 0.0), options.get("sinks")
+    if by_reference := differentiates_weights(q, k, mask, sinks, options.get("return_weights", False)):
         chosen = backends.for_gradient_of_weights("attention", backend)
         reason = f"the gradient of the weights: {extension.module_obstacle()}" if chosen != backend else reason
         backend = chosen
@@ -82,13 +79,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     ]
     if options.get("softcap") is not None:
         lines.append(f"softcap: {options['softcap']}, applied to the scores before any bias")
-    if options.get("sinks") is not None:
-        lines.append(f"sinks: {tuple(options['sinks'].shape)}, one extra key without a value per head")
-    if backend != "reference" and call.differentiates_weights():
+    if sinks is not None:
+        lines.append(f"sinks: {tuple(sinks.shape)}, one extra key without a value per head")
+    if backend != "reference" and by_reference:
         lines.append("weights: computed apart; their gradient is computed by the eager reference")
     stored = 0
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
-        params = padded_params(call)
+        call: dict[str, Any] = {"causal": causal, "dropout_p": p, "softcap": options.get("softcap"), "sinks": sinks}
+        params = padded_params(q, k, mask, scale=options.get("scale"), seed=None, **call)
         if mask.has_ranges:
             lines.append(f"intervals and unions: {_describe_read(mask, params)}")
         lines.append(_describe_tiles(q, k, replace(mask, causal_offset=causal), params, backend))

@@ -16,7 +16,7 @@ from ..masks import AttentionMask, and_causal, as_attention_mask
 from ..masks.arguments import parts_beside
 from . import _plain_attention, eager
 from .argument_types import as_number
-from .attention_call import Call, by_reference, dropped
+from .attention_call import by_reference, choose_backend, differentiates_weights, dropped, params_of, results
 from .attention_checks import (
     check_ranges,
     door_lengths,
@@ -25,6 +25,7 @@ from .attention_checks import (
     is_special,
     kernel_mask,
     refuse_keep_as_lengths,
+    special_arguments,
     with_hint,
 )
 from .registry import Case, Draw, Op, Tensors, register
@@ -170,8 +171,7 @@ def attention(
         scale = as_number("attention", "scale", scale)
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)
-    special = is_special(mask, softcap, sinks)
-    plain = not (return_weights or return_logsumexp or special)
+    plain = not (return_weights or return_logsumexp or is_special(mask, softcap, sinks))
     door, by_triton, seed = eager.fast_path("attention", q, dropout_p, plain)
     offset, zero = and_causal(mask.causal_offset, causal), gives_zero("attention", empty_rows)
     if door is not None and CALL.get() is None:
@@ -187,11 +187,12 @@ def attention(
         others = return_logsumexp or causal is not False
         given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
         return _on_tokens(on_tokens, q, k, v, mask, others=others, return_weights=bool(return_weights), **given)
-    rest = scale, softcap, sinks, dropout_p, seed, zero, return_weights, return_logsumexp
-    call = Call("attention", q, k, v, mask, offset, special, *rest)
-    params = padded_params(call)
+    needs = differentiates_weights(q, k, mask, sinks, return_weights)
+    backend = choose_backend("attention", (q, k, v), return_logsumexp, return_weights, needs)
+    options = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero}
+    params = padded_params(q, k, mask, causal=offset, sinks=sinks, **options)
     try:
-        return call.results(params)
+        return results(backend, (q, k, v), params, return_weights, return_logsumexp)
     except ValueError as error:
         raise with_hint(error, mask, q, k) from None
 
@@ -205,19 +206,18 @@ def _on_tokens(
     return call.attend(q, k, v, tuple(getattr(mask, name) for name in known), others=others, **options)
 
 
-def padded_params(call: Call) -> AttentionParams:
-    """Arguments of the op for a call of :func:`attention`."""
-    q, k, mask = call.q, call.k, call.mask
-    call.choose_backend()
-    parts: dict[str, Any] = {"key_keep": mask.key_keep_mask, "bias": mask.additive_bias}
+def padded_params(
+    q: Tensor, k: Tensor, mask: AttentionMask, *, softcap: Any, sinks: Any, **fields: Any
+) -> AttentionParams:
+    """Arguments of the op for a call of :func:`attention`, whose other arguments are `fields`."""
+    fields |= {"key_keep": mask.key_keep_mask, "bias": mask.additive_bias}
     if q.dim() == 4 and isinstance(k, Tensor) and k.dim() == 4:  # else the op says what is wrong
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
         check_ranges(mask, q, (B, H, Lq, Lk))
         refuse_keep_as_lengths(mask, Lk)
-        parts["keep"], parts["lengths"] = kernel_mask(mask, q, k)
-        if call.special:
-            parts |= call.special_arguments((Lq, Lk), zero=Lq - 1)
-    return call.params(**parts)
+        fields["keep"], fields["lengths"] = kernel_mask(mask, q, k)
+        fields |= special_arguments("attention", q, mask, softcap, sinks, (Lq, Lk), zero=Lq - 1)
+    return params_of(q, mask, **fields)
 
 
 def weights_by_torch(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:

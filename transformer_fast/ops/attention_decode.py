@@ -7,12 +7,12 @@ from typing import Any, Literal, Never, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from ..attention_params import AttentionParams, CachedKeys
+from ..attention_params import CachedKeys
 from ..masks import AttentionMask
 from . import _plain_attention, eager
 from .argument_types import as_number
-from .attention_call import Call
-from .attention_checks import is_special, mask_by_position
+from .attention_call import choose_backend, params_of, results
+from .attention_checks import is_special, mask_by_position, special_arguments
 from .registry import Op, register
 from .unknown_names import unknown_names
 
@@ -121,26 +121,17 @@ def attention_decode(
         out = door.attention_decode(by_triton, *given)
         if out is not None:
             return out
-    options = scale, softcap, sinks
-    call = Call(
-        "attention_decode", q, k_cache, v_cache, mask, offset, special, *options, return_logsumexp=return_logsumexp
-    )
-    return call.results(_params(call, lengths, page_table))
-
-
-def _params(call: Call, lengths: Tensor, page_table: Tensor | None) -> AttentionParams:
-    """Arguments of the op for a call of :func:`attention_decode`."""
-    call.choose_backend()
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (call.q, call.k, call.v)):
+    backend = choose_backend("attention_decode", (q, k_cache, v_cache), return_logsumexp)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k_cache, v_cache)):
         raise RuntimeError(
             "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention"
         )
-    parts: dict[str, Any] = {"cached": CachedKeys(lengths, page_table)}
-    if call.special:
-        q, k_cache = call.q, call.k
-        Lq, S = q.shape[2], k_cache.shape[2] if page_table is None else page_table.shape[1] * k_cache.shape[1]
-        parts |= call.special_arguments((Lq, S), zero=S - 1)
-    return call.params(**parts)
+    parts: dict[str, Any] = {"causal": offset, "cached": CachedKeys(lengths, page_table)}
+    if special:
+        sizes = q.shape[2], k_cache.shape[2] if page_table is None else page_table.shape[1] * k_cache.shape[1]
+        parts |= special_arguments("attention_decode", q, mask, softcap, sinks, sizes, zero=sizes[1] - 1)
+    params = params_of(q, mask, scale, None, **parts)
+    return results(backend, (q, k_cache, v_cache), params, return_logsumexp=return_logsumexp)
 
 
 # Decoding has no gradient, which a case of the parity table needs.

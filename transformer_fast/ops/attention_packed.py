@@ -11,13 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention_params import AttentionParams, PackedBatch
+from ..attention_params import PackedBatch
 from ..masks import AttentionMask
 from ..masks.checks import broadcasts, kind_of
 from . import eager
 from .argument_types import as_number, check_flag, check_int
-from .attention_call import Call
-from .attention_checks import can_read_values, dropout_number, gives_zero, is_special, mask_by_position
+from .attention_call import choose_backend, differentiates_weights, params_of, results
+from .attention_checks import (
+    can_read_values,
+    dropout_number,
+    gives_zero,
+    is_special,
+    mask_by_position,
+    special_arguments,
+)
 from .registry import Case, Draw, Op, register
 from .unknown_names import unknown_names
 
@@ -172,40 +179,24 @@ def attention_packed(
             raise TypeError(str(error).replace("attention:", "attention_packed:", 1)) from None
         if out is not None:
             return out
-    rest = scale, softcap, sinks, dropout_p, seed, zero, return_weights, return_logsumexp
-    call = Call("attention_packed", q, k, v, mask, offset, special, *rest)
-    return call.results(
-        _params(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias, bottom_right, seqused_k)
-    )
-
-
-def _params(
-    call: Call,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    bias: Any,
-    bottom_right: bool,
-    seqused_k: Tensor | None,
-) -> AttentionParams:
-    """Arguments of the op for a call of :func:`attention_packed`."""
-    q, k = call.q, call.k
-    call.choose_backend()
-    check_flag(call.op, "bottom_right", bottom_right)
-    if call.return_weights and q.is_meta:
-        raise ValueError(f"{call.op}: return_weights needs the lengths of the sequences, which a meta tensor has not")
+    needs = differentiates_weights(q, k, mask, sinks, return_weights)
+    backend = choose_backend("attention_packed", (q, k, v), return_logsumexp, return_weights, needs)
+    check_flag("attention_packed", "bottom_right", bottom_right)
+    if return_weights and q.is_meta:
+        raise ValueError(
+            "attention_packed: return_weights needs the lengths of the sequences, which a meta tensor has not"
+        )
     longest_q, longest_k = _longest("q", cu_seqlens_q, q, max_seqlen_q), _longest("k", cu_seqlens_k, q, max_seqlen_k)
-    sequences = PackedBatch(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, seqused_k, bottom_right=bottom_right)
+    packed = PackedBatch(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, seqused_k, bottom_right=bottom_right)
     if bias is not None:
-        bias, sequences = _packed_bias(bias, sequences, q)
-    parts: dict[str, Any] = {"bias": bias, "packed": sequences}
-    if call.special:
-        tokens = q.shape[0], k.shape[0]
-        call.mask = _kept_as_documents(call.mask, *tokens)
-        zero = longest_k - 1 if bottom_right else longest_q - 1
-        parts |= call.special_arguments((longest_q, longest_k), zero, tokens)
-    return call.params(**parts)
+        bias, packed = _packed_bias(bias, packed, q)
+    parts: dict[str, Any] = {"causal": offset, "dropout_p": dropout_p, "zero_empty_rows": zero}
+    if special:
+        lengths, tokens = (longest_q, longest_k), (q.shape[0], k.shape[0])
+        mask, last = _kept_as_documents(mask, *tokens), (longest_k if bottom_right else longest_q) - 1
+        parts |= special_arguments("attention_packed", q, mask, softcap, sinks, lengths, last, tokens)
+    params = params_of(q, mask, scale, seed, bias=bias, packed=packed, **parts)
+    return results(backend, (q, k, v), params, return_weights, return_logsumexp)
 
 
 def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> AttentionMask:
