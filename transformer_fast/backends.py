@@ -22,13 +22,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from . import extension
-from .tracing import needs_plain_ops, refuse_torchscript
+from .tracing import constant_when_compiled, needs_plain_ops, refuse_torchscript
 
 NAMES = ("auto", "native", "triton", "reference")
 ON_CUDA: dict[str, str] = {}
@@ -49,12 +48,6 @@ class _Block:
 _blocks: list[_Block] = []  # of all threads; the one that was entered last decides
 _current = _DEFAULT
 _lock = threading.Lock()
-
-
-def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function as ``torch.compiler.assume_constant_result`` does, without importing the compiler."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 class BackendError(RuntimeError):
@@ -137,7 +130,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]
     return _choose(current(), op, device, dtype)
 
 
-@_constant_when_compiled
+@constant_when_compiled
 def _choose(requested: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     if device.type == "meta":
         return "native", "the meta device computes shapes and dtypes, no values"
@@ -155,7 +148,7 @@ def _choose(requested: str, op: str, device: torch.device, dtype: torch.dtype) -
     return requested, granted
 
 
-@_constant_when_compiled
+@constant_when_compiled
 def _kernels_of(function: str) -> str:
     return KERNELS[function]
 
@@ -201,7 +194,7 @@ def for_gradient_of_weights(function: str, backend: str) -> str:
     return "reference"
 
 
-@_constant_when_compiled
+@constant_when_compiled
 def _module_obstacle() -> str:
     return extension.module_obstacle()
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from . import backends, extension
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
+from .masks.arguments import parts_beside
 from .masks.parts import of_queries
 from .ops.attention import attention, padded_params
 from .ops.attention_call import check_head_dim, differentiates_weights
 from .ops.attention_checks import refuse_keep_as_lengths
 from .ops.unknown_names import known_names, unknown_names
-from .triton.configs import attention_config
+from .triton.configs import ATTENTION
 from .triton.versions import limits
 
 NATIVE_TILE = (64, 128)
@@ -53,7 +54,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         >>> print(tfast.explain(q, q, q, tfast.AttentionMask.lengths(torch.tensor([10, 7]))))
         attention (2, 4, 10, 64) x (2, 4, 10, 64) torch.float32 on cpu
         ...
-        mask: lengths (2,)
+        mask: lengths(int64 (2,))
         ...
     """
     known = known_names(attention)
@@ -75,7 +76,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",
         f"backend: {backend}, {_PATHS[backend]}",
         f"why: {reason}",
-        f"mask: {_describe_mask(mask, options.get('causal', False))}",
+        f"mask: {replace(mask, causal_offset=causal) if causal is not None or parts_beside(mask) else 'none'}",
     ]
     if options.get("softcap") is not None:
         lines.append(f"softcap: {options['softcap']}, applied to the scores before any bias")
@@ -134,9 +135,7 @@ def _describe_tiles(q: Tensor, k: Tensor, mask: AttentionMask, params: Attention
         from .triton.launcher import architecture_of
 
         kind = call_kind(Lk, params)
-        config = attention_config(
-            "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
-        )
+        config = ATTENTION["forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind]
         tile = config.block_queries, config.block_keys
     classes = tile_classes(mask, B, Lq, Lk, tile, q.device)
     full, partial, tiles = int((classes == FULL).sum()), int((classes == PARTIAL).sum()), classes.numel()
@@ -162,32 +161,3 @@ def _describe_read(mask: AttentionMask, params: AttentionParams) -> str:
     if keep is not None and keep is not mask.keep_mask:
         read.append(f"a keep mask {tuple(keep.shape)} of {keep.nbytes / 2**20:,.1f} MiB")
     return f"read as {' and '.join(read)}" if read else "all keys"
-
-
-def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
-    parts = [
-        f"{name} {tuple(t.shape)}"
-        for name, t in (
-            ("dense keep mask", mask.keep_mask),
-            ("key keep mask", mask.key_keep_mask),
-            ("lengths", mask.key_lengths),
-            ("additive bias", mask.additive_bias),
-        )
-        if t is not None
-    ]
-    offset = and_causal(mask.causal_offset, causal)
-    if offset is not None:
-        parts.append(f"causal with offset {offset}")
-    if mask.window_offset is not None:
-        parts.append(f"window from key i {'-+'[mask.window_offset >= 0]} {abs(mask.window_offset)} on")
-    if mask.first_keys is not None or mask.end_keys is not None:
-        begin, end = (None if t is None else tuple(t.shape) for t in (mask.first_keys, mask.end_keys))
-        parts.append(f"intervals from {begin or 'key 0'} to {end or 'the last key'}")
-    for union in mask.unions:
-        parts.append(f"({' or '.join(_describe_mask(one, False) for one in union)})")
-    if mask.document_ids is not None:
-        queries, keys = mask.document_ids
-        parts.append(f"documents of ids {tuple(queries.shape)} x {tuple(keys.shape)}")
-    for bias in mask.distance_biases:
-        parts.append(f"{type(bias).__name__.lower()} {tuple(bias.tensor.shape)} with offset {bias.offset}")
-    return " and ".join(parts) if parts else "none"

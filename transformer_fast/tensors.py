@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.nn import Parameter
 
-from .tracing import is_traced
+from .tracing import constant_when_compiled, is_traced
 
 Kind = TypeVar("Kind", bound=Tensor)
 
@@ -53,12 +53,10 @@ def _is_made_when_read(kind: type) -> bool:
     return getattr(kind, "made_when_read", False) is True
 
 
+@constant_when_compiled
 def _in_transform() -> bool:
     """Return True inside a transform of torch.func. torch.compile calls this function without tracing into it."""
     return maybe_current_level() is not None
-
-
-_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in tracing.py
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ PyTorch operators. torch.jit.trace is refused: it records sizes as tensors, and 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,18 +14,21 @@ is_traced = torch.jit.is_tracing  # type: ignore[attr-defined]
 """Return True if torch.jit.trace records a call."""
 
 
+def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function as ``torch.compiler.assume_constant_result`` does, without importing the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def needs_plain_ops() -> bool:
     """Return True if a call is recorded into a graph that may hold only PyTorch's own operators."""
     return torch.compiler.is_compiling() and _goes_to_onnx()
 
 
+@constant_when_compiled
 def _goes_to_onnx() -> bool:
     onnx = sys.modules.get("torch.onnx")  # the import is slow, and every export has imported the module already
     return onnx is not None and onnx.is_in_onnx_export()
-
-
-# As torch.compiler.assume_constant_result does, without importing the compiler.
-_goes_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_torchscript(function: str) -> None:

@@ -90,11 +90,11 @@ def test_bits_of_a_strided_mask_without_its_repeats():
 
 def assert_lists_are(lists, classes):
     """Check the lists of classes: full tiles from the left, partial tiles from the right, and their counts."""
-    shape = lists.lists.shape
+    shape = lists["tile_list"].shape
     for b, h, line in torch.cartesian_prod(*(torch.arange(n) for n in classes.shape[:3])).tolist():
         place = min(b, shape[0] - 1), min(h, shape[1] - 1), line
-        full, partial = lists.counts[place].tolist()
-        numbers, kinds = lists.lists[place].tolist(), classes[b, h, line]
+        full, partial = lists["tile_counts"][place].tolist()
+        numbers, kinds = lists["tile_list"][place].tolist(), classes[b, h, line]
         assert numbers[:full] == (kinds == FULL).nonzero().flatten().tolist()
         assert numbers[::-1][:partial] == (kinds == PARTIAL).nonzero().flatten().tolist()
 
@@ -108,12 +108,12 @@ def test_lists_hold_the_tiles_with_work(dialect, tile):
     for columns, classes in ((False, expected), (True, expected.mT)):
         lists = tile_lists(call, B, LQ, LK, tile, columns=columns, ordered=True)
         assert_lists_are(lists, classes)
-        work, shape = (classes != EMPTY).sum(-1), lists.lists.shape
-        ordered = work.expand(B, shape[1], -1)[: shape[0]].gather(2, lists.row_order.long())
+        work, shape = (classes != EMPTY).sum(-1), lists["tile_list"].shape
+        ordered = work.expand(B, shape[1], -1)[: shape[0]].gather(2, lists["tile_order"].long())
         assert (ordered.diff(dim=2) <= 0).all()
-        assert torch.equal(lists.row_order.sort(2).values[0, 0].cpu(), torch.arange(shape[2], dtype=torch.int32))
+        assert torch.equal(lists["tile_order"].sort(2).values[0, 0].cpu(), torch.arange(shape[2], dtype=torch.int32))
         if shape[0] > 1:
-            assert (work.expand(B, shape[1], -1).sum((1, 2))[lists.batch_order.long()].diff() <= 0).all()
+            assert (work.expand(B, shape[1], -1).sum((1, 2))[lists["batch_order"].long()].diff() <= 0).all()
 
 
 @pytest.mark.parametrize("name", ["in order", "whole tiles", "anywhere", "nothing shared", "some without a key"])
@@ -133,7 +133,7 @@ def test_lists_hold_the_tiles_that_share_an_id(name):
     for columns, expected in ((False, kinds), (True, kinds.mT)):
         found = tile_lists(call, B, Lq, Lk, (32, 32), columns=columns, ordered=False)
         counts = torch.stack([(expected == FULL).sum(-1), (expected == PARTIAL).sum(-1)], -1)
-        assert torch.equal(found.counts.cpu().long().expand_as(counts), counts)
+        assert torch.equal(found["tile_counts"].cpu().long().expand_as(counts), counts)
         assert_lists_are(found, expected)
 
 

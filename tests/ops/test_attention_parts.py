@@ -80,8 +80,7 @@ def test_explain_names_a_prefix_and_counts_its_tiles():
     q = torch.empty(1, 1, 256, 8)
     text = tfast.explain(q, q, q, AttentionMask.prefix(torch.tensor([200])))
     assert (
-        "(intervals from key 0 to (1, 1, 1) or causal with offset 0)\nintervals and unions: read as lengths per query\n"
-        in text
+        "mask: (intervals(None, int64 (1, 1, 1)) | causal())\nintervals and unions: read as lengths per query\n" in text
     )
     assert "100.0% of 8 tiles of 64 queries x 128 keys" in text  # the look-ahead alone visits 6
 

@@ -34,18 +34,11 @@ def register_flash_attention_impl(name: str = "transformer_fast") -> None:
         name: the name in torch's registry.
 
     Raises:
-        NotImplementedError: if torch has no such registry (before 2.11).
         BackendError: if the extension cannot be loaded; the message says what to run.
     """
-    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
-    if register is None:
-        raise NotImplementedError(
-            f"register_flash_attention_impl: torch {torch.__version__} has no registry of flash implementations; "
-            "call transformer_fast.scaled_dot_product_attention in the place of torch's"
-        )
     if not extension.load():
         raise BackendError(f"register_flash_attention_impl: {extension.obstacle()}")
-    register(name, register_fn=_Activated)
+    torch.nn.attention.register_flash_attention_impl(name, register_fn=_Activated)
 
 
 class _Activated:

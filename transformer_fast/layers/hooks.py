@@ -9,6 +9,8 @@ from typing import TypeGuard, TypeVar
 from torch import nn
 from torch.nn.modules import module as _module
 
+from ..tracing import constant_when_compiled
+
 Kind = TypeVar("Kind", bound=nn.Module)
 
 PLAIN, FUSED = "_transformer_fast_plain", "_transformer_fast_fused"
@@ -77,6 +79,7 @@ def has_role(module: nn.Module, role: str) -> bool:
     return getattr(kind, role, None) is kind and is_plain(module) and has_its_forward(kind)
 
 
+@constant_when_compiled
 def has_its_forward(kind: type[nn.Module]) -> bool:
     """Return True unless somebody set another ``forward`` on a made class, or on the author's class.
 
@@ -84,6 +87,3 @@ def has_its_forward(kind: type[nn.Module]) -> bool:
     """
     own = vars(kind)
     return FUSED not in own or (own["forward"] is own[FUSED] and own["former"].forward is own[PLAIN])
-
-
-has_its_forward._dynamo_marked_constant = True  # type: ignore[attr-defined] # as torch.compiler.assume_constant_result

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .. import backends, extension
 from . import seeds
@@ -84,14 +83,6 @@ def _runs_on_triton(requested: str, function: str, device: torch.device, dtype: 
     if dtype not in _TRITON_TYPES or not (device.type == "cuda" or requested == "triton"):
         return False
     return backends.resolve(function, device, dtype) == "triton"
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Return True if a call needs no dispatcher: no compilation, mode or tensor subclass, and not on the meta device,
-    which computes nothing."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all(t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta) for t in tensors)
 
 
 def autocast_enabled(t: Any) -> bool:

@@ -92,8 +92,9 @@ def embed(
             dropout_p=dropout_p,
             seed=seed,
         )
+    deterministic = configs.EMBEDDING_GRADIENT == "sorted" or torch.are_deterministic_algorithms_enabled()
     op = implementation("embed", backend)
-    return op(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, _deterministic())
+    return op(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, deterministic)
 
 
 def eager_embed(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor | None:
@@ -184,15 +185,15 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
     if table.is_meta:
         return table
     # A model makes the table once, so the plain PyTorch formula is fast enough under tracing and inside torch.func.
-    plain = eager.is_plain(table) and not backends.in_transform()
-    if not plain or backends.choose("embedding", table.device, table.dtype)[0] == "reference":
+    observed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or backends.in_transform()
+    if (
+        observed
+        or type(table) is not Tensor
+        or backends.choose("embedding", table.device, table.dtype)[0] == "reference"
+    ):
         return reference.embedding.positional_table(length, d_model)
     torch.ops.transformer_fast.fill_positional_table(table)
     return table
-
-
-def _deterministic() -> bool:
-    return configs.EMBEDDING_GRADIENT == "sorted" or torch.are_deterministic_algorithms_enabled()
 
 
 def _cases(draw: Draw) -> Iterator[Case]:

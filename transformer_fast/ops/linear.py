@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .. import backends, extension
+from ..tracing import constant_when_compiled
 from . import eager
 
 _NO_ONEDNN = -2
@@ -92,11 +93,9 @@ def _takes_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return all(type(t) in (Tensor, Parameter) and t.is_cpu and t.dtype == torch.float32 for t in given)
 
 
+@constant_when_compiled
 def _is_ever_faster() -> bool:
     return _onednn_is_faster(1024, 1024, 1024)
-
-
-_is_ever_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in tracing.py
 
 
 def is_faster(weight: Tensor) -> bool:

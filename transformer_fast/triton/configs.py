@@ -210,11 +210,6 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
 ATTENTION = Table(_attention_table())
 
 
-def attention_config(kernel: str, arch: str, bits: int, block_d: int, kind: str) -> AttentionConfig:
-    """The config of one of ATTENTION_KERNELS for one of ATTENTION_KINDS, or for "kept"."""
-    return ATTENTION[kernel, arch, bits, block_d, kind]
-
-
 DROPOUT_BITS = Table({"share": 1.0})
 """Memory that the attention forward may use to keep dropout bits for the backward, as a share of the memory of q, k, v
 and the output. 0 keeps nothing. ``math.inf`` keeps the bits of all supported calls: padded or packed, 16-bit, head

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .configs import dropout_config
 from .launch_cache import LaunchCall, run_kept
-from .launcher import Launch, blocks_of, multiprocessors_of
+from .launcher import Launch, blocks_of, contiguous, multiprocessors_of
 from .norm import dropout_arguments
 from .norm_backward import sum_of_partials
 from .philox import elementwise_keep_tile, load_seed
@@ -166,8 +166,7 @@ def dropout_forward(
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() > 0:
-        bias = None if bias is None else bias.contiguous()
-        residual = None if residual is None else residual.contiguous()
+        bias, residual = contiguous(bias), contiguous(residual)
         run_kept(call, (out,), lambda: [forward_launch(x.contiguous(), bias, residual, out, relu, p, seed)])
     return out
 

@@ -84,6 +84,11 @@ def run(launches: Iterable[Launch], on: Tensor) -> None:
             launch_by_triton(launch)
 
 
+def contiguous(t: Tensor | None) -> Tensor | None:
+    """The tensor, contiguous; None for None."""
+    return None if t is None else t.contiguous()
+
+
 def empties_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Uninitialised tensors with the same shapes and dtypes and, if dense, the same strides."""
     return tuple(torch.empty_like(t) for t in tensors)

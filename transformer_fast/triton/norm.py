@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .configs import norm_config
 from .launch_cache import LaunchCall, run_kept
-from .launcher import Launch
+from .launcher import Launch, contiguous
 from .philox import elementwise_keep_tile, load_seed
 
 
@@ -238,13 +238,9 @@ def norm_forward(
             outputs,
             lambda: [
                 forward_launch(
-                    as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias), *outputs,
+                    as_rows(x), as_rows(residual), contiguous(weight), contiguous(bias), *outputs,
                     eps, kind, dropout_p, seed,
                 )
             ],
         )  # fmt: skip
     return outputs
-
-
-def _contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .configs import norm_config
 from .launch_cache import LaunchCall, run_kept
-from .launcher import Launch, blocks_of, multiprocessors_of
+from .launcher import Launch, blocks_of, contiguous, multiprocessors_of
 from .norm import as_rows, dropout_arguments, load_tile
 from .philox import elementwise_keep_tile, load_seed
 
@@ -318,7 +318,7 @@ def norm_backward(
         summing = weight is not None or has_bias
         sums = 1 if kind == "rms" else 2
         partials = torch.empty((sums, programs, d), dtype=torch.float32, device=x.device) if summing else None
-        weight = None if weight is None else weight.contiguous()
+        weight = contiguous(weight)
         outputs = grad_x, grad_residual, grad_weight, grad_bias, partials
         run_kept(
             call,

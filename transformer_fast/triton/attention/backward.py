@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..launch_cache import run_kept
-from ..launcher import Launch, architecture_of, blocks_of, empties_like, widen_bf16_if_interpreted
+from ..launcher import Launch, architecture_of, blocks_of, contiguous, empties_like, widen_bf16_if_interpreted
 from .backward_kv import grad_kv_kernel
 from .backward_q import grad_q_kernel
 from .grad_bias import grad_bias_launch, part_sums
 from .grad_distance_bias import diagonal_sums, distance_gradient, grad_distance_bias_launch
-from .launches import MAP_TENSORS, contiguous, is_empty, kernel_views, tile_launch
+from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
 from .steps import FLAG_ROWS
 from .tile_map import bits_arguments
 from .tiles import changes_scores, mask_arguments, positive_scale, sequence_arguments, tensor_arguments
@@ -58,7 +58,7 @@ def backward_launches(
     """
     grad_out, q, k, v, out, logsumexp, grad_logsumexp, dropout_bits = inputs
     grad_q, grad_k, grad_v, bias_sums, distance_sums, delta, empty_flags, sums = outputs
-    q, scale, _ = positive_scale(q, params.scale)
+    q, scale = positive_scale(q, params.scale)
     params, stored = replace(params, scale=scale), k
     grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
     (grad_q,) = kernel_views(params, (grad_q,), (), written=True)

@@ -203,7 +203,7 @@ def forward_launches(
 ) -> list[Launch]:
     """Kernel launch of :func:`attention_forward`, for an architecture class."""
     (q, k, v), (out, logsumexp, dropout_bits) = inputs, outputs
-    q, scale, _ = positive_scale(q, params.scale)
+    q, scale = positive_scale(q, params.scale)
     params = replace(params, scale=scale)
     stored = k
     q, k, v = kernel_views(params, (q,), (k, v))

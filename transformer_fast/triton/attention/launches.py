@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from ...attention_params import AttentionParams
-from ..configs import LONG, attention_config
+from ..configs import ATTENTION, LONG
 from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
 from .tiles import mask_arguments, sequence_arguments, tensor_arguments, with_32_bit_offsets
@@ -61,7 +61,7 @@ def order_arguments(
     # Short programs need no order.
     ordered = keys > LONG
     if is_mapped(params):
-        return tile_lists(params, B, queries, keys, tile, columns=columns, ordered=ordered).arguments
+        return tile_lists(params, B, queries, keys, tile, columns=columns, ordered=ordered)
     if ordered and packed is not None:
         return NO_MAP | {"batch_order": packed_order(packed.cu_seqlens_q, packed.cu_seqlens_k)}
     if ordered and lengths is not None and lengths.dim() == 1:
@@ -95,7 +95,7 @@ def tile_launch(
     """
     arguments = mask_arguments(q, k, params) | tensor_arguments(**tensors)
     kind = call_kind(k.shape[2], params) if dropout_bits is None else "kept"
-    config = attention_config(name, arch, q.element_size() * 8, arguments["BLOCK_D"], kind)
+    config = ATTENTION[name, arch, q.element_size() * 8, arguments["BLOCK_D"], kind]
     tile = config.block_queries, config.block_keys
     kinds = {
         "mapped": is_mapped(params), "biased": params.bias is not None,
@@ -123,11 +123,6 @@ def tile_launch(
 
 MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_order", "batch_order"))
 """Arguments that are derived from the contents of a mask or of lengths."""
-
-
-def contiguous(t: Tensor | None) -> Tensor | None:
-    """The tensor, contiguous; None for None."""
-    return None if t is None else t.contiguous()
 
 
 def _as_rows(t: Tensor) -> Tensor:

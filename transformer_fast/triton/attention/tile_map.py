@@ -12,8 +12,6 @@ attribute and freed with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -148,31 +146,18 @@ def _lists_kernel(
     tl.store(counts + tl.program_id(0) * 2 + 1, partial)
 
 
-@dataclass(frozen=True, slots=True)
-class TileLists:
-    """Tiles that hold work, per row of tiles: per tile of queries or per tile of keys.
-
-    Args:
-        lists: int32 (B|1, H|1, tile rows, across), full tiles from the front, partial tiles from the end.
-        counts: int32 (B|1, H|1, tile rows, 2): full tiles, partial tiles.
-        row_order: int32 (B|1, H|1, tile rows), per (batch, head), rows with the most work first; or None.
-        batch_order: int32 (B,), the batches with the most work first; or None.
-        arguments: these tensors and the bits of the mask, as arguments of the attention kernels.
-    """
-
-    lists: Tensor
-    counts: Tensor
-    row_order: Tensor | None
-    batch_order: Tensor | None
-    arguments: dict[str, object]
-
-
 NO_MAP = {
     "keep": None, "keep_batch": 0, "keep_head": 0, "keep_query": 0, "keep_word": 0, "key_keep": None,
     "key_keep_batch": 0, "key_keep_head": 0, "tile_list": None, "tile_counts": None, "tile_order": None,
     "batch_order": None, "map_batch": 0, "map_head": 0,
 }  # fmt: skip
-"""Arguments of the attention kernels without a map."""
+"""Arguments of the attention kernels without a map. With a map:
+
+tile_list: int32 (B|1, H|1, tile rows, across), full tiles from the front, partial tiles from the end.
+tile_counts: int32 (B|1, H|1, tile rows, 2): full tiles, partial tiles.
+tile_order: int32 (B|1, H|1, tile rows), per (batch, head), rows with the most work first; or None.
+batch_order: int32 (B,), the batches with the most work first; or None.
+"""
 
 
 def mask_bits(mask: Tensor) -> Tensor:
@@ -187,8 +172,8 @@ def mask_bits(mask: Tensor) -> Tensor:
 
 def tile_lists(
     params: AttentionParams, B: int, queries: int, keys: int, tile: tuple[int, int], *, columns: bool, ordered: bool
-) -> TileLists:
-    """Return the lists of tiles that hold work under a mask, for kernels with this tile; cached on the mask.
+) -> dict[str, object]:
+    """Kernel arguments of the tiles that hold work under a mask, for kernels with this tile; cached on the mask.
 
     Args:
         params: params of the call, with keep, key_keep or ids.
@@ -204,7 +189,7 @@ def tile_lists(
     diagonals = bounded_offset(params.causal, queries, keys), bounded_window(params.window, queries, keys)
     call = (*[t is not None for t in parts], B, queries, keys, *diagonals, tile)
 
-    def lists() -> TileLists:
+    def lists() -> dict[str, object]:
         found = get_or_compute(holder, ("classes", *call), others, lambda: _classes(params, B, queries, keys, tile))
         return _lists(found, bits_arguments(keep, key_keep), columns, ordered)
 
@@ -324,7 +309,7 @@ def lists_launch(classes: Tensor, lists: Tensor, counts: Tensor, columns: bool) 
     )  # fmt: skip
 
 
-def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: bool) -> TileLists:
+def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: bool) -> dict[str, object]:
     shape = classes.mT.shape if columns else classes.shape
     lists = torch.empty(shape, dtype=torch.int32, device=classes.device)
     counts = torch.empty((*shape[:3], 2), dtype=torch.int32, device=classes.device)
@@ -335,11 +320,10 @@ def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: boo
         work = counts.sum(3)
         row_order = _by_descending_work(work)
         batch_order = _by_descending_work(work.sum((1, 2))) if batches > 1 else None
-    arguments = bits | {
+    return bits | {
         "tile_list": lists, "tile_counts": counts, "tile_order": row_order, "batch_order": batch_order,
         "map_batch": heads * tile_rows if batches > 1 else 0, "map_head": tile_rows if heads > 1 else 0,
     }  # fmt: skip
-    return TileLists(lists, counts, row_order, batch_order, arguments)
 
 
 def _run(launch: Launch, on: Tensor) -> None:

@@ -129,12 +129,13 @@ def any_true(flags):
     return tl.max(flags.to(tl.int32)) > 0
 
 
-def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """Return (q * sign, |scale| or 1, sign): raw and scaled scores have the same row maximum only if scale > 0."""
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return (q times the sign of the scale, |scale| or 1): raw and scaled scores have the same row maximum only for a
+    scale above 0."""
     if scale > 0:
-        return q, scale, 1.0
+        return q, scale
     sign = -1.0 if scale < 0 else 0.0
-    return (q * sign).contiguous(), abs(scale) or 1.0, sign
+    return (q * sign).contiguous(), abs(scale) or 1.0
 
 
 def with_32_bit_offsets(t: Tensor) -> Tensor:
