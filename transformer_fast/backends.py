@@ -171,7 +171,10 @@ def resolve(function: str, device: torch.device, dtype: torch.dtype) -> str:
         if in_transform():
             refuse_transform(function)
         if forward_ad._current_level >= 0:
-            refuse_forward_mode(function)
+            raise BackendError(
+                f"{function} cannot run in forward-mode differentiation: the kernels have no rule, and tangents would "
+                'be lost. Differentiate backwards instead, or use transformer_fast.backend("reference")'
+            )
     return name
 
 
@@ -204,14 +207,6 @@ def refuse_transform(function: str) -> None:
     raise BackendError(
         f"{function} cannot run inside vmap, grad or another transform of torch.func: the kernels take whole batches "
         'and have no rules for it. Add a batch dimension instead, or use transformer_fast.backend("reference")'
-    )
-
-
-def refuse_forward_mode(function: str) -> None:
-    """Raise because the op of a public function has no rule for tangents."""
-    raise BackendError(
-        f"{function} cannot run in forward-mode differentiation: the kernels have no rule, and tangents would be lost. "
-        'Differentiate backwards instead, or use transformer_fast.backend("reference")'
     )
 
 

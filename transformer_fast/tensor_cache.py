@@ -83,16 +83,6 @@ def get_or_compute(
     return value
 
 
-def get(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
-    """Cached result of ``get_or_compute(holder, key, (), ...)``, or None."""
-    base = _base(holder)
-    results = getattr(base, "_tensor_cache", None)
-    if results is None or (stream := _stream_that_keeps(holder)) is None:
-        return None
-    found = results.get((stream, key, (holder.storage_offset(), holder.shape, holder.stride())))
-    return found.value if found is not None and found.made_from[0].version == base._version else None
-
-
 def results_of(base: Tensor) -> dict[Any, Any]:
     """Results stored on a tensor that owns its memory. The launch cache stores its calls there, under "launches"."""
     results = getattr(base, "_tensor_cache", None)

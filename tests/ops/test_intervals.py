@@ -74,11 +74,11 @@ def test_a_union_is_flat_and_says_its_parts():
 def test_explain_says_what_the_kernels_read():
     q = torch.empty(B, H, L, D)
     for name, words in {
-        "ends": "intervals from key 0 to (1, 1, 70)\nintervals and unions: read as lengths per query\n",
-        "both": "to (1, 1, 70)\nintervals and unions: read as lengths per query and a keep mask (1, 1, 70, 70) of 0.0",
+        "ends": "mask: intervals(None, int64 (1, 1, 70))\nintervals and unions: read as lengths per query\n",
+        "both": "int64 (1, 1, 70))\nintervals and unions: read as lengths per query and a keep mask (1, 1, 70, 70)",
         "ends of each head": "read as a keep mask (2, 4, 70, 70)",
-        "a shared question": "(lengths (2,) or documents of ids (2, 70) x (2, 70))\nintervals and unions: read as a k",
-        "three, and one of all keys": "or none)\nintervals and unions: all keys\n",
+        "a shared question": "(lengths(int64 (2,)) | documents(int32 (2, 70)))\nintervals and unions: read as a k",
+        "three, and one of all keys": "| AttentionMask())\nintervals and unions: all keys\n",
     }.items():
         assert words in tfast.explain(q, q, q, MASKS[name])
 

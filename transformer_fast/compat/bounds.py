@@ -89,15 +89,9 @@ def check_integers(op: str, name: str, t: Any, shape: str, device: torch.device)
         raise ValueError(f"{op}: {name} must be on q's device {device}, got {t.device}")
 
 
-def check_range(op: str, name: str, t: Tensor, least: int, most: int, expected: str) -> None:
-    """Raise for values outside [least, most]; values are checked on a CPU only."""
+def check_range(op: str, name: str, t: Tensor, most: int, expected: str) -> None:
+    """Raise for values outside [0, most]; values are checked on a CPU only."""
     if can_read_values(t) and t.numel() > 0:
         low, high = (int(bound) for bound in torch.aminmax(t))
-        if low < least or high > most:
-            raise ValueError(f"{op}: {name} must lie in [{least}, {most}], {expected}, got {low} to {high}")
-
-
-def refuse_gradient(op: str, what: str, *tensors: Tensor) -> None:
-    """Raise if an input requires a gradient, for a call that has no gradient because of ``what``."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise RuntimeError(f"{op}: there is no gradient with {what}; call it under torch.no_grad()")
+        if low < 0 or high > most:
+            raise ValueError(f"{op}: {name} must lie in [0, {most}], {expected}, got {low} to {high}")

@@ -86,7 +86,7 @@ def flash_attn_with_kvcache(
     lengths = _lengths_of(q, cache_seqlens, capacity, k is not None)
     if k is not None and v is not None:
         _check_new(q, k_cache, k, v)
-        check_range(_OP, "cache_seqlens and the new keys", lengths + k.shape[1], 0, capacity, "the keys of the cache")
+        check_range(_OP, "cache_seqlens and the new keys", lengths + k.shape[1], capacity, "the keys of the cache")
         at = lengths[:, None].long() + torch.arange(k.shape[1], device=q.device)
         if rotary_cos is not None or rotary_sin is not None:
             tables = _checked_tables(q, rotary_cos, rotary_sin)
@@ -144,7 +144,7 @@ def _rows_of(
             raise ValueError(f"{_OP}: block_table must be (B, max_pages), B = {B}, got {tuple(block_table.shape)}")
         return block_table
     if batch_idx is not None:
-        check_range(_OP, "cache_batch_idx", batch_idx, 0, k_cache.shape[0] - 1, "the rows of k_cache")
+        check_range(_OP, "cache_batch_idx", batch_idx, k_cache.shape[0] - 1, "the rows of k_cache")
         return batch_idx[:, None]
     if k_cache.shape[0] < q.shape[0]:
         raise ValueError(f"{_OP}: k_cache must have at least B = {B} rows, got shape {tuple(k_cache.shape)}")
@@ -159,7 +159,7 @@ def _lengths_of(q: Tensor, cache_seqlens: int | Tensor | None, capacity: int, ap
     if is_int(lengths):
         lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
     _check_per_sequence("cache_seqlens", lengths, q)
-    check_range(_OP, "cache_seqlens", lengths, 0, capacity, "the keys of the cache")
+    check_range(_OP, "cache_seqlens", lengths, capacity, "the keys of the cache")
     return lengths
 
 
@@ -190,7 +190,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved
         positions: int64 (B, L), rows of the tables.
         interleaved: True if a pair's numbers are neighbours, False if they are R / 2 apart.
     """
-    check_range(_OP, "positions", positions, 0, cos.shape[0] - 1, "the rows of rotary_cos")
+    check_range(_OP, "positions", positions, cos.shape[0] - 1, "the rows of rotary_cos")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     c, s = (table[positions].unsqueeze(2).to(wide) for table in (cos, sin))
     R = 2 * cos.shape[1]

@@ -19,7 +19,7 @@ from ..masks.packing import Packing, take, unpack
 from ..ops.attention_checks import can_read_values
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_packed import attention_packed
-from .bounds import check_dimensions, check_integers, mask_of, refuse_gradient, with_logsumexp
+from .bounds import check_dimensions, check_integers, mask_of, with_logsumexp
 from .flash_attention import with_weights
 
 
@@ -209,7 +209,8 @@ def cached_attention(
         RuntimeError: for a gradient.
     """
     check_integers(call.op, "block_table", pages, "(B, max_pages)", q.device)
-    refuse_gradient(call.op, "block_table", q, k, v)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise RuntimeError(f"{call.op}: there is no gradient with block_table; call it under torch.no_grad()")
     _check_batch(call.op, q, queries.starts)
     of_q = _ending_together(queries, q)
     options: dict[str, Any] = call.options() | {"page_table": pages, "causal": False, "return_logsumexp": more}

@@ -41,16 +41,9 @@ def laid_out_product(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor 
     """:func:`~transformer_fast.layers.products.product_of` for a module that has a `LAYOUT`."""
     if has_int8(module):
         return int8_product(module, x, weight, bias)
-    if not module.training:
-        found = _kept_product(x, weight, bias)
-        if found is not None:
-            return found
-    return linear(x, weight, bias)
-
-
-def _kept_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    kept = kept_weight(weight)
-    return None if kept is None else kept.linear(x, weight, bias)
+    kept = None if module.training else kept_weight(weight)
+    found = None if kept is None else kept.linear(x, weight, bias)
+    return linear(x, weight, bias) if found is None else found
 
 
 def kept_weight(weight: Tensor) -> Any | None:

@@ -7,9 +7,10 @@ loads into the other.
 
 from typing import Any
 
+from ..reference.layers import subsequentmask
 from . import functions as functions  # the import gives functional() its functions
 from .attention import MultiHeadAttention, attention
-from .decoder import DecoderLayer, subsequentmask
+from .decoder import DecoderLayer
 from .embedding import Embedder, PositionalEncoder
 from .encoder import EncoderLayer
 from .feed_forward import FeedForward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from .attention import KeyValues, LayerMask, MultiHeadAttention
@@ -81,11 +80,3 @@ class DecoderLayer(nn.Module):
             (self.norm_2, self.dropout_2, lambda x: self.attn_2(x, e_outputs, e_outputs, src_mask, **cross)),
             (self.norm_3, self.dropout_3, self.ff),
         )
-
-
-def subsequentmask(size: int) -> Tensor:
-    """Look-ahead keep mask: bool (1, size, size), True on and below the diagonal.
-
-    :meth:`transformer_fast.AttentionMask.causal` is the same mask without a tensor.
-    """
-    return torch.ones(1, size, size, dtype=torch.bool).tril()

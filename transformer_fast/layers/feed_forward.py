@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from .. import backends
 from ..ops.linear import linear as product
 from .activated import activated_linear
-from .dropout import apply_dropout, fused_p
-from .dropout import dropout_of_any as fused_dropout
+from .dropout import apply_dropout, dropout_of_any, fused_p
 from .linear import apply_linear, is_linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "swish": F.silu, "gelu": F.gelu}
@@ -73,10 +72,10 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, drop: nn.Module | float | 
     if p == 0.0 and (activated := activated_linear(linear, x, F.relu)) is not None:
         return activated
     if not is_linear(linear):
-        return fused_dropout(linear(x), p, relu=True)
+        return dropout_of_any(linear(x), p, relu=True)
     if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":
-        return fused_dropout(product(x, linear.weight), p, bias=linear.bias, relu=True)
+        return dropout_of_any(product(x, linear.weight), p, bias=linear.bias, relu=True)
     inner = apply_linear(linear, x)
     if p == 0.0 and type(inner) is Tensor:
         return inner.relu_()  # in place, because no other code holds this tensor
-    return fused_dropout(inner, p, relu=True)
+    return dropout_of_any(inner, p, relu=True)

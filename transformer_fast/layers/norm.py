@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.norm import layer_norm
-from .dropout import dropout_of_any as dropout
-from .dropout import fused_p
+from .dropout import dropout_of_any, fused_p
 from .hooks import TAKES_RESIDUAL, has_role, in_role
 
 RMS_EPS = 1e-6
@@ -142,7 +141,7 @@ class Unsummed(NamedTuple):
 
     def summed(self) -> Tensor:
         """Compute the sum alone."""
-        return dropout(self.y, self.dropout_p, residual=self.x)
+        return dropout_of_any(self.y, self.dropout_p, residual=self.x)
 
 
 def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:

@@ -133,19 +133,14 @@ def held_packing(x: Tensor) -> Packing | None:
     return held.packing if type(held) is Held and held.version == x._version else None
 
 
-def check_order(module: nn.Module, x: Tensor, packing: Packing | None) -> None:
+def check_reads(module: nn.Module, before: Packing | None, packing: Packing | None) -> None:
     """Raise an error if a module reads positions that the module before has left out.
 
     Args:
         module: layer or stack.
-        x: what it reads, 0 at the positions that were left out.
+        before: tokens that were not left out: :func:`held_packing` of what the module reads; None for all positions.
         packing: tokens that it reads; None for all positions.
     """
-    check_reads(module, held_packing(x), packing)
-
-
-def check_reads(module: nn.Module, before: Packing | None, packing: Packing | None) -> None:
-    """:func:`check_order` for the tokens that were not left out before; None for all positions."""
     if before is None or before is packing or before.is_full:
         return
     if packing is not None and packing.batch * packing.length == before.batch * before.length:
@@ -163,7 +158,7 @@ def covers(packing: Packing, keep: Tensor) -> Tensor:
 
 
 def left_out(module: nn.Module) -> str:
-    """Message of the error of :func:`check_order`."""
+    """Message of the error of :func:`check_reads`."""
     return (
         f"a {type(module).__name__} reads positions that the layer before has left out as padding, and that are 0: "
         "the masks of these layers differ, so their model cannot run with packed=True"

@@ -13,7 +13,7 @@ from ..masks.packing import PackedMask, Packing, packings_of, take, unpack
 from ..tensors import takes_fused_ops
 from .by_torch import by_torch
 from .hooks import is_plain
-from .padder import check_order
+from .padder import check_reads, held_packing
 from .torch_masks import TorchMask, encoder_masks, is_look_ahead, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 from .torch_packed import encoder_read_by, packed_stack, takes_packed
@@ -96,7 +96,7 @@ class TransformerDecoder(nn.TransformerDecoder):
         if not isinstance(self, TransformerDecoder) or not takes_fused_ops(tgt, memory, *masks):
             return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         if memory_mask is None and memory_key_padding_mask is None:
-            check_order(self, memory, None)
+            check_reads(self, held_packing(memory), None)
         own_masks = tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)
         cross_masks = memory_mask, memory_key_padding_mask, memory_is_causal
         packed = packed_stack(self, (tgt, own_masks), (memory, cross_masks))

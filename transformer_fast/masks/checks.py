@@ -116,18 +116,19 @@ def how_to_convert(mask: object) -> str:
     return ""
 
 
-def boolean(mask: Tensor, dialect: str) -> Tensor:
+def boolean(mask: Tensor) -> Tensor:
+    """The keep mask as bool; raise for anything but a dense bool or integer tensor."""
     if not isinstance(mask, Tensor):
         hint = how_to_convert(mask)
-        raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}{hint}")
+        raise TypeError(f"keep mask: expected a tensor or an AttentionMask, got {type(mask).__name__}{hint}")
     if mask.layout != torch.strided or mask.is_nested:
-        check_dense(f"{dialect} mask", mask)
+        check_dense("keep mask", mask)
     if mask.dtype == torch.bool:
         return mask
     if mask.dtype in INTEGERS:
         return mask != 0
     raise TypeError(
-        f"{dialect} mask: a {mask.dtype} tensor can be read two ways. If it is added to the scores, pass it as bias=; "
+        f"keep mask: a {mask.dtype} tensor can be read two ways. If it is added to the scores, pass it as bias=; "
         "if 1.0 means blocked, pass AttentionMask.blocked(mask); if 1.0 means kept, pass mask.bool()."
     )
 

@@ -80,7 +80,7 @@ class AttentionMask:
             >>> tfast.AttentionMask.keep((ids != 0)[:, None, None])  # (B, 1, 1, Lk)
             keep(bool (2, 1, 1, 3))
         """
-        mask = checks.boolean(mask, "keep")
+        mask = checks.boolean(mask)
         if mask.dim() == 3:
             checks.check_leading(mask)
         mask = checks.four_dimensions(mask)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..target_checks import check_targets
-from .argument_types import check_number
+from .argument_types import as_number
 
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, float label_smoothing, "
@@ -162,8 +162,7 @@ def check(
         if not t.is_floating_point() and (name != "target" or t.dtype != torch.int64):
             expected = "int64, or float for probabilities" if name == "target" else "float"
             raise TypeError(f"{op}: {name} must be a tensor of {expected}, got {t.dtype}")
-    check_number(op, "label_smoothing", smoothing)
-    if not 0.0 <= smoothing <= 1.0:
+    if not 0.0 <= as_number(op, "label_smoothing", smoothing) <= 1.0:
         raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {smoothing}")
 
 

@@ -21,16 +21,10 @@ def as_number(function: str, name: str, given: Any) -> float:
     raise _error(function, name, "a number", given)
 
 
-def check_number(function: str, name: str, given: Any) -> None:
-    """Raise unless an option is a number."""
-    if isinstance(given, bool) or not (isinstance(given, int | float) or hasattr(given, "__float__")):
-        raise _error(function, name, "a number", given)
-
-
-def check_int(function: str, name: str, given: Any, what: str = "an int") -> None:
+def check_int(function: str, name: str, given: Any) -> None:
     """Raise unless an option is an integer."""
     if isinstance(given, bool) or not (isinstance(given, int) or hasattr(given, "__index__")):
-        raise _error(function, name, what, given)
+        raise _error(function, name, "an int", given)
 
 
 def check_flag(function: str, name: str, given: Any) -> None:

@@ -29,7 +29,7 @@ from .attention_checks import (
     with_hint,
 )
 from .registry import Case, Draw, Op, Tensors, register
-from .token_mask import CALL, OnTokens, call_on_tokens
+from .token_mask import CALL, call_on_tokens
 from .unknown_names import unknown_names
 
 NO_FURTHER_PARTS = (*(None,) * 10, False)
@@ -183,10 +183,12 @@ def attention(
             raise with_hint(error, mask, q, k) from None
         if out is not None:
             return out
-    if (on_tokens := call_on_tokens()) is not None:
-        others = return_logsumexp or causal is not False
+    if (tokens := call_on_tokens()) is not None:
+        known = "keep_mask", "key_keep_mask", "additive_bias"
         given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
-        return _on_tokens(on_tokens, q, k, v, mask, others=others, return_weights=bool(return_weights), **given)
+        given["others"] = return_logsumexp or causal is not False or bool(parts_beside(mask, *known))
+        masks = tuple(getattr(mask, name) for name in known)
+        return tokens.attend(q, k, v, masks, return_weights=bool(return_weights), **given)
     needs = differentiates_weights(q, k, mask, sinks, return_weights)
     backend = choose_backend("attention", (q, k, v), return_logsumexp, return_weights, needs)
     options = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero}
@@ -195,15 +197,6 @@ def attention(
         return results(backend, (q, k, v), params, return_weights, return_logsumexp)
     except ValueError as error:
         raise with_hint(error, mask, q, k) from None
-
-
-def _on_tokens(
-    call: OnTokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, others: bool, **options: Any
-) -> Any:
-    """Attention inside a layer that computes tokens alone."""
-    known = "keep_mask", "key_keep_mask", "additive_bias"
-    others = others or bool(parts_beside(mask, *known))
-    return call.attend(q, k, v, tuple(getattr(mask, name) for name in known), others=others, **options)
 
 
 def padded_params(

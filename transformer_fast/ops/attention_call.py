@@ -1,4 +1,4 @@
-"""What all public attention functions share: the choice of kernels, and the way to the reference or to the op."""
+"""Choice of the kernels, and the way to the reference or to the op, for all public attention functions."""
 
 from __future__ import annotations
 

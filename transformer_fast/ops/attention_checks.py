@@ -87,6 +87,8 @@ def special_arguments(
 ) -> dict[str, Any]:
     """Convert documents, distances, softcap and sinks of a call to fields of AttentionParams.
 
+    Documents and distances are checked here: the op knows only what is made of them.
+
     Args:
         op: the public name, for the messages.
         q: (B, H, Lq, D), or for a packed batch (Tq, H, D).
@@ -95,8 +97,15 @@ def special_arguments(
         packed: Tq and Tk of a packed batch; None for a padded batch.
     """
     softcap = None if softcap is None else as_number(op, "softcap", softcap)
-    sizes = (q.shape[0] if packed is None else 1), q.shape[1]
-    _check_special(op, mask, sizes, packed or lengths, packed is not None)
+    B, H = (q.shape[0] if packed is None else 1), q.shape[1]
+    for bias in mask.distance_biases:
+        name = type(bias).__name__.lower()
+        batches, heads = bias.heads()
+        if not (broadcasts(batches, B) and broadcasts(heads, H)):
+            of_slopes = f"(H,) or (B, H) with B = {B} and" if packed is None else "(H,) with"
+            of = "(buckets, H) with" if name == "relative" else of_slopes
+            raise ValueError(f"{op}: {name} must be {of} H = {H}, got shape {tuple(bias.tensor.shape)}")
+    _check_documents(op, mask, B, packed or lengths)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     arguments: dict[str, Any] = {"softcap": softcap}
     if sinks is not None:
@@ -109,26 +118,6 @@ def special_arguments(
         ids = document_numbers(*mask.document_ids)
         arguments |= dict(zip(("query_ids", "key_ids"), ids if packed is None else (t[0] for t in ids), strict=True))
     return arguments
-
-
-def _check_special(
-    op: str, mask: AttentionMask, sizes: tuple[int, int], lengths: tuple[int, int], packed: bool
-) -> None:
-    """Raise unless documents and distances fit: the op knows only what is made of them.
-
-    Args:
-        sizes: B and H.
-        lengths: of the queries and of the keys.
-    """
-    B, H = sizes
-    for bias in mask.distance_biases:
-        name = type(bias).__name__.lower()
-        batches, heads = bias.heads()
-        if not (broadcasts(batches, B) and broadcasts(heads, H)):
-            of_slopes = "(H,) with" if packed else f"(H,) or (B, H) with B = {B} and"
-            of = "(buckets, H) with" if name == "relative" else of_slopes
-            raise ValueError(f"{op}: {name} must be {of} H = {H}, got shape {tuple(bias.tensor.shape)}")
-    _check_documents(op, mask, B, lengths)
 
 
 def _check_documents(op: str, mask: AttentionMask, B: int, lengths: tuple[int, int]) -> None:

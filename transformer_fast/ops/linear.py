@@ -95,16 +95,17 @@ def _takes_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 @constant_when_compiled
 def _is_ever_faster() -> bool:
-    return _onednn_is_faster(1024, 1024, 1024)
+    return _onednn_is_faster(1024, 1024)
 
 
 def is_faster(weight: Tensor) -> bool:
     """Return True if :func:`linear` does not simply call ``F.linear`` for this weight (out, in) and a thousand rows."""
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.dim() != 2:
         return False
-    return _onednn_is_faster(1024, weight.shape[1], weight.shape[0])
+    return _onednn_is_faster(weight.shape[1], weight.shape[0])
 
 
-def _onednn_is_faster(rows: int, inputs: int, outputs: int) -> bool:
+def _onednn_is_faster(inputs: int, outputs: int) -> bool:
+    """Return True if oneDNN is the faster library for a thousand rows."""
     native = extension.library()
-    return native is not None and native.transformer_fast_onednn_is_faster(rows, inputs, outputs)
+    return native is not None and native.transformer_fast_onednn_is_faster(1024, inputs, outputs)

@@ -22,6 +22,8 @@ TORCH = torch.nn.functional.scaled_dot_product_attention
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = (*_CAST_BY_AUTOCAST, torch.float64)
+_Call = tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, float | None, bool]
+"""Arguments of :func:`fused_attention`."""
 
 
 def scaled_dot_product_attention(
@@ -86,12 +88,12 @@ def fused_attention(
 ) -> Tensor | None:
     """:func:`scaled_dot_product_attention`; None for a call that goes to torch."""
     call = q, k, v, mask, dropout_p, is_causal, scale, enable_gqa
-    out = _eager_result(*call)
+    out = _eager_result(call)
     if out is not None:
         return out
     if (tokens := call_on_tokens()) is not None:
         return tokens.attend(q, k, v, (mask,), others=bool(is_causal), scale=scale, dropout_p=float(dropout_p))
-    if not _is_supported(*call):
+    if not _is_supported(call):
         return None
     leading = _batch_shape(q, k, v, mask, enable_gqa)
     if leading is None:
@@ -105,20 +107,12 @@ def fused_attention(
     return out if len(leading) == 2 else out.reshape(*leading, *out.shape[2:])
 
 
-def _eager_result(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor | None:
+def _eager_result(call: _Call) -> Tensor | None:
     """Result of a common call on four-dimensional tensors; the extension checks the arguments faster than Python.
 
     None for any other call, and for calls with dropout, because a retry by another path would draw a second seed.
     """
+    q, k, v, mask, dropout_p, is_causal, scale, enable_gqa = call
     door, by_triton, _ = eager.fast_path("attention", q)
     if door is None or dropout_p != 0.0 or CALL.get() is not None:
         return None
@@ -146,17 +140,9 @@ def _eager_result(
         return None
 
 
-def _is_supported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> bool:
+def _is_supported(call: _Call) -> bool:
     """Return True if the kernels support these tensor classes, dtypes and options."""
+    q, k, v, mask, dropout_p, is_causal, scale, enable_gqa = call
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (is_causal and mask is not None):
         return False
     if type(dropout_p) not in (float, int) or not 0.0 <= dropout_p <= 1.0 or type(scale) not in (NoneType, float, int):

@@ -215,5 +215,8 @@ class Transformer(nn.Module):
 
 
 def subsequentmask(size: int) -> Tensor:
-    """Look-ahead keep mask: bool (1, size, size), True on and below the diagonal."""
+    """Look-ahead keep mask: bool (1, size, size), True on and below the diagonal.
+
+    :meth:`transformer_fast.AttentionMask.causal` is the same mask without a tensor.
+    """
     return torch.ones(1, size, size, dtype=torch.bool).tril()

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..backends import in_transform
 from ..layers.hooks import is_plain
 from ..layers.padded_calls import StaysPaddedError, padded_calls
-from ..layers.padder import Padder, check_order, hand_over, without_padding
+from ..layers.padder import Padder, check_reads, hand_over, held_packing, without_padding
 from ..masks import AttentionMask
 from ..masks.packing import Packing, packing_of
 from ..models.packed import padding_of
@@ -115,13 +115,13 @@ def _token_forward(base: type[nn.Module], layer: TokenLayer, parts: tuple[str, .
         if type(x) is not Tensor or x.dim() != 3:
             return base.forward(self, *args, **kwargs)
         if mask is None:
-            check_order(self, x, None)
+            check_reads(self, held_packing(x), None)
             return base.forward(self, *args, **kwargs)
 
         def prepare() -> tuple[Padder, Callable[[], Any]]:
             padded = layer.as_batch_first(x)
             padder = Padder(layer.packing(mask, *padded.shape[:2]))
-            check_order(self, x, padder.own)
+            check_reads(self, held_packing(x), padder.own)
             _check_parts(self, parts)
             known = {names[0], layer.mask}
             for name, value in named.items():

@@ -94,13 +94,6 @@ def empties_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(t) for t in tensors)
 
 
-def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised outputs for q (B, H, Lq, D), or packed (T, H, D): out like q, logsumexp (B, H, Lq) or (H, T) in
-    fp32."""
-    rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return torch.empty_like(q), torch.empty(rows, dtype=torch.float32, device=q.device)
-
-
 def without_keys(logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
     """Fill the logsumexp (B, H, Lq), or (H, T), of queries that have no keys."""
     return logsumexp.fill_(float("-inf")) if sinks is None else logsumexp.copy_(sinks.unsqueeze(-1))

@@ -270,7 +270,8 @@ def attention_decode(
         page_table = page_table.contiguous()
     if query_ids is not None and key_ids is not None:
         query_ids, key_ids = (t if t.stride(1) == 1 else t.contiguous() for t in (query_ids, key_ids))
-    q, k, v = (with_32_bit_offsets(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
+    k, v = (k_cache, v_cache) if page_table is None else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    q, k, v = (with_32_bit_offsets(t) for t in (q, k, v))
     outputs = (out, logsumexp, *part_buffers(q, division_of(q, k, page_table).parts))
     run_kept(
         call,
@@ -281,7 +282,3 @@ def attention_decode(
         ),
     )  # fmt: skip
     return out, logsumexp
-
-
-def _head_major(k: Tensor, v: Tensor, page_table: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (k, v) if page_table is None else (k.transpose(1, 2), v.transpose(1, 2))

@@ -12,12 +12,13 @@ program repeats its tile once, and reads such values as zeros.
 from dataclasses import replace
 from typing import Any
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..launch_cache import run_kept
-from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted, without_keys
+from ..launcher import Launch, architecture_of, widen_bf16_if_interpreted, without_keys
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .dropout_bits import bits_at_head, draw_keep_tile, empty_dropout_bits
 from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
@@ -233,7 +234,8 @@ def attention_forward(
         out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys. Third, the
         bits of kept weights for the backward (:mod:`.dropout_bits`), or None.
     """
-    out, logsumexp = empty_outputs(q)
+    rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    out, logsumexp = torch.empty_like(q), torch.empty(rows, dtype=torch.float32, device=q.device)
     if is_empty(q, k, params):
         return out.zero_(), without_keys(logsumexp, params.sinks), None
     dropout_bits = empty_dropout_bits(q, k, params, architecture_of(q)) if training else None
