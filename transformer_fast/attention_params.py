@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -58,21 +58,6 @@ class CachedKeys:
     page_table: Tensor | None = None
 
 
-_SEQUENCES = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "seqused_k",
-    "bias_starts",
-    "bottom_right",
-)
-_BOUNDS = ("causal", "window", "scale")
-_OPTIONS = (*_BOUNDS, "dropout_p", "seed", "zero_empty_rows")
-_PADDED = ("keep", "key_keep", "lengths", "bias", *_OPTIONS)
-_SPECIAL = ("distance_bias", "query_ids", "key_ids", "sinks", "softcap")
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class AttentionParams:
     """The arguments of attention beside q (B, H, Lq, D), k and v (B, Hkv, Lk, D).
@@ -122,25 +107,24 @@ class AttentionParams:
     cached: CachedKeys | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of the op, by name: those after the inputs in its schema; special ones only if given."""
+        """Keyword arguments of the op: those after the inputs in its schema, without those that are None."""
         if self.cached is not None:
-            given, names = {"lengths": self.cached.lengths, "page_table": self.cached.page_table}, _BOUNDS
-        elif self.packed is not None:
-            given, names = {name: getattr(self.packed, name) for name in _SEQUENCES}, ("bias", *_OPTIONS)
-        else:
-            given, names = {}, _PADDED
-        for name in names:
-            given[name] = getattr(self, name)
-        for name in _SPECIAL:
-            value = getattr(self, name)
-            if value is not None:
-                given[name] = value
-        return given
+            keys = {"lengths": self.cached.lengths, "page_table": self.cached.page_table}
+            return keys | {name: getattr(self, name) for name in _OF_CACHE}
+        given = {name: getattr(self, name) for name in _OF_BATCH}
+        if self.packed is not None:
+            given |= {name: getattr(self.packed, name) for name in _OF_SEQUENCES}
+        return {name: value for name, value in given.items() if value is not None}
 
     @classmethod
     def from_keywords(cls, **options: Any) -> AttentionParams:
         """Inverse of :meth:`keywords`; arguments that are left out have their defaults."""
-        sequences = {name: options.pop(name) for name in _SEQUENCES if name in options}
+        sequences = {name: options.pop(name) for name in _OF_SEQUENCES if name in options}
         if sequences.get("cu_seqlens_q") is not None:
             options["packed"] = PackedBatch(**sequences)
         return cls(**options)
+
+
+_OF_BATCH = tuple(field.name for field in fields(AttentionParams) if field.name not in ("packed", "cached"))
+_OF_SEQUENCES = tuple(field.name for field in fields(PackedBatch))
+_OF_CACHE = ("causal", "window", "scale", "distance_bias", "query_ids", "key_ids", "sinks", "softcap")

@@ -191,8 +191,8 @@ def attention(
         return tokens.attend(q, k, v, masks, return_weights=bool(return_weights), **given)
     needs = differentiates_weights(q, k, mask, sinks, return_weights)
     backend = choose_backend("attention", (q, k, v), return_logsumexp, return_weights, needs)
-    options = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero}
-    params = padded_params(q, k, mask, causal=offset, sinks=sinks, **options)
+    given = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero}
+    params = padded_params(q, k, mask, causal=offset, sinks=sinks, **given)
     try:
         return results(backend, (q, k, v), params, return_weights, return_logsumexp)
     except ValueError as error:
