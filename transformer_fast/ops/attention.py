@@ -51,59 +51,29 @@ class _Options(TypedDict, total=False):
 # Overloads for type checkers: the number of returned tensors depends on the options.
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | Tensor | None = None,
-    *,
-    return_weights: Literal[False] = False,
-    return_logsumexp: Literal[False] = False,
-    **options: Unpack[_Options],
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, *,
+    return_weights: Literal[False] = False, return_logsumexp: Literal[False] = False, **options: Unpack[_Options],
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | Tensor | None = None,
-    *,
-    return_weights: Literal[True, "dropped"],
-    return_logsumexp: Literal[False] = False,
-    **options: Unpack[_Options],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, *,
+    return_weights: Literal[True, "dropped"], return_logsumexp: Literal[False] = False, **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | Tensor | None = None,
-    *,
-    return_weights: Literal[False] = False,
-    return_logsumexp: Literal[True],
-    **options: Unpack[_Options],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, *,
+    return_weights: Literal[False] = False, return_logsumexp: Literal[True], **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | Tensor | None = None,
-    *,
-    return_weights: Literal[True, "dropped"],
-    return_logsumexp: Literal[True],
-    **options: Unpack[_Options],
-) -> tuple[Tensor, Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, *,
+    return_weights: Literal[True, "dropped"], return_logsumexp: Literal[True], **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | Tensor | None = None,
-    *,
-    return_weights: bool | str = False,
-    return_logsumexp: bool = False,
-    **options: Unpack[_Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, *,
+    return_weights: bool | str = False, return_logsumexp: bool = False, **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,

@@ -33,24 +33,14 @@ class _Options(TypedDict, total=False):
 
 @overload
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    *,
-    return_logsumexp: Literal[False] = False,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, return_logsumexp: Literal[False] = False,
     **options: Unpack[_Options],
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    *,
-    return_logsumexp: Literal[True],
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, return_logsumexp: Literal[True],
     **options: Unpack[_Options],
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,

@@ -51,40 +51,19 @@ class _Options(TypedDict, total=False):
 
 @overload
 def attention_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_weights: Literal[False] = False,
-    return_logsumexp: Literal[False] = False,
-    **options: Unpack[_Options],
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_weights: Literal[False] = False, return_logsumexp: Literal[False] = False, **options: Unpack[_Options],
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_weights: Literal[False] = False,
-    return_logsumexp: Literal[True],
-    **options: Unpack[_Options],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_weights: Literal[False] = False, return_logsumexp: Literal[True], **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_weights: bool | str,
-    return_logsumexp: bool = False,
-    **options: Unpack[_Options],
-) -> Tensor | tuple[Any, ...]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, return_weights: bool | str,
+    return_logsumexp: bool = False, **options: Unpack[_Options],
+) -> Tensor | tuple[Any, ...]: ...  # fmt: skip
 def attention_packed(
     q: Tensor,
     k: Tensor,

@@ -19,37 +19,19 @@ _SHAPE = (int, tuple, list)
 
 @overload
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None = 1e-5,
-    *,
-    kind: str = "layer",
-    residual: None = None,
-    dropout_p: float = 0.0,
-) -> Tensor: ...
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None = 1e-5, *, kind: str = "layer",
+    residual: None = None, dropout_p: float = 0.0,
+) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None = 1e-5,
-    *,
-    kind: str = "layer",
-    residual: Tensor,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor]: ...
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None = 1e-5, *, kind: str = "layer",
+    residual: Tensor, dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None = 1e-5,
-    *,
-    kind: str = "layer",
-    residual: Tensor | None,
-    dropout_p: float = 0.0,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None = 1e-5, *, kind: str = "layer",
+    residual: Tensor | None, dropout_p: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor,
     weight: Tensor | None,
