@@ -52,13 +52,7 @@ class DecoderLayer(nn.Module):
         self.ff = FeedForward(d_model, d_ff, activation_dropout, activation)
 
     def forward(
-        self,
-        x: Tensor,
-        e_outputs: Tensor,
-        src_mask: LayerMask,
-        trg_mask: LayerMask,
-        *,
-        cache: LayerCache | None = None,
+        self, x: Tensor, e_outputs: Tensor, src_mask: LayerMask, trg_mask: LayerMask, *, cache: LayerCache | None = None
     ) -> Tensor:
         """Run the layer: x (B, L_trg, d_model) and e_outputs (B, L_src, d_model) -> (B, L_trg, d_model).
 

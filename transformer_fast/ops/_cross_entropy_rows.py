@@ -108,12 +108,7 @@ def _gradients(
             grad_x[rows] = of_logits.mm(weight).to(grad.dtype).mul_(scale)
         if gradients[1]:
             grad_weight += of_logits.t().mm(x[rows])
-    return (
-        grad_x,
-        grad_weight.mul_(scale).to(weight.dtype),
-        grad_bias.mul_(scale).to(weight.dtype),
-        grad_target,
-    )
+    return (grad_x, grad_weight.mul_(scale).to(weight.dtype), grad_bias.mul_(scale).to(weight.dtype), grad_target)
 
 
 def check(

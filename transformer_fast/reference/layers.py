@@ -204,11 +204,7 @@ class Transformer(nn.Module):
             self.encoder.embed.lut.weight = self.decoder.embed.lut.weight
 
     def forward(
-        self,
-        src: Tensor,
-        trg: Tensor,
-        src_mask: Tensor | AttentionMask | None,
-        trg_mask: Tensor | AttentionMask | None,
+        self, src: Tensor, trg: Tensor, src_mask: Tensor | AttentionMask | None, trg_mask: Tensor | AttentionMask | None
     ) -> Tensor:
         e_outputs = self.encoder(src, src_mask)
         return self.out(self.decoder(trg, e_outputs, src_mask, trg_mask))

@@ -95,18 +95,13 @@ def rows_launch(
         kernel=_rows_kernel,
         grid=rows,
         arguments={
-            "logits": logits,
-            "target": target,
-            "losses": losses,
-            "vocabulary": vocabulary,
-            "ignore_index": ignore_index,
-            "smoothing": smoothing,
-            "GRADIENT": gradient,
+            "logits": logits, "target": target, "losses": losses, "vocabulary": vocabulary,
+            "ignore_index": ignore_index, "smoothing": smoothing, "GRADIENT": gradient,
             "BLOCK_COLUMNS": config.block_columns,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )
+    )  # fmt: skip
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, gradient: bool) -> Tensor:
@@ -132,16 +127,9 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, smoothing: float, ignore_
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    smoothing: float,
-    ignore_index: int,
-    mean: bool,
-    gradients: tuple[bool, bool, bool],
-    chunk_elements: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing: float, ignore_index: int, mean: bool,
+    gradients: tuple[bool, bool, bool], chunk_elements: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the op of csrc/ops/cross_entropy.cpp, with the rows by Triton.
 
     Args:

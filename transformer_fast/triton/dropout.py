@@ -116,28 +116,18 @@ def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
 
 
 def forward_launch(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    relu: bool,
-    p: float,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, relu: bool, p: float,
     seed: Tensor | int | None,
-) -> Launch:
+) -> Launch:  # fmt: skip
     """Launch that fills `out`; all contiguous."""
     arguments = {"x": x, "bias": bias, "residual": residual, "out": out, "RELU": relu, **dropout_arguments(p, seed)}
     return _launch("forward", _forward_kernel, x, arguments)
 
 
 def backward_launches(
-    grad_out: Tensor,
-    y: Tensor | None,
-    grad_x: Tensor,
-    grad_bias: Tensor | None,
-    partials: Tensor | None,
-    p: float,
+    grad_out: Tensor, y: Tensor | None, grad_x: Tensor, grad_bias: Tensor | None, partials: Tensor | None, p: float,
     seed: Tensor | int | None,
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """Launches that fill `grad_x`, and by way of `partials`, fp32 (programs, d), `grad_bias`; all contiguous."""
     arguments = {"grad_out": grad_out, "y": y, "grad_x": grad_x, **dropout_arguments(p, seed)}
     if partials is None:

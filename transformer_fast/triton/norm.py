@@ -171,19 +171,10 @@ def dropout_arguments(p: float, seed: Tensor | int | None) -> dict[str, object]:
 
 
 def forward_launch(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    summed: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    eps: float,
-    kind: str,
-    dropout_p: float,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, out: Tensor,
+    summed: Tensor | None, mean: Tensor | None, rstd: Tensor, eps: float, kind: str, dropout_p: float,
     seed: Tensor | int | None,
-) -> Launch:
+) -> Launch:  # fmt: skip
     """Launch that norms the (rows, d) matrix x into out."""
     n_rows, d = x.shape
     config = norm_config("forward", d)
@@ -202,16 +193,9 @@ def forward_launch(
 
 
 def norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    dropout_p: float,
-    seed: Tensor | int | None,
-    call: LaunchCall | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str,
+    dropout_p: float, seed: Tensor | int | None, call: LaunchCall | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """Norm of x, or of residual + dropout(x), by Triton.
 
     Args:

@@ -234,22 +234,10 @@ def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
 
 
 def backward_launches(
-    dy: Tensor,
-    grad_summed: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    grad_x: Tensor,
-    grad_residual: Tensor | None,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
-    partials: Tensor | None,
-    kind: str,
-    dropout_p: float,
-    seed: Tensor | int | None,
-    programs: int,
-) -> list[Launch]:
+    dy: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    grad_x: Tensor, grad_residual: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
+    partials: Tensor | None, kind: str, dropout_p: float, seed: Tensor | int | None, programs: int,
+) -> list[Launch]:  # fmt: skip
     """Launches that fill the four gradients of (rows, d) matrices, in order. `partials`, for gradients of weight or
     bias, is fp32 (2, programs, d), or (1, programs, d) for rms."""
     n_rows, d = x.shape
@@ -275,19 +263,10 @@ def backward_launches(
 
 
 def norm_backward(
-    dy: Tensor,
-    grad_summed: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    kind: str,
-    dropout_p: float,
-    seed: Tensor | int | None,
-    has_bias: bool,
-    dtype_of_x: torch.dtype | None = None,
+    dy: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, kind: str,
+    dropout_p: float, seed: Tensor | int | None, has_bias: bool, dtype_of_x: torch.dtype | None = None,
     call: LaunchCall | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of :func:`.norm.norm_forward`, by Triton.
 
     Args:

@@ -50,12 +50,7 @@ class Attention(nn.Module):
     """(query, key, value, mask, dropout) -> output and weights, these after dropout."""
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        dropout: nn.Module | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: nn.Module | None = None
     ) -> tuple[Tensor, Tensor | None]:
         scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(query.size(-1))
         if scores.dtype != torch.float64:

@@ -134,11 +134,7 @@ class DecoderLayer(Text):
         self.dropout3 = nn.Dropout(rate)
 
     def forward(
-        self,
-        x: Tensor,
-        enc_output: Tensor,
-        look_ahead_mask: Tensor | None = None,
-        padding_mask: Tensor | None = None,
+        self, x: Tensor, enc_output: Tensor, look_ahead_mask: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         attn1, weights1 = self.mha1(x, x, x, look_ahead_mask)
         out1 = self.layernorm1(self.dropout1(attn1) + x)
@@ -206,11 +202,7 @@ class Decoder(Embedded):
         self.dec_layers = nn.ModuleList(layers)
 
     def forward(
-        self,
-        x: Tensor,
-        enc_output: Tensor,
-        look_ahead_mask: Tensor | None = None,
-        padding_mask: Tensor | None = None,
+        self, x: Tensor, enc_output: Tensor, look_ahead_mask: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         x = self.embedded(x)
         attention_weights = {}

@@ -9,28 +9,8 @@ import triton.language as tl
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .dropout_bits import bits_at_head, recall_keep_tile
 from .mask import allowed_tile, key_limits, masked_scores, open_mask, parts_of, query_rows
-from .steps import (
-    FLAG_ROWS,
-    at_edge,
-    fill_gap,
-    flag_row,
-    key_steps,
-    open_sequence,
-    program_of,
-    statistics_row,
-    tile_at,
-)
-from .tiles import (
-    LOG2E,
-    any_true,
-    at_row,
-    exponential,
-    factor_in_registers,
-    jit,
-    load_rows,
-    row_products,
-    store_rows,
-)
+from .steps import FLAG_ROWS, at_edge, fill_gap, flag_row, key_steps, open_sequence, program_of, statistics_row, tile_at
+from .tiles import LOG2E, any_true, at_row, exponential, factor_in_registers, jit, load_rows, row_products, store_rows
 
 
 @jit

@@ -222,21 +222,10 @@ def decode_launches(
 
 @widen_bf16_if_interpreted(results=1)
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor | None,
-    distance_bias: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    sinks: Tensor | None,
-    causal: int | None,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    call: Any = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None,
+    distance_bias: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None, sinks: Tensor | None,
+    causal: int | None, window: int | None, softcap: float | None, scale: float, call: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of the newest queries per sequence to a cache, by Triton; forward only.
 
     Args:

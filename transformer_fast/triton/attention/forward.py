@@ -23,15 +23,7 @@ from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .dropout_bits import bits_at_head, draw_keep_tile, empty_dropout_bits
 from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
 from .mask import allowed_tile, key_limits, masked_scores, open_mask, parts_of, query_rows
-from .steps import (
-    at_edge,
-    fill_gap,
-    key_steps,
-    open_sequence,
-    program_of,
-    statistics_row,
-    tile_at,
-)
+from .steps import at_edge, fill_gap, key_steps, open_sequence, program_of, statistics_row, tile_at
 from .tiles import LN2, LOG2E, any_true, at_row, exponential, jit, load_rows, positive_scale, store_rows
 
 REPEAT_KEYS = tl.constexpr(32)

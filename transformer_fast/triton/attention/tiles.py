@@ -177,18 +177,13 @@ def bounds_arguments(params: AttentionParams, Lq: int, Lk: int) -> dict[str, obj
     lengths, packed = params.lengths, params.packed
     reach = max(Lq, Lk) if packed is not None and packed.bottom_right else 0
     return {
-        "lengths": lengths,
-        "lengths_batch": 0 if lengths is None else lengths.stride(0),
+        "lengths": lengths, "lengths_batch": 0 if lengths is None else lengths.stride(0),
         "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
-        "queries": Lq,
-        "keys": Lk,
-        "causal_offset": bounded_offset(params.causal, Lq, Lk, reach),
+        "queries": Lq, "keys": Lk, "causal_offset": bounded_offset(params.causal, Lq, Lk, reach),
         "window": bounded_window(params.window, Lq, Lk, reach),
-        "query_ids": params.query_ids,
-        "key_ids": params.key_ids,
-        "query_ids_batch": batch_stride(params.query_ids),
-        "key_ids_batch": batch_stride(params.key_ids),
-    }
+        "query_ids": params.query_ids, "query_ids_batch": batch_stride(params.query_ids),
+        "key_ids": params.key_ids, "key_ids_batch": batch_stride(params.key_ids),
+    }  # fmt: skip
 
 
 def batch_stride(ids: Tensor | None) -> int:
@@ -221,11 +216,8 @@ def sequence_arguments(params: AttentionParams, logsumexp: Tensor, stored: Tenso
         stored: the keys as given to the launcher, (B, Hkv, Lk, D), or packed (Tk, Hkv, D).
     """
     packed = params.packed
-    return {
-        "cu_seqlens_q": None if packed is None else packed.cu_seqlens_q,
-        "cu_seqlens_k": None if packed is None else packed.cu_seqlens_k,
-        "seqused_k": None if packed is None else packed.seqused_k,
-        "bias_starts": None if packed is None else packed.bias_starts,
+    parts = "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "bias_starts"
+    return {name: None if packed is None else getattr(packed, name) for name in parts} | {
         "BOTTOM_RIGHT": packed is not None and packed.bottom_right,
         "total_queries": logsumexp.shape[-1],
         "total_keys": stored.shape[0],
