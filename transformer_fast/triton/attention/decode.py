@@ -232,19 +232,9 @@ def attention_decode(
         q: (B, H, Lq, D), fp32, fp16 or bf16, the last Lq positions of each sequence; D from 1 to 256; last stride 1.
         k_cache, v_cache: (B, Hkv, S, D) of q's dtype, ``Hkv`` divides ``H``, any strides with last 1; or, with a page
             table, (pages, page_size, Hkv, D).
-        lengths: int32 (B,), number of keys per sequence in the cache, with those of the new positions; later keys are
-            not read.
-        page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
-            ``page_table[b, j // page_size]``. Entries past the last key may hold anything. Each page size compiles
-            once.
-        distance_bias: fp32 (B|1, H|1, Lq + S - 1), last stride 1, of which entry ``S - 1 + j - (i + lengths[b] - Lq)``
-            is added to the score of query i and key j; -inf blocks.
-        query_ids, key_ids: int32 (B, Lq) and (B, S): query i sees the keys of its own id. Both or neither.
-        sinks: fp32 (H,), for every query of a head the score of one more key, which has no value.
-        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq + causal``; None for no such bound.
-        window: likewise, query i sees keys ``j >= i + lengths[b] - Lq + window``; None for no such bound.
-        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added; None for no cap.
-        scale: multiplies q k^T.
+        lengths, page_table: fields of :class:`CachedKeys`; each page size compiles once.
+        distance_bias, query_ids, key_ids, sinks, causal, window, softcap, scale: fields of :class:`AttentionParams`,
+            for `cached` keys.
         call: see :func:`..launch_cache.run_kept`.
 
     Returns:
