@@ -37,7 +37,9 @@ def takes_fused_ops(*values: Any) -> bool:
         if kind is Tensor:
             if value.is_nested or value.layout is not torch.strided:
                 return False
-        elif kind not in _IN_GRAPHS and issubclass(kind, (Tensor, Proxy)) and not _is_made_when_read(kind):
+        elif (
+            kind not in _IN_GRAPHS and issubclass(kind, (Tensor, Proxy)) and not getattr(kind, "made_when_read", False)
+        ):
             return False
     return forward_ad._current_level < 0 and not _in_transform() and not is_traced()
 
@@ -47,10 +49,6 @@ def made_when_read(kind: type[Kind]) -> type[Kind]:
     them."""
     kind.made_when_read = True  # type: ignore[attr-defined]
     return kind
-
-
-def _is_made_when_read(kind: type) -> bool:
-    return getattr(kind, "made_when_read", False) is True
 
 
 @constant_when_compiled

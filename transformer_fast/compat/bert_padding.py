@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..masks import packing_of
-from ..masks.checks import check_dense, kind_of
+from ..masks.checks import INTEGERS, check_dense, kind_of
 from ..ops.argument_types import check_int
 
-_FLAGS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLAGS = (torch.bool, *INTEGERS)
 
 
 def unpad_input(

@@ -123,11 +123,8 @@ def linear_cross_entropy(
     rows = x.reshape(-1, x.shape[-1])
     target = target.reshape(-1, weight.shape[0]) if probabilities else target.reshape(-1)
     if autocast:
-        rows, weight, bias = (
-            _rows.autocast(rows),
-            _rows.autocast(weight),
-            bias if bias is None else _rows.autocast(bias),
-        )
+        bias = None if bias is None else _rows.autocast(bias)
+        rows, weight = _rows.autocast(rows), _rows.autocast(weight)
     op = implementation("linear_cross_entropy_rows", backend)
     # Several float32 tensors of the size of a chunk's logits are in memory at a time.
     losses = op(rows, weight, bias, target, class_weight, float(label_smoothing), ignore_index, chunk_elements // 4)
@@ -195,12 +192,5 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield Case("cross_entropy", "linear layer, label smoothing 0.1", linear, loss)
 
 
-register(
-    Op(
-        "linear_cross_entropy",
-        "cross_entropy",
-        "triton",
-        (_plain.linear_cross_entropy, _plain.linear_cross_entropy_rows),
-        _cases,
-    )
-)
+_PLAIN = _plain.linear_cross_entropy, _plain.linear_cross_entropy_rows
+register(Op("linear_cross_entropy", "cross_entropy", "triton", _PLAIN, _cases))

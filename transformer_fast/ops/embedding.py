@@ -79,7 +79,6 @@ def embed(
             return result
     else:
         eager.check("embed", ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, True)
-    refuse_torchscript("embed")
     backend = backends.resolve("embed", weight.device, weight.dtype)
     if backend == "reference":
         return reference.embedding.embed(
