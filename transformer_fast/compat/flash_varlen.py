@@ -74,7 +74,8 @@ def flash_attn_varlen_func(
         op, ("cu_seqlens_k", "max_seqlen_k"), cu_seqlens_k, max_seqlen_k, k.shape[0] if block_table is None else None
     )
     bounds = bounds_of(op, causal, window_size)
-    call = Call(op, bounds, alibi_slopes, softmax_scale, softcap_of(softcap), dropout_p)
+    options = {"scale": softmax_scale, "softcap": softcap_of(softcap)}
+    call = Call(op, bounds, alibi_slopes, dropout_p, options)
     weights = None
     if block_table is None:
         out, logsumexp, weights = ragged_attention(q, k, v, queries, keys, call, bool(return_attn_probs))

@@ -51,18 +51,15 @@ class Call:
         op: the public name, for the messages.
         bounds: number of visible keys to the left and right of a query's own key; None is no bound.
         alibi_slopes: float (H,) or (B, H), or None.
-        scale, softcap, dropout_p: as for ``attention``.
+        dropout_p: as for ``attention``.
+        options: ``scale`` and ``softcap`` of ``attention``.
     """
 
     op: str
     bounds: tuple[int | None, int | None]
     alibi_slopes: Tensor | None = None
-    scale: float | None = None
-    softcap: float | None = None
     dropout_p: float = 0.0
-
-    def options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "softcap": self.softcap}
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def by_position(self, longest_query: int) -> bool:
         """Return True if the result depends on the alignment of queries and keys."""
@@ -127,7 +124,7 @@ def ragged_attention(
     dropped = more and call.dropout_p > 0.0  # the weights are requested
     if dropped or (slopes is not None and slopes.dim() != 1):
         return _padded_attention(q, k, v, queries, keys, call, more)
-    options: dict[str, Any] = call.options() | {"dropout_p": call.dropout_p, "empty_rows": "zero"}
+    options: dict[str, Any] = call.options | {"dropout_p": call.dropout_p, "empty_rows": "zero"}
     options |= {"max_seqlen_q": queries.longest, "max_seqlen_k": keys.longest, "seqused_k": keys.used}
     if call.by_position(queries.longest):
         # With one tensor of starts, queries and keys are equally many, so both alignments agree.
@@ -147,7 +144,7 @@ def _padded_attention(
     if not of_k.is_full:
         key = torch.arange(keys.longest, device=k.device)
         mask = mask & AttentionMask.keep((key >= keys.longest - keys.lengths[:, None])[:, None, None])
-    options = call.options() | {"empty_rows": "zero"}
+    options = call.options | {"empty_rows": "zero"}
     out, logsumexp, weights = with_weights(q, k, v, mask, call.dropout_p, options, more)
     if weights is not None:
         weights = _starting_together(_starting_together(weights, queries, 2), keys, 3)
@@ -213,7 +210,7 @@ def cached_attention(
         raise RuntimeError(f"{call.op}: there is no gradient with block_table; call it under torch.no_grad()")
     _check_batch(call.op, q, queries.starts)
     of_q = _ending_together(queries, q)
-    options: dict[str, Any] = call.options() | {"page_table": pages, "causal": False, "return_logsumexp": more}
+    options: dict[str, Any] = call.options | {"page_table": pages, "causal": False, "return_logsumexp": more}
     options["mask"] = mask_of(call.bounds, call.alibi_slopes)
     results = attention_decode(_padded(q, of_q), k, v, lengths, **options)
     return _packed_again(*with_logsumexp(results, more), of_q)

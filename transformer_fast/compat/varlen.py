@@ -70,7 +70,7 @@ def varlen_attn(
     check_token_layout(_OP, ("query", "key", "value"), query, key, value, block_table is not None)
     check_heads(_OP, query, key, -2, enable_gqa)
     queries = sequences(_OP, ("cu_seq_q", "max_q"), cu_seq_q, max_q, query.shape[0])
-    call = Call(_OP, bounds_of(_OP, False, window_size), scale=scale)
+    call = Call(_OP, bounds_of(_OP, False, window_size), options={"scale": scale})
     more = return_aux is not None and bool(return_aux.lse)
     if seqused_k is not None:
         check_integers(_OP, "seqused_k", seqused_k, "(N,)", query.device)

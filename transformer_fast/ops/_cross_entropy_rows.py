@@ -59,9 +59,9 @@ def _losses(
     losses = x.new_empty(x.shape[0], dtype=_compute_dtype(x))
     for rows in _chunks(x, weight, chunk_elements):
         log_probabilities = _log_probabilities(x[rows], weight, bias)
-        wanted = _smoothed_targets(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
+        smoothed = _smoothed_targets(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
         # A class with target 0 adds nothing, even if its logit is -inf.
-        losses[rows] = -(wanted * log_probabilities.masked_fill_(wanted == 0, 0.0)).sum(1)
+        losses[rows] = -(smoothed * log_probabilities.masked_fill_(smoothed == 0, 0.0)).sum(1)
     return losses
 
 
@@ -97,8 +97,8 @@ def _gradients(
         if gradients[3]:
             by_class = log_probabilities if class_weight is None else log_probabilities * class_weight.to(grad.dtype)
             grad_target[rows] = by_class * (row_grad * (scale * (smoothing - 1.0)))
-        wanted = _smoothed_targets(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
-        of_logits = log_probabilities.exp_().mul_(wanted.sum(1, keepdim=True)).sub_(wanted).mul_(row_grad)
+        smoothed = _smoothed_targets(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
+        of_logits = log_probabilities.exp_().mul_(smoothed.sum(1, keepdim=True)).sub_(smoothed).mul_(row_grad)
         if not target.is_floating_point():  # logits of ignored rows may be inf or NaN
             of_logits.masked_fill_((target[rows] == ignore_index).unsqueeze(1), 0.0)
         if gradients[2]:
@@ -216,17 +216,17 @@ def _smoothed_targets(
     if vocabulary == 0:
         return torch.zeros_like(like)
     if target.is_floating_point():
-        wanted = target.to(like.dtype) * (1.0 - smoothing) + smoothing / vocabulary
-        return wanted if class_weight is None else wanted * class_weight.to(like.dtype)
+        smoothed = target.to(like.dtype) * (1.0 - smoothing) + smoothing / vocabulary
+        return smoothed if class_weight is None else smoothed * class_weight.to(like.dtype)
     weights = like.new_ones(vocabulary) if class_weight is None else class_weight.to(like.dtype)
     # A class that is no target may have weight inf or NaN: without smoothing that weight is in no product.
-    wanted = (
+    smoothed = (
         torch.zeros_like(like) if smoothing == 0.0 else (weights * (smoothing / vocabulary)).expand_as(like).clone()
     )
     place = target.clamp(0, vocabulary - 1)
-    wanted.scatter_add_(1, place.unsqueeze(1), (weights[place] * (1.0 - smoothing)).unsqueeze(1))
-    wanted.masked_fill_(((target < 0) | (target >= vocabulary)).unsqueeze(1), torch.nan)
-    return wanted.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
+    smoothed.scatter_add_(1, place.unsqueeze(1), (weights[place] * (1.0 - smoothing)).unsqueeze(1))
+    smoothed.masked_fill_(((target < 0) | (target >= vocabulary)).unsqueeze(1), torch.nan)
+    return smoothed.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
 
 
 @torch.library.register_fake(f"transformer_fast::{_NAME}", lib=_LIBRARY)
@@ -239,12 +239,14 @@ def _fake_losses(x: Tensor, *rest: Any) -> Tensor:
 def _fake_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    *_, asked = rest
+    *_, requested = rest
     _check(_BACKWARD_NAME, x, weight, bias, target, *rest[:2])
     _check_grad(grad, x)
     shapes = x.shape, weight.shape, weight.shape[:1], target.shape
     likes = x, weight, weight, target
-    return tuple(t.new_empty(shape if one else (0,)) for t, shape, one in zip(likes, shapes, asked, strict=True))
+    return tuple(
+        t.new_empty(shape if needed else (0,)) for t, shape, needed in zip(likes, shapes, requested, strict=True)
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -254,10 +256,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    asked = list(ctx.needs_input_grad[:4])
+    requested = list(ctx.needs_input_grad[:4])
     op = torch.ops.transformer_fast.linear_cross_entropy_rows_backward.default
-    made = op(grad, *ctx.saved_tensors, *ctx.options, asked)
-    return *(one if wanted else None for one, wanted in zip(made, asked, strict=True)), None, None, None, None
+    made = op(grad, *ctx.saved_tensors, *ctx.options, requested)
+    return *(one if needed else None for one, needed in zip(made, requested, strict=True)), None, None, None, None
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -19,7 +19,6 @@ from .attention_checks import scale_of
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_words: int = 0, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute out (B, H, Lq, D) and logsumexp (B, H, Lq); packed (Tq, H, D) and (H, Tq). No bits of dropout: (0,)."""
     params = _params(q, options)
-    refuse_dropout("attention", params.dropout_p)
     if params.packed is not None:
         out, logsumexp = _attention_packed(q, k, v, params, params.packed)
     else:
@@ -33,7 +32,6 @@ def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
-    refuse_dropout("attention", params.dropout_p)
     options = params.keywords()
     empty_rows = "zero" if options.pop("zero_empty_rows") else "uniform"
     return reference.attention.attention(q, k, v, **options, empty_rows=empty_rows, contained=False)
@@ -49,7 +47,8 @@ def attention_decode(
 
 
 def _params(q: Tensor, options: dict[str, Any]) -> AttentionParams:
-    """Arguments of the op as one value."""
+    """Arguments of the op as one value; raise for dropout."""
+    refuse_dropout("attention", options.get("dropout_p", 0.0))
     return AttentionParams.from_keywords(**options | {"scale": scale_of(q, options.get("scale"))})
 
 

@@ -167,17 +167,17 @@ def _is_supported(call: _Call) -> bool:
     return backend is not None and (backend != "triton" or max(q.shape[-1], v.shape[-1]) <= MAX_TRITON_HEAD_DIM)
 
 
-def _backend(asked: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _backend(requested: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Backend of attention; None without kernels, because torch's function is then better than our reference."""
     if torch.compiler.is_compiling():
         name, _ = backends.choose("attention", device, dtype)
     else:
-        name = _chosen_backend(asked, device, dtype)
-    return None if name == "reference" and asked == "auto" else name
+        name = _chosen_backend(requested, device, dtype)
+    return None if name == "reference" and requested == "auto" else name
 
 
 @functools.cache
-def _chosen_backend(asked: str, device: torch.device, dtype: torch.dtype) -> str:
+def _chosen_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
     return backends.choose("attention", device, dtype)[0]
 
 
