@@ -47,8 +47,9 @@ def differentiates_weights(
     q: Tensor, k: Tensor, mask: AttentionMask, sinks: Tensor | None, return_weights: bool | str
 ) -> bool:
     """Return True for a call whose returned weights may get a gradient."""
-    needed = any(t.requires_grad for t in (q, k, sinks, *mask.tensors().values()) if isinstance(t, Tensor))
-    return bool(return_weights) and torch.is_grad_enabled() and needed
+    if not return_weights or not torch.is_grad_enabled():
+        return False
+    return any(t.requires_grad for t in (q, k, sinks, *mask.tensors().values()) if isinstance(t, Tensor))
 
 
 def params_of(
