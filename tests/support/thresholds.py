@@ -9,7 +9,6 @@ import ast
 import contextlib
 import copy
 import importlib
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,7 +171,7 @@ def int8_outputs(outputs: int) -> None:
 def int8_results(count: int) -> None:
     """Test int8 products with this many results."""
     x, linear = torch.randn(count, 4), nn.Linear(4, 1).requires_grad_(False)
-    found = torch.ops.transformer_fast.quantized_linear(x, pack(linear.weight), linear.bias, 1, "none")
+    found = torch.ops.transformer_fast.packed_linear(x, pack(linear.weight), linear.bias, 1, "none")
     torch.testing.assert_close(found, int8_linear(x, linear.weight, linear.bias), rtol=0, atol=0)
 
 
@@ -242,22 +241,6 @@ def logits_left_out(count: int) -> None:
     torch.testing.assert_close(*results)
 
 
-def t5(scores: int) -> None:
-    """Test T5's relative positions, a part of the mask for many scores per head: (L, L), for L on both sides."""
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0
-    )
-    model = transformers.T5EncoderModel(config).eval()
-    fast = copy.deepcopy(model)
-    tfast.accelerate(fast)
-    for L in {math.floor(scores**0.5), math.ceil(scores**0.5)}:
-        ids = torch.randint(0, 20, (1, L))
-        expected, actual = (m(ids).last_hidden_state for m in (model, fast))
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 THRESHOLDS: dict[str, Callable[[int], None]] = {
     # attention
     "csrc/cpu/attention/attention_params.h:kQueryTile": queries,
@@ -309,7 +292,6 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     # models
     "transformer_fast/swap/int8.py:FEW_OUTPUTS": int8_outputs,
     "transformer_fast/swap/output_layer.py:WORTH_IT": logits_left_out,
-    "transformer_fast/huggingface/blocks.py:WORTH_IT": t5,
 }
 """Function to run for each number, with one less and with one more."""
 

@@ -127,9 +127,7 @@ def attention_forward(
         mask, bias = mask_within(_looks_back(module, is_causal), kwargs.get("sliding_window")), None
     elif attention_mask is None and query.shape[2] > 1 and _looks_back(module, is_causal):
         mask = AttentionMask.causal()
-    if isinstance(position_bias, AttentionMask):
-        mask = position_bias if mask is None else mask & position_bias
-    elif position_bias is not None:
+    if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     options["empty_rows"] = empty_rows
     if sequences is not None:

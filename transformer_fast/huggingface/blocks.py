@@ -7,6 +7,7 @@ children of the module at each call. A child that is hooked, replaced or subclas
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -28,9 +29,7 @@ from ..layers.torch_modules import Embedding
 from ..masks import AttentionMask
 from ..ops.linear import is_faster
 from ..ops.norm import eager_layer_norm
-from ..tensors import usual_tensors
-from .interface import is_ours
-from .tokens import BOUNDARIES, noted, with_note
+from .tokens import BOUNDARIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,18 +261,10 @@ class PreNormDecoderLayer(DecoderLayer):
     norm_first = True
 
 
-WORTH_IT = 256 * 256
-"""Minimum number of scores per head for relative positions in normal form. With fewer, as in a step of generation,
-reading a dense bias is faster than making a table of distances."""
-POSITIONS = "_transformer_fast_positions"
-"""Attribute of a dense bias that holds the relative positions as a part of a mask."""
-
-
 class RelativeAttention(Fast):
-    """T5's attention, with its relative positions as a part of the mask: the kernel reads no bias of size (Lq, Lk).
+    """T5's attention in a stack that computes tokens alone: the relative positions are a part of the mask.
 
-    The first layer returns the bias of transformers, which holds that part for the layers behind it. In a stack that
-    computes tokens alone, it returns the part in place of the bias.
+    The first layer returns that part in place of the bias of transformers, for the layers behind it.
     """
 
     methods = ("compute_bias", "_relative_position_bucket")
@@ -283,32 +274,15 @@ class RelativeAttention(Fast):
         hidden_states: Tensor,
         mask: Tensor | None = None,
         key_value_states: Tensor | None = None,
-        position_bias: Tensor | AttentionMask | None = None,
+        position_bias: AttentionMask | None = None,
         cache: Any = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | AttentionMask, Tensor | None] | None:
-        if torch.compiler.is_compiling() or not is_ours(self.config._attn_implementation):
+    ) -> tuple[Tensor, AttentionMask, Tensor | None] | None:
+        if BOUNDARIES not in kwargs:
             return None
+        positions = self._positions() if position_bias is None else position_bias
         source = hidden_states if key_value_states is None else key_value_states
-        positions: AttentionMask | None
-        if position_bias is not None:
-            positions = position_bias if isinstance(position_bias, AttentionMask) else noted(position_bias, POSITIONS)
-        elif cache is not None or past_key_values is not None or (self.training and self.gradient_checkpointing):
-            return None
-        else:
-            Lq, Lk = hidden_states.shape[1], source.shape[1]
-            is_alone, has_bias = BOUNDARIES in kwargs, self.has_relative_attention_bias
-            positions = AttentionMask()
-            if has_bias:
-                positions = self._positions(is_alone) if is_alone or Lq * Lk >= WORTH_IT else None
-            if is_alone and positions is None:
-                raise StaysPaddedError("its relative positions are not those of its table alone")
-            if positions is not None:
-                bias = positions if is_alone else self._bias(Lq, Lk, hidden_states)
-                position_bias = bias if is_alone else with_note(bias, POSITIONS, positions)
-        if positions is None:
-            return None
         q, k, v = (
             linear(x).view(*x.shape[:-1], -1, self.key_value_proj_dim).transpose(1, 2)
             for linear, x in ((self.q, hidden_states), (self.k, source), (self.v, source))
@@ -316,33 +290,22 @@ class RelativeAttention(Fast):
         attend = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         p = self.dropout if self.training else 0.0
         out, weights = attend(self, q, k, v, mask, dropout=p, scaling=self.scaling, position_bias=positions, **kwargs)
-        return self.o(out.reshape(*hidden_states.shape[:-1], -1)), position_bias, weights  # type: ignore[return-value]
+        return self.o(out.reshape(*hidden_states.shape[:-1], -1)), positions, weights
 
-    def _positions(self, is_alone: bool) -> AttentionMask | None:
-        """Relative positions as a part of a mask, with a copy of the table: sharding frees the table between layers.
-        None if other code than that of transformers has a part in them.
+    def _positions(self) -> AttentionMask:
+        """Relative positions, with a copy of the table: sharding frees the table between layers.
 
-        Args:
-            is_alone: True in a stack that computes tokens alone, which has looked for hooks.
+        Raises:
+            StaysPaddedError: if other code than that of transformers has a part in them.
         """
+        if not self.has_relative_attention_bias:
+            return AttentionMask()
         table, distance = self.relative_attention_bias, self.relative_attention_max_distance
-        kinds = nn.Embedding, Embedding
-        if not (type(table) in kinds if is_alone else is_plain(table, *kinds)):
-            return None
-        if table.max_norm or table.scale_grad_by_freq or table.sparse or table.padding_idx is not None:
-            return None
-        if len(table.weight) != self.relative_attention_num_buckets:
-            return None
-        try:
-            return AttentionMask.relative(table.weight.clone(), distance, not self.is_decoder)
-        except (TypeError, ValueError):  # no buckets for far distances
-            return None
-
-    def _bias(self, Lq: int, Lk: int, like: Tensor) -> Tensor:
-        with usual_tensors():  # which count writes, so that a note is known to hold
-            if self.has_relative_attention_bias:
-                return self.compute_bias(Lq, Lk, device=like.device)
-            return torch.zeros(1, self.n_heads, Lq, Lk, dtype=like.dtype, device=like.device)
+        usual = type(table) in (nn.Embedding, Embedding) and len(table.weight) == self.relative_attention_num_buckets
+        if usual and not (table.max_norm or table.scale_grad_by_freq or table.sparse or table.padding_idx is not None):
+            with contextlib.suppress(TypeError, ValueError):  # no buckets for far distances
+                return AttentionMask.relative(table.weight.clone(), distance, not self.is_decoder)
+        raise StaysPaddedError("its relative positions are not those of its table alone")
 
 
 def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
