@@ -82,15 +82,20 @@ def make(name: str, attention: str | None = "eager", **settings: Any) -> nn.Modu
 
 
 def with_large_weights(model: nn.Module, *, dropout: bool = False) -> nn.Module:
-    """Return the model with large random weights, and without dropout unless that is to stay."""
+    """Return the model with large random weights, and without dropout unless that is to stay.
+
+    T5 does not scale its scores: its weights of queries hold the factor.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout) and not dropout:  # some heads have one that no config field names
             module.p = 0.0
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+            if name.endswith(("SelfAttention.q.weight", "EncDecAttention.q.weight")):
+                parameter.mul_(model.config.d_kv**-0.5)
     return model
 
 

@@ -168,6 +168,8 @@ class Sides:
 def _named(found: Any) -> dict[str, Tensor]:
     if isinstance(found, dict):
         return found
-    if isinstance(found, list):
+    if isinstance(found, list) and len({t.shape for t in found}) > 1:
         return {str(place): t for place, t in enumerate(found)}
+    if isinstance(found, list):
+        return {"result": torch.stack(found)}
     return {"result": found}
