@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 from pathlib import Path
-from typing import Any
 
 import accelerated
 import pytest
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.huggingface import Fast
-from transformer_fast.huggingface import blocks as fast_blocks
-from transformer_fast.layers import norm as fast_norm
 from transformer_fast.ops.linear import is_faster, products_by
 from transformer_fast.testing import assert_as_exact_as_eager
 
@@ -97,15 +94,6 @@ def test_16_bits(name: str, dtype: torch.dtype | str) -> None:
     assert_as_exact_as_eager(*results, ulps=8.0 * (2**16 if wide else 1))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_dropping_everything(name: str) -> None:
-    results = []
-    for model in pair(name):
-        set_dropout(model.train(), 1.0)
-        results.append(model(**given(name)).logits)
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name not in ("ViTForImageClassification",)])
 def test_training_drops_what_the_plain_model_drops_with_the_same_draws(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -143,29 +131,6 @@ def test_a_seed_decides_and_checkpointing_repeats_it(name: str, reentrant: bool)
     torch.testing.assert_close(again, first, **close)
     draws = any(isinstance(m, nn.Dropout) or hasattr(m, "activation_dropout") for m in fast.modules())
     assert torch.allclose(first["logits"], other["logits"], atol=1e-3) is not draws
-
-
-def test_the_probabilities_are_those_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = pair(MARIAN)[1].model.decoder.layers[0].train()
-    layer.dropout, layer.activation_dropout = 0.25, 0.125
-    found: list[tuple[str, float]] = []
-    norm, dropout = fast_norm.layer_norm, fast_blocks.apply_dropout
-
-    def watched_norm(*args: Any, dropout_p: float = 0.0, **options: Any) -> Any:
-        found.append(("norm", dropout_p))
-        return norm(*args, dropout_p=dropout_p, **options)
-
-    def watched_dropout(p: float, x: Tensor, **options: Any) -> Tensor:
-        found.append(("inner", p))
-        return dropout(p, x, **options)
-
-    monkeypatch.setattr(fast_norm, "layer_norm", watched_norm)
-    monkeypatch.setattr(fast_blocks, "apply_dropout", watched_dropout)
-    x = torch.randn(2, 5, models.WIDTH)
-    layer(x, None, x)
-    assert found == [("norm", 0.25), ("norm", 0.25), ("inner", 0.125), ("norm", 0.25)]
-    layer.eval()(x, None, x)
-    assert {p for _, p in found[4:]} == {0.0}
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -35,12 +35,13 @@ def refused(config: str = "BloomConfig") -> Any:
 
 
 def test_at_its_first_call(tmp_path: Path) -> None:
-    config = config_of("BloomForCausalLM")
-    config._attn_implementation = NAME
+    config, changed = config_of("BloomForCausalLM"), bloom()
+    config._attn_implementation = changed.config._attn_implementation = NAME
     bloom().save_pretrained(tmp_path)
     for model in (
         bloom(attn_implementation=NAME),
         transformers.BloomForCausalLM(config),
+        changed,
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME),
     ):
         for _ in range(2):
@@ -54,14 +55,6 @@ def test_transformers_does_not_give_it_the_name_later() -> None:
     model.set_attn_implementation(NAME)  # warns
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(input_ids=IDS).logits, expected)
-
-
-def test_at_its_first_call_when_only_the_config_was_changed() -> None:
-    model = bloom()
-    model.config._attn_implementation = NAME
-    for _ in range(2):
-        with refused():
-            model(input_ids=IDS)
 
 
 def test_compiled_first_it_is_as_eager() -> None:
@@ -155,21 +148,13 @@ def ours() -> Settings:
     return config
 
 
-def test_remote_code_with_attention_of_its_own_gets_the_mask_of_eager() -> None:
+@pytest.mark.parametrize("padding", [None, torch.tensor([[1, 1, 1, 0]])], ids=["none", "right"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside ours"])
+def test_remote_code_with_attention_of_its_own_gets_the_mask_of_eager(beside: bool, padding: Tensor | None) -> None:
     """transformers says of no class of such a file that it cannot use another attention."""
     config = ours()
     torch.manual_seed(0)
-    model = Handwritten(config, Mixing())
-    logits = model(IDS)
-    config._attn_implementation = "eager"
-    torch.testing.assert_close(logits, model(IDS))
-
-
-@pytest.mark.parametrize("padding", [None, torch.tensor([[1, 1, 1, 0]])], ids=["none", "right"])
-def test_a_layer_with_attention_of_its_own_beside_ours_gets_the_mask_of_eager(padding: Tensor | None) -> None:
-    config = ours()
-    torch.manual_seed(0)
-    model = Handwritten(config, Calling(config), Mixing())
+    model = Handwritten(config, *[Calling(config)] * beside, Mixing())
     logits = model(IDS, padding)
     config._attn_implementation = "eager"
     torch.testing.assert_close(logits[:, :3], model(IDS, padding)[:, :3])
@@ -208,11 +193,3 @@ def test_what_the_error_says_to_do_instead_works() -> None:
     expected = model(input_ids=IDS).logits
     assert len(tfast.accelerate(model).swapped) >= 3
     torch.testing.assert_close(model(input_ids=IDS).logits, expected)
-
-
-def test_other_implementations_are_left_alone() -> None:
-    model = bloom(attn_implementation="eager")
-    model.set_attn_implementation("eager")
-    assert model.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
-        bloom(attn_implementation="sdpa")

@@ -135,34 +135,28 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
         assert sides.is_packed()
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", PACKED)
-def test_adapters_of_peft(name: str) -> None:
+def test_adapters_of_peft(name: str, after: bool) -> None:
+    """Adapters that are there before ``accelerate``, or added after it."""
     peft = pytest.importorskip("peft")
-    model = models.embedder(name)
     config = peft.LoraConfig(r=4, target_modules=r".*layers?\..*(query|value|q_proj|v_proj|lin1|Wi|dense|up_proj)",
                              init_lora_weights=False)  # fmt: skip
-    peft.inject_adapter_in_model(config, model[0].model)
+    model = models.embedder(name)
+    if not after:
+        peft.inject_adapter_in_model(config, model[0].model)
     sides = Sides(model, packed=True)
+    if after:
+        for each in (sides.plain, sides.exact, sides.fast):
+            peft.inject_adapter_in_model(config, each[0].model)
+        sides.fast.load_state_dict(sides.plain.state_dict())
+        sides.exact.load_state_dict(sides.plain.state_dict())
+        sides.exact.double()
     sides.hold(lambda model: model.encode(TEXTS, convert_to_tensor=True))
     sides.hold_step()
     assert sides.is_packed()
     with_gradient = {name for name, p in sides.fast.named_parameters() if p.grad is not None}
     assert with_gradient and all("lora_" in name for name in with_gradient)
-
-
-def test_adapters_that_are_added_after_accelerate() -> None:
-    peft = pytest.importorskip("peft")
-    sides = Sides(models.embedder("Bert"), packed=True)
-    for model in (sides.plain, sides.exact, sides.fast):
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False)
-        peft.inject_adapter_in_model(config, model[0].model)
-    sides.exact.load_state_dict({name: t.double() for name, t in sides.plain.state_dict().items()})
-    sides.fast.load_state_dict(sides.plain.state_dict())
-    sides.exact.double()
-    sides.hold(lambda model: model.encode(TEXTS, convert_to_tensor=True))
-    sides.hold_step()
-    assert sides.is_packed()
 
 
 def test_a_checkpoint_of_a_trainer_loads_as_a_plain_model(tmp_path: Path) -> None:

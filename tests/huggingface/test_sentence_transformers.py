@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerated
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from sentence_models import NAMES, PACKED, PAIRS, TEXTS, Sides
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize, Router, Transformer
 from sentence_transformers.sentence_transformer.modules import CNN, Pooling
-from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 pytestmark = pytest.mark.skipif(
     not (supported.has_version() and sentence_transformers.has_version()), reason="the table has other versions"
@@ -200,23 +199,13 @@ def test_save_and_load(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters(), strict=True))
 
 
-def test_copies_and_pickles_of_an_accelerated_model() -> None:
-    model = models.splade("Bert")
-    report = tfast.accelerate(model, packed=True)
-    kinds = [type(module) for module in model.modules()]
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert [type(module) for module in other.modules()] == kinds
-    assert isinstance(model[0], Fast) and isinstance(model[1], Fast)
-    report.undo()
-    assert (type(model[0]), type(model[1])) == (Transformer, SpladePooling)
-
-
-def test_undo_brings_the_plain_model_back(real: Any) -> None:
-    expected, kinds = real.encode(TEXTS), [type(module) for module in real.modules()]
-    report = tfast.accelerate(real, packed=True, keep_weights=True)
-    assert [type(module) for module in real.modules()] != kinds
-    report.undo()
-    assert [type(module) for module in real.modules()] == kinds and (real.encode(TEXTS) == expected).all()
+@pytest.mark.parametrize("make", [models.minilm, lambda: models.splade("Bert")], ids=["MiniLM", "SPLADE"])
+def test_copies_a_second_call_and_undo(make: Callable[[], Any]) -> None:
+    plain, fast, report = accelerated.pair(make, packed=True, keep_weights=True)
+    assert isinstance(fast[0], Fast) and type(fast[1]) is not type(plain[1])
+    run = lambda model: model.encode(TEXTS, convert_to_tensor=True).to_dense()  # noqa: E731
+    accelerated.assert_copied_and_undone(fast, report, accelerated.state(plain), run, packed=True, keep_weights=True)
+    assert torch.equal(run(fast), run(plain))
 
 
 def test_int8_keeps_the_direction_of_the_embeddings_of_minilm(real: Any) -> None:
@@ -256,14 +245,6 @@ def test_torchs_functions_in_the_code_of_the_library(options: dict[str, Any], tm
         sides.fast.save(str(tmp_path))
         loaded = type(make)(str(tmp_path), device="cpu", local_files_only=True)
         assert [type(module) for module in loaded] == [type(module) for module in make]
-
-
-def test_a_second_call_changes_nothing() -> None:
-    model = models.splade("Bert")
-    tfast.accelerate(model, packed=True)
-    kinds = [type(module) for module in model.modules()]
-    again = tfast.accelerate(model, packed=True)
-    assert not again.swapped and not again.notes and [type(module) for module in model.modules()] == kinds
 
 
 class MyPooling(Pooling):

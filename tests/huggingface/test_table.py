@@ -6,14 +6,12 @@ import functools
 import importlib
 import pickle
 import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import accelerated
 import pytest
 import torch
-from subprocesses import program
 from torch import Tensor, nn
 
 import transformer_fast as tfast
@@ -22,7 +20,7 @@ from transformer_fast.huggingface import Fast, blocks, fast_class, supported, ta
 transformers = pytest.importorskip("transformers")
 import huggingface_models as models  # noqa: E402
 from huggingface_blocks import BART, BERT, GPT2, T5, case, given  # noqa: E402
-from huggingface_texts import TEXTS, text_of  # noqa: E402
+from huggingface_texts import TEXTS, hash_of, text_of  # noqa: E402
 from transformers.models.bert import modeling_bert as bert  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not supported.has_version(), reason="the table has other versions of transformers")
@@ -48,7 +46,7 @@ def test_the_classes_have_the_code_that_their_fast_class_computes(fast: str) -> 
     assert len(paths) > len(missing) and not (missing and NEWEST)
     for path in paths:
         if (kind := class_of(path)) is not None:
-            assert text_of(kind) in TEXTS[fast], path
+            assert hash_of(kind) in TEXTS[fast], f"{path} has another text:\n{text_of(kind)}"
             assert issubclass(fast_class(kind), base(fast)), path
 
 
@@ -146,15 +144,6 @@ def test_other_versions_are_left_and_named(version: str, monkeypatch: pytest.Mon
 def test_a_model_of_torch_alone_has_no_note_about_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     set_version(monkeypatch, "5.99.0")
     assert not tfast.accelerate(nn.Sequential(nn.LayerNorm(8))).notes
-
-
-def test_nothing_of_transformers_is_imported() -> None:
-    code = """
-        import sys, torch, transformer_fast as tfast
-        tfast.accelerate(torch.nn.TransformerEncoderLayer(8, 2), packed=True)
-        assert not [name for name in sys.modules if name.partition(".")[0] == "transformers"]
-    """
-    program(textwrap.dedent(code))
 
 
 def test_a_pickle_of_another_version_has_transformers_own_class(monkeypatch: pytest.MonkeyPatch) -> None:

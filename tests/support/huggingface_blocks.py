@@ -70,4 +70,4 @@ def set_dropout(model: nn.Module, p: float) -> None:
         if isinstance(m, nn.Dropout) and not path.endswith(("self.dropout", "attention.dropout", "attn_dropout")):
             m.p = p
         if hasattr(m, "activation_dropout"):
-            m.dropout = m.activation_dropout = p
+            m.dropout, m.activation_dropout = p, 0.7 * p

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from accelerated import copies, from_one_seed, pair, seems_on_gpu, seen
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
 from transformer_fast.layers.dropout import Dropout, dropout
@@ -79,18 +78,6 @@ def test_graphs_hold_what_they_held(training: bool) -> None:
     half = len(graphs) // 2
     assert any("dropout" in name for name in graphs[0]) and not any("transformer_fast" in n for g in graphs for n in g)
     assert graphs[1:half] == graphs[half + 1 :]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_draws_the_same_mask(reentrant: bool) -> None:
-    fast, x, results = nn.Sequential(nn.Linear(48, 48), nn.Dropout(0.4)), leaf(), []
-    tfast.accelerate(fast)
-    for call in (fast, lambda x: checkpoint(fast, x, use_reentrant=reentrant, preserve_rng_state=True)):
-        x.grad = None
-        (out,) = from_one_seed(lambda call=call: call(x))
-        out.square().sum().backward()
-        results.append((out, x.grad))
-    assert all(torch.equal(*tensors) for tensors in zip(*results, strict=True))
 
 
 def test_other_devices_stay_with_torch() -> None:

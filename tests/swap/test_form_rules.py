@@ -280,50 +280,46 @@ def test_a_later_layer_that_differs(name: str) -> None:
     torch.testing.assert_close(fast(x), plain(x), atol=1e-5, rtol=1e-5)
 
 
-HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], None]]] = {
-    "causal": (lambda: False, lambda m: m.causal, lambda m: setattr(m, "causal", True)),
-    "config": (
-        lambda: SimpleNamespace(causal=False), lambda m: m.config.causal, lambda m: setattr(m.config, "causal", True),
-    ),
-    "options": (lambda: {"causal": False}, lambda m: m.options["causal"], lambda m: m.options.update(causal=True)),
+def d2l_heads() -> nn.Module:
+    """Return heads of d2l, with sizes and the arguments that its base class keeps."""
+    made = hw.D2lHeads(D, HEADS, 0.1)
+    made(*[torch.randn(B, 5, D)] * 3, None)
+    made.hparams = {"num_heads": HEADS, "plot_train_per_epoch": 2}
+    return made
+
+
+def annotated_heads() -> nn.Module:
+    return hw.AnnotatedAttention(HEADS, D)
+
+
+LACKS = "it has an attribute {}, which its text lacks"
+OWN: dict[str, tuple[Make, dict[str, Any], str | None]] = {
+    "a flag": (annotated_heads, {"causal": False}, LACKS.format("causal")),
+    "a config": (annotated_heads, {"config": SimpleNamespace(causal=False)}, LACKS.format("config")),
+    "options": (annotated_heads, {"options": {"causal": False}}, LACKS.format("options")),
+    "a factor": (annotated_heads, {"scale": 1.0}, LACKS.format("scale")),
+    "a flag that is named as a size": (annotated_heads, {"d_model": True}, LACKS.format("d_model")),
+    "a word that is named as a size": (annotated_heads, {"num_layers": "two"}, LACKS.format("num_layers")),
+    "a child": (annotated_heads, {"own": nn.Linear(1, 1)}, ""),
+    "a parameter": (annotated_heads, {"own": nn.Parameter(torch.ones(1))}, ""),
+    "a buffer": (annotated_heads, {"own": nn.Buffer(torch.ones(1))}, "it has a buffer own, which its text lacks"),
+    "arguments of another text": (annotated_heads, {"hparams": {"d_model": D}}, LACKS.format("hparams")),
+    "an argument that the text lacks": (d2l_heads, {"hparams": {"causal": False}}, LACKS.format("hparams")),
+    "that argument as an attribute": (d2l_heads, {"causal": False}, LACKS.format("causal")),
+    "sizes": (annotated_heads, {"d_model": D, "num_layers": 2}, None),
+    "arguments": (d2l_heads, {"plot_train_per_epoch": 2}, None),
 }  # fmt: skip
+"""Module, what is set on it, and why it is left: "" for any reason, None if it is swapped."""
 
 
-@pytest.mark.parametrize("attribute", HOLDERS)
-def test_a_flag_that_is_changed_later(attribute: str) -> None:
-    make, read, change = HOLDERS[attribute]
-
-    class Holder(hw.AnnotatedAttention):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-            ahead = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril()[None]
-            return super().forward(query, key, value, ahead if read(self) else mask)
-
-    plain = Holder(HEADS, D).eval()
-    setattr(plain, attribute, make())
-    _, fast, report = pair(plain)
-    assert report.rows[0].why == f"it has an attribute {attribute}, which its text lacks"
-    for model in (plain, fast):
-        change(model)
-    x = torch.randn(B, 6, D)
-    torch.testing.assert_close(fast(x, x, x), plain(x, x, x))
-
-
-@pytest.mark.parametrize("own", [nn.Linear(1, 1), nn.Parameter(torch.ones(1)), nn.Buffer(torch.ones(1))], ids=type)
-def test_a_module_with_something_of_its_own_is_left(own: Any) -> None:
-    m = hw.AnnotatedAttention(HEADS, D)
-    m.own = own
+@pytest.mark.parametrize("name", OWN)
+def test_a_module_with_something_of_its_own(name: str) -> None:
+    make, own, why = OWN[name]
+    m = make()
+    for key, value in own.items():
+        setattr(m, key, value)
     row = tfast.accelerate(m).rows[0]
-    assert row.now is None and (row.why == "it has a buffer own, which its text lacks") == isinstance(own, nn.Buffer)
-
-
-def test_numbers_of_sizes_are_no_flags() -> None:
-    m = hw.AnnotatedAttention(HEADS, D)
-    m.d_model, m.num_layers = D, 2
-    assert tfast.accelerate(m).rows[0].now
-    for name, value in (("d_model", True), ("num_layers", "two"), ("scale", 1.0)):
-        other = hw.AnnotatedAttention(HEADS, D)
-        setattr(other, name, value)
-        assert tfast.accelerate(other).rows[0].now is None
+    assert (row.now is None) == (why is not None) and (not why or row.why == why), row
 
 
 def test_a_trial_changes_nothing() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import handwritten as hw
-import pytest
 import torch
 from test_packed_stacks import SOURCE, SOURCES, hold, lengths
 from torch import Tensor, nn
@@ -78,26 +77,6 @@ def test_heads_of_d2l_1_in_a_model_of_its_own() -> None:
     report = tfast.accelerate(fast, packed=True)
     torch.testing.assert_close(fast(), plain())
     assert "padding is skipped in encoder" in str(report)
-
-
-@pytest.mark.parametrize("where", ["the dict alone", "the dict and an attribute"])
-def test_an_argument_that_the_text_lacks_may_be_a_flag(where: str) -> None:
-    made = Heads(D, HEADS, 0.0)
-    made(*[torch.randn(2, 5, D)] * 3, None)
-    made.hparams["causal"] = False
-    name = "hparams"
-    if where != "the dict alone":
-        made.__dict__ = {"causal": False, **made.__dict__}
-        name = "causal"
-    row = tfast.accelerate(made).rows[0]
-    assert row.now is None and row.why == f"it has an attribute {name}, which its text lacks"
-
-
-def test_another_text_keeps_no_arguments() -> None:
-    made = hw.AnnotatedAttention(HEADS, D)
-    made.hparams = {"d_model": D}
-    row = tfast.accelerate(made).rows[0]
-    assert row.now is None and row.why == "it has an attribute hparams, which its text lacks"
 
 
 def test_the_number_of_blocks_is_a_size() -> None:

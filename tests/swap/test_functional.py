@@ -12,7 +12,7 @@ import pytest
 import sdpa_models as models
 import torch
 import torch.nn.functional as F
-from accelerated import assert_copied_and_undone, copies, from_one_seed, kinds, state, step, whose
+from accelerated import assert_copied_and_undone, copies, from_one_seed, state, step, whose
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -275,20 +275,6 @@ def test_with_the_fused_loss() -> None:
     ]
     torch.testing.assert_close(grads[0], grads[1])
     torch.testing.assert_close(grads[2], grads[1])
-
-
-def test_models_of_transformers() -> None:
-    """Modules of the library run in a block, attention stays with our interface, and padding is skipped."""
-    pytest.importorskip("transformers")
-    import huggingface_models as hf
-
-    model, fast, report = pair(hf.make(hf.named("BertModel")), packed=True)
-    keep = KEEP.long()
-    expected, found = (m(input_ids=IDS, attention_mask=keep).last_hidden_state for m in (model, fast))
-    torch.testing.assert_close(found[KEEP], expected[KEEP], rtol=1e-4, atol=1e-5)
-    assert "padding is skipped in " in str(report) and not report.padded_calls.reasons
-    report.undo()
-    assert kinds(fast) == kinds(model)
 
 
 class Abstract(abc.ABC, nn.Module):

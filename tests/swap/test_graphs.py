@@ -107,3 +107,13 @@ def test_a_tied_table_is_stored_as_that_of_the_plain_model(newer: bool, tmp_path
         assert ("MatMulInteger" in quantised(path)) != newer
         quant_pre_process(path, folded)
         assert "MatMulInteger" in quantised(folded)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_scripted_after_undo() -> None:
+    plain, fast, report = pair(lambda: nn.Sequential(nn.LayerNorm(D)))
+    with pytest.raises(torch.jit.frontend.NotSupportedError, match="keyword-only"):
+        torch.jit.script(fast)
+    report.undo()
+    x = torch.randn(3, 5, D)
+    torch.testing.assert_close(torch.jit.script(fast)(x), plain(x), rtol=0, atol=0)

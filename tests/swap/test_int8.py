@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerated import copies
+from linear_models import MODELS, D, Network, call, given, made
 from op_calls import on_threads
 from torch import Tensor, nn
 
@@ -22,19 +22,7 @@ from transformer_fast.ops.weight_layout import FREED, has_int8
 from transformer_fast.reference.quantized_linear import gelu, int8_linear, quantize_rows
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason="needs the C++ extension")
-
-D = 64
-
-
-class Network(nn.Module):
-    """Linear layers that author's code calls: one without a bias, and a head with few outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(D, 96), nn.Linear(96, D, bias=False), nn.Linear(D, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(F.gelu(self.first(x))))
+X = given()
 
 
 class Int8Reference(nn.Module):
@@ -53,24 +41,6 @@ def bert(**options: Any) -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.BertConfig(vocab_size=99, intermediate_size=96, **sizes, **options)
     return transformers.BertModel(config, add_pooling_layer=False)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "author's code": Network,
-    "encoder layer": lambda: nn.TransformerEncoderLayer(D, 4, 96, batch_first=True),
-    "gelu encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 96, activation="gelu"), 2),
-    "our layer": lambda: tfast.layers.EncoderLayer(D, 4),
-}
-X = torch.randn(3, 7, D, generator=torch.Generator().manual_seed(1))
-
-
-def made(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name]().eval()
-
-
-def call(model: nn.Module, x: Tensor = X) -> Tensor:
-    return model(x, None) if isinstance(model, tfast.layers.EncoderLayer) else model(x)
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
@@ -179,32 +149,21 @@ def test_errors_say_what_to_do(name: str, free: bool) -> None:
         assert "got torch.float64 on cpu" in error_of(model, X.double())
         model.to(torch.bfloat16)
         assert "got torch.bfloat16 on cpu" in error_of(model, X.bfloat16())
-
-
-def test_frozen_weights_need_no_block() -> None:
-    model = made("author's code").requires_grad_(False)
-    tfast.accelerate(model, quantize="int8")
-    assert not call(model).requires_grad
-
-
-@torch.no_grad()
-def test_a_write_between_calls_of_a_compiled_model() -> None:
-    model = made("author's code")
-    tfast.accelerate(model, quantize="int8")
-    compiled = torch.compile(model, backend="eager")
-    compiled(X)
-    for write in (lambda p: p.data.mul_(1.5), lambda p: p.mul_(0.5)):
-        for parameter in model.parameters():
-            write(parameter)
-        assert torch.equal(compiled(X), call(model))
+    frozen = made(name).requires_grad_(False)
+    tfast.accelerate(frozen, quantize=Int8(free=free))
+    assert not call(frozen).requires_grad
 
 
 @torch.no_grad()
 def test_recorded_calls() -> None:
+    """A compiled call reads what was written since; nothing else records int8 weights."""
     model = made("author's code")
     tfast.accelerate(model, quantize="int8")
-    expected = call(model)
-    assert torch.equal(torch.compile(model, backend="eager")(X), expected)
+    compiled = torch.compile(model, backend="eager")
+    for write in (lambda p: None, lambda p: p.data.mul_(1.5), lambda p: p.mul_(0.5)):
+        for parameter in model.parameters():
+            write(parameter)
+        assert torch.equal(compiled(X), call(model))
     for record in (lambda: torch.jit.trace(model, X), lambda: torch.export.export(model, (X,))):
         with pytest.raises(Exception, match="cannot be exported or traced"):
             record()
@@ -317,20 +276,3 @@ def test_a_layout_is_taken_apart_and_made_again(shape: tuple[int, int]) -> None:
     exact, exact_scale = quantize_rows(weight)
     assert torch.equal(q[: shape[0]], exact) and torch.equal(scale[: shape[0]], exact_scale)
     assert torch.equal(packed_of(q, scale), packed)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@torch.no_grad()
-def test_a_row_of_an_int8_layer_depends_on_no_other(packed: bool) -> None:
-    """Elsewhere one scale serves all rows, and in float32 the number of rows decides the order of a sum."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).eval()
-    x = torch.randn(9, 64)
-    exact = model(x)
-    assert tfast.accelerate(model, quantize="int8", packed=packed).swapped
-    expected = model(x)
-    assert not torch.allclose(expected, exact, atol=1e-5)
-    louder = torch.cat([x[:5], 100 * x[5:]])
-    for rows in (x[:1], x[:2], x[:3], x[:5], louder):
-        kept = min(len(rows), 5)
-        assert torch.equal(model(rows)[:kept], expected[:kept])

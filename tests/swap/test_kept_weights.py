@@ -9,9 +9,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import linear_models
 import pytest
 import torch
 from accelerated import copies, state
+from linear_models import D, call
 from torch import Tensor, nn
 
 import transformer_fast as tfast
@@ -22,18 +24,17 @@ from transformer_fast.testing import assert_as_exact_as_eager
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason="needs the C++ extension")
 
-D, ROWS = 32, 6
+ROWS = 6
+MODELS = (*linear_models.MODELS, "tied")
 
 
-class Perceptron(nn.Module):
-    """Linear layers that author's code calls, with and without a bias."""
+def made(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Tied().to(dtype).eval() if name == "tied" else linear_models.made(name, dtype, seed)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, 48), nn.Linear(48, D, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.nn.functional.gelu(self.first(x)))
+def given(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> Tensor:
+    return linear_models.given(dtype, rows, 1)
 
 
 class Tied(nn.Module):
@@ -46,28 +47,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(x + self.table.weight[:1])
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "author's code": Perceptron,
-    "encoder layer": lambda: nn.TransformerEncoderLayer(D, 4, 48, batch_first=True),
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 48, activation="gelu"), 2),
-    "our layer": lambda: tfast.layers.EncoderLayer(D, 4),
-    "tied": Tied,
-}
-
-
-def made(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return MODELS[name]().to(dtype).eval()
-
-
-def given(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> Tensor:
-    return torch.randn(1, rows, D, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def call(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x, None) if isinstance(model, tfast.layers.EncoderLayer) else model(x)
 
 
 def kept(model: nn.Module) -> dict[int, Any]:
@@ -218,24 +197,6 @@ def test_gradients_and_training_are_as_without(name: str, training: bool) -> Non
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-@torch.no_grad()
-def test_a_gradient_of_the_input_alone() -> None:
-    model = made("author's code").requires_grad_(False)
-    tfast.accelerate(model, keep_weights=True)
-    with torch.enable_grad():
-        x = given().requires_grad_()
-        model(x).sum().backward()
-    assert x.grad is not None and not kept(model)[id(model.first.weight)].bytes
-
-
-@torch.no_grad()
-def test_training_mode_makes_no_copies() -> None:
-    model = made("author's code").train()
-    tfast.accelerate(model, keep_weights=True)
-    model(given())
-    assert not kept(model)
-
-
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_undo_and_the_end_of_the_model_free_everything(name: str) -> None:
@@ -289,27 +250,48 @@ def test_hooks_subclasses_and_parametrisations() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    model, plain = (nn.Sequential(nn.Linear(D, D), Twice(D, D), nn.Linear(D, D)).eval() for _ in range(2))
+    kinds = nn.Linear, Twice, nn.Linear, nn.Linear
+    model, plain = (nn.Sequential(*(kind(D, D) for kind in kinds)).eval() for _ in range(2))
     plain.load_state_dict(model.state_dict())
     tfast.accelerate(model, keep_weights=True)
     for one in (model, plain):
         one[0].register_forward_hook(lambda module, args, out: out + 1)
         nn.utils.parametrizations.orthogonal(one[2])
+        nn.utils.weight_norm(one[3])  # a hook computes the weight
+        one[3].weight_g.mul_(2)
     plain.load_state_dict(model.state_dict())
     assert torch.allclose(model(given()), plain(given()), atol=1e-5)
     assert kept(model).keys() == {id(model[0].weight)}
     assert LAYOUT not in model[1].__dict__
 
 
+def in_training(model: nn.Module) -> Tensor:
+    return call(model.train(), given())
+
+
+def under_autocast(model: nn.Module) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return call(model, given())
+
+
+def with_a_gradient_of_the_input(model: nn.Module) -> Tensor:
+    with torch.enable_grad():
+        x = given().requires_grad_()
+        return torch.autograd.grad(call(model.requires_grad_(False), x).sum(), x)[0]
+
+
+@pytest.mark.parametrize("run", [in_training, under_autocast, with_a_gradient_of_the_input])
 @torch.no_grad()
-def test_a_weight_that_a_hook_computes_is_not_kept() -> None:
-    model, plain = made("author's code"), made("author's code")
+def test_calls_that_keep_nothing(run: Callable[[nn.Module], Tensor]) -> None:
+    model, other = made("encoder"), made("encoder")
     tfast.accelerate(model, keep_weights=True)
-    for one in (model, plain):
-        torch.nn.utils.weight_norm(one.first)
-        one.first.weight_g.mul_(2)
-    assert torch.allclose(model(given()), plain(given()), atol=1e-5)
-    assert len(kept(model)) == 1
+    tfast.accelerate(other)
+    results = []
+    for one in (model, other):
+        torch.manual_seed(1)
+        results.append(run(one))
+    assert torch.equal(*results)
+    assert not any(one.bytes for one in kept(model).values())
 
 
 @pytest.mark.parametrize("name", ["author's code", "encoder layer"])
@@ -330,16 +312,6 @@ def test_graphs_hold_the_ordinary_product(name: str) -> None:
     for run in (compiled, traced, model):
         assert torch.allclose(run(x), plain(x), atol=1e-5)
     torch.compiler.reset()
-
-
-@torch.no_grad()
-def test_autocast_is_as_without() -> None:
-    model, other = made("encoder"), made("encoder")
-    tfast.accelerate(model, keep_weights=True)
-    tfast.accelerate(other)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(call(model, given()), call(other, given()))
-    assert not any(one.bytes for one in kept(model).values())
 
 
 def test_inference_mode() -> None:
@@ -373,7 +345,7 @@ def test_a_second_call_and_the_report() -> None:
     model = made("author's code")
     tfast.accelerate(model)
     report = tfast.accelerate(model, keep_weights=True)
-    assert [row.now for row in report.swapped] == ["layers.Linear, kept weights"] * 2
+    assert [row.now for row in report.swapped] == ["layers.Linear, kept weights"] * 3
     assert "layers.Linear, kept weights" in str(report)
     assert not tfast.accelerate(model, keep_weights=True).swapped
     report.undo()

@@ -85,17 +85,6 @@ def test_autocast() -> None:
     assert not report.padded_calls.reasons
 
 
-def test_dropout_is_drawn_again_by_the_same_seed() -> None:
-    _, model, _ = both(BERT, **DROPOUTS)
-    call, found = packed.batch(BERT, "right"), []
-    for _ in range(2):
-        torch.manual_seed(7)
-        found.append(packed.step(model.train(), call))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    other = packed.step(model.train(), call)
-    assert not torch.equal(found[0]["loss"], other["loss"])
-
-
 def test_a_call_that_keeps_its_padding_draws_the_dropout_of_a_padded_model() -> None:
     name = "T5ForConditionalGeneration"
     padded, without, report = both(name, dropout_rate=0.2, decoder_start_token_id=1)

@@ -310,24 +310,22 @@ def test_weights_are_those_of_the_plain_model(name: str) -> None:
     assert len(found[0]) > 1 and not report.padded_calls.reasons
 
 
-def test_a_hook_inside_a_layer_sees_padded_rows() -> None:
-    keep, shapes = lengths(SOURCES, SOURCE), []
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 32, 0.0, batch_first=True), 2)
+@pytest.mark.parametrize(("name", "path", "width"), [
+    ("annotated", "encoder.layers.0", D), ("classic", "encoder.layers.0", D), ("tensorflow", "enc_layers.0", D),
+    ("d2l", "block0", D), ("torch", "encoder.layers.0", D), ("torch", "encoder.layers.1.linear1", 32),
+])  # fmt: skip
+def test_a_hook_on_a_layer_of_a_stack_or_inside_sees_padded_rows(name: str, path: str, width: int) -> None:
+    keep, trg_keep, shapes = lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET), []
+    if name == "torch":
+        model: nn.Module = nn.Transformer(D, 2, 2, 1, 32, 0.0, batch_first=True)
+        given_, options = (torch.randn(4, SOURCE, D), torch.randn(4, TARGET, D)), {"src_key_padding_mask": ~keep}
+    else:
+        model, given_, options = MODELS[name](), ids_and_masks(keep, trg_keep), {}
     report = tfast.accelerate(model, packed=True)
-    model.layers[1].linear1.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
-    model(torch.randn(4, SOURCE, D), src_key_padding_mask=~keep)
-    assert shapes == [(4, SOURCE, 32)]
-    assert list(report.padded_calls.reasons) == ["a layer has a hook, or an unknown submodule"]
-
-
-@pytest.mark.parametrize("name", ["annotated", "classic", "tensorflow", "d2l"])
-def test_a_hook_on_a_layer_of_a_stack_sees_padded_rows(name: str) -> None:
-    model, shapes = MODELS[name](), []
-    report = tfast.accelerate(model, packed=True)
-    layer = next(m for path, m in model.named_modules() if path.endswith((".layers.0", ".enc_layers.0", ".block0")))
-    layer.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
-    model(*ids_and_masks(lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET)))
-    assert shapes == [(4, SOURCE, D)]
+    hooked = next(m for place, m in model.named_modules() if place.endswith(path))
+    hooked.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
+    model(*given_, **options)
+    assert shapes == [(4, SOURCE, width)]
     (reason,) = report.padded_calls.reasons
     assert "has a hook" in reason
 

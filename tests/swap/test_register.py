@@ -258,6 +258,8 @@ class Abstract(nn.Module, abc.ABC):
 
 
 GOOD = Attention(), inputs(2, 5)
+NAMED = dict(zip(("x", "mask"), inputs(2, 5)))
+CLASSES = Attention, Fast
 MISTAKES: dict[str, tuple[type[Exception], str, Any, Any]] = {
     "no class": (TypeError, "must be derived from nn.Module, got 3", (3, Fast), GOOD),
     "no module": (TypeError, "must be derived from nn.Module", (dict, Fast), GOOD),
@@ -267,34 +269,22 @@ MISTAKES: dict[str, tuple[type[Exception], str, Any, Any]] = {
     "known": (TypeError, "accelerate knows LayerNorm already", (nn.LayerNorm, Fast), (nn.LayerNorm(D), X)),
     "a fast module": (TypeError, "the fast class is a module", (Attention, Fast()), GOOD),
     "no fast class": (TypeError, "give the class that computes what Attention computes", (Attention,), GOOD),
-    "another module": (TypeError, "a module of class Fast, expected Attention", (Attention, Fast), (Fast(), X)),
-    "no pair": (TypeError, "must be .module, inputs. or a list of such pairs, got Tensor", (Attention, Fast), X),
-    "no inputs": (TypeError, "got NoneType", (Attention, Fast), (Attention(), None)),
+    "another module": (TypeError, "a module of class Fast, expected Attention", CLASSES, (Fast(), X)),
+    "no pair": (TypeError, "must be .module, inputs. or a list of such pairs, got Tensor", CLASSES, X),
+    "no inputs": (TypeError, "got NoneType", CLASSES, (Attention(), None)),
     "a failing function": (
-        ValueError,
-        r"inputs\(2, 1\) failed: ZeroDivisionError",
-        (Attention, Fast),
-        (Attention(), lambda batch, length: 1 / 0),
+        ValueError, r"inputs\(2, 1\) failed: ZeroDivisionError", CLASSES, (Attention(), lambda batch, length: 1 / 0),
     ),
     "wrong inputs": (
-        ValueError,
-        "Attention fails on the given inputs: TypeError.*missing",
-        (Attention, Fast),
-        (Attention(), X),
+        ValueError, "Attention fails on the given inputs: TypeError.*missing", CLASSES, (Attention(), X),
     ),
     "a missing attribute": (
-        ValueError,
-        "Missing fails where Attention runs: AttributeError.*heads",
-        (Attention, Missing),
-        GOOD,
+        ValueError, "Missing fails where Attention runs: AttributeError.*heads", (Attention, Missing), GOOD,
     ),
     "other names": (
-        ValueError,
-        "OtherNames.forward has no argument mask",
-        (Attention, OtherNames),
-        (Attention(), dict(zip(("x", "mask"), inputs(2, 5)))),
+        ValueError, "OtherNames.forward has no argument mask", (Attention, OtherNames), (Attention(), NAMED),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)

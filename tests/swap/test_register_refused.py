@@ -205,53 +205,34 @@ def test_layers_that_read_more_than_their_tokens(name: str) -> None:
 
 
 PAIR = torch.randn(3, 5, D), torch.arange(5).expand(3, -1) >= 4
+STATES, BLOCKED = PAIR
 MISTAKES: dict[str, tuple[type[Exception], str, type[nn.Module], Any, dict[str, Any]]] = {
     "the other meaning": (ValueError, "or mask does not mean 'keep'", Layer, inputs, {"mask_means": "keep"}),
     "the other layout": (ValueError, "does not compute each token alone", Layer, inputs, {"batch_first": False}),
     "the other layout, B == L": (
-        ValueError,
-        "does not compute each token alone",
-        Layer,
-        lambda b, n: inputs(n, n),
-        {"batch_first": False},
+        ValueError, "does not compute each token alone", Layer, lambda b, n: inputs(n, n), {"batch_first": False},
     ),
     "no meaning": (
-        TypeError,
-        'what mask means: "keep", "blocked" or "added", got None',
-        Layer,
-        inputs,
-        {"mask_means": None},
+        TypeError, 'what mask means: "keep", "blocked" or "added", got None', Layer, inputs, {"mask_means": None},
     ),
     "an unknown meaning": (TypeError, "got 'hidden'", Layer, inputs, {"mask_means": "hidden"}),
     "no such argument": (
-        TypeError,
-        "has no argument 'keep' after its hidden states; it has mask",
-        Layer,
-        inputs,
-        {"mask": "keep"},
+        TypeError, "has no argument 'keep' after its hidden states; it has mask", Layer, inputs, {"mask": "keep"},
     ),
     "hidden states as mask": (TypeError, "has no argument 'x' after its hidden states", Layer, inputs, {"mask": "x"}),
     "tokens not said": (TypeError, "the name of its mask and tokens=True", Layer, inputs, {"tokens": False}),
-    "no mask given": (ValueError, "a tensor mask", Layer, (PAIR[0],), {}),
-    "two dimensions": (ValueError, r"must have x \(B, L, d\)", Layer, (PAIR[0][0], PAIR[1][0]), {}),
-    "a mask of other sizes": (ValueError, "has not the sizes", SpeechLayer, (PAIR[0], PAIR[1].T), {}),
+    "no mask given": (ValueError, "a tensor mask", Layer, (STATES,), {}),
+    "two dimensions": (ValueError, r"must have x \(B, L, d\)", Layer, (STATES[0], BLOCKED[0]), {}),
+    "a mask of other sizes": (ValueError, "has not the sizes", SpeechLayer, (STATES, BLOCKED.T), {}),
     "scores": (
-        ValueError,
-        "holds scores, not padding alone",
-        Layer,
-        (PAIR[0], torch.rand(3, 5)),
-        {"mask_means": "added"},
+        ValueError, "holds scores, not padding alone", Layer, (STATES, torch.rand(3, 5)), {"mask_means": "added"},
     ),
     "a bool that is added": (ValueError, "is bool, and is added to scores", Layer, PAIR, {"mask_means": "added"}),
-    "no room for padding": (ValueError, "give at least 2 sequences", Layer, (PAIR[0][:, :1], PAIR[1][:, 4:] < 0), {}),
+    "no room for padding": (ValueError, "give at least 2 sequences", Layer, (STATES[:, :1], BLOCKED[:, 4:] < 0), {}),
     "known already": (
-        TypeError,
-        "knows TransformerEncoderLayer already",
-        nn.TransformerEncoderLayer,
-        inputs,
-        {"mask": "src_mask"},
+        TypeError, "knows TransformerEncoderLayer already", nn.TransformerEncoderLayer, inputs, {"mask": "src_mask"},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)

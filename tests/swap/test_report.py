@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -161,20 +160,6 @@ def test_any_report_has_ten_lines(rows: list[Row], attention: list[Row], notes: 
 
 
 LINE_START = re.compile(r" *(\d+) (?:nn\.)?[A-Zo]")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_model_of_many_kinds_has_ten_lines(packed: bool) -> None:
-    kinds = [type(f"Own{i}", (nn.LayerNorm,), {}) for i in range(40)]
-    model = nn.Sequential(*(kind(8) for kind in kinds), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
-    for number, module in enumerate(model):
-        module.forward = module.forward if number % 2 else functools.partial(module.forward)
-    report = tfast.accelerate(model, packed=packed)
-    lines = str(report).splitlines()
-    assert len(report.rows) > 40 and len(lines) <= LINES
-    assert sum(int(line.split()[0]) for line in lines if line.lstrip()[:1].isdigit() and "swapped" not in line) == len(
-        [row for row in report.rows if not row.is_stack]
-    )
 
 
 def test_a_module_around_a_model_is_named() -> None:

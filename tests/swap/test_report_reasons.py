@@ -220,23 +220,21 @@ def test_explain_counts_positions_and_tokens() -> None:
     assert "no padding" in packed.pair(BERT)[2].explain((torch.ones(2, 5, dtype=torch.int64),))
 
 
-def test_texts_for_a_model_of_token_ids_are_told_to_be_tokenized() -> None:
-    report = tfast.accelerate(packed.make(BERT), packed=True)
-    for call in (report.explain, report.measure):
-        with pytest.raises(
-            TypeError, match=r"batch: Bert\w+ takes token ids, got list of texts; tokenizer\(texts, padding"
-        ):
-            call(["a dog", "two men"])
+ROWS = [{"input_ids": [5, 6]}, {"input_ids": [7]}]
+NO_BATCH = {
+    "texts": (["a dog", "two men"], r"batch: Bert\w+ takes token ids, got list of texts; tokenizer\(texts, padding"),
+    "loader": (torch.utils.data.DataLoader(ROWS), r"batch: .*got DataLoader; next\(iter\(loader\)\)"),
+    "rows": (ROWS, r"batch: Bert\w+ takes tensors by name, got list; .*tokenizer\.pad\(rows"),
+}
 
 
-def test_what_is_no_batch_is_told_how_it_becomes_one() -> None:
-    rows = [{"input_ids": [5, 6]}, {"input_ids": [7]}]
+@pytest.mark.parametrize("name", NO_BATCH)
+def test_what_is_no_batch_is_told_how_it_becomes_one(name: str) -> None:
+    given, message = NO_BATCH[name]
     report = tfast.accelerate(packed.make(BERT), packed=True)
     for call in (report.explain, report.measure):
-        with pytest.raises(TypeError, match=r"batch: .*got DataLoader; next\(iter\(loader\)\)"):
-            call(torch.utils.data.DataLoader(rows))
-        with pytest.raises(TypeError, match=r"batch: Bert\w+ takes tensors by name, got list; .*tokenizer\.pad\(rows"):
-            call(rows)
+        with pytest.raises(TypeError, match=message):
+            call(given)
 
 
 def test_explain_says_what_would_be_left_out() -> None:
