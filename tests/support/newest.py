@@ -42,33 +42,16 @@ OTHERS = (
     "CamembertForMaskedLM", "ElectraForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", "MPNetForMaskedLM",
     "ModernBertForMaskedLM", "ViTForImageClassification",
 )  # fmt: skip
-SETTINGS = {
-    "M2M100ForConditionalGeneration": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
-    "T5ForConditionalGeneration": {"decoder_start_token_id": 1},
-}
 WAYS: tuple[dict[str, bool], ...] = ({}, {"packed": True})
 WORDS = (
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "a",
-    "bird",
-    "sings",
-    "in",
-    "the",
-    "old",
-    "tree",
-    "and",
-    "nobody",
-)
+    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "bird", "sings", "in", "the", "old", "tree", "and", "nobody",
+)  # fmt: skip
 SENTENCES = ["a bird sings", "nobody in the old tree and a bird sings", "tree"]
 
 
 def make(name: str) -> nn.Module:
     """Make a tiny model with the attention that it chooses."""
-    return packed.make(name, None, **SETTINGS.get(name, {}))
+    return packed.make(name, None, **packed.SETTINGS.get(name, {}))
 
 
 def batches(name: str) -> Iterator[packed.Batch]:

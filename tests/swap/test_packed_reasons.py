@@ -108,10 +108,6 @@ def convolution(old: nn.Module) -> nn.Module:
     return nn.Sequential(nn.AvgPool1d(3, 1, 1), nn.Conv1d(9, 9, 1), old)
 
 
-def without_arguments(call: packed.Batch) -> dict[str, Any]:
-    return {}
-
-
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
 ROPE = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 6}
 OWN_LOSS = "the loss is not transformers' own; it may read padding"
@@ -185,7 +181,15 @@ CHANGED: dict[str, tuple[str, Change, str]] = {
 """Model, what somebody replaces after ``accelerate``, and the reason."""
 
 
-def check(name: str, change: Change, more: More, reason: str, **settings: Any) -> None:
+CALLS = {what: (name, {}, nothing, more, reason) for what, (name, more, reason) in ARGUMENTS.items()} | {
+    f"{what}, a setting": (name, settings, change, lambda call: {}, reason)
+    for what, (name, settings, change, reason) in SETTINGS.items()
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_an_argument_or_a_setting(what: str) -> None:
+    name, settings, change, more, reason = CALLS[what]
     plain, fast, report = packed.pair(name, **settings)
     call = packed.batch(name, "right")
     call.given.update(more(call))
@@ -195,18 +199,6 @@ def check(name: str, change: Change, more: More, reason: str, **settings: Any) -
     packed.hold(plain, fast, call)
     assert set(report.padded_calls.reasons) == {reason}
     assert reason in " ".join(str(report).split())
-
-
-@pytest.mark.parametrize("what", ARGUMENTS)
-def test_an_argument(what: str) -> None:
-    name, more, reason = ARGUMENTS[what]
-    check(name, nothing, more, reason)
-
-
-@pytest.mark.parametrize("what", SETTINGS)
-def test_a_setting(what: str) -> None:
-    name, settings, change, reason = SETTINGS[what]
-    check(name, change, without_arguments, reason, **settings)
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["", "of a copy"])

@@ -35,15 +35,6 @@ class BiLSTM(nn.Module):
         return self.out(self.lstm(hidden)[0])
 
 
-class Convolution(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(config.hidden_size, 2, 3, padding=1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.conv(hidden.mT).mT.contiguous()
-
-
 def tagger(head: type[nn.Module]) -> type[nn.Module]:
     class Tagger(transformers.BertPreTrainedModel):
         def __init__(self, config: Any) -> None:
@@ -93,7 +84,6 @@ def pooled(output: Any, given: dict[str, Any]) -> Any:
 
 DERIVED: dict[str, tuple[str, type[nn.Module], str]] = {
     "a BiLSTM": ("BertForMaskedLM", tagger(BiLSTM), "ForTokenClassification"),
-    "a convolution": ("BertForMaskedLM", tagger(Convolution), "ForTokenClassification"),
     "a loss of BERT": ("BertForMaskedLM", derived("BertForMaskedLM", own_loss), "ForMaskedLM"),
     "SPLADE": ("BertForMaskedLM", derived("BertForMaskedLM", splade), "ForMaskedLM"),
     "a call": ("BertForMaskedLM", derived("BertForMaskedLM", splade, "__call__"), "ForMaskedLM"),
