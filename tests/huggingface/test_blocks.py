@@ -23,23 +23,6 @@ from huggingface_blocks import (  # noqa: E402
     BART, BERT, BLOCKS, GPT2, M2M, MARIAN, T5, blocks, case, given, pair, pair_and_report, set_dropout,
 )  # fmt: skip
 
-RELATIVES = {
-    "ElectraForMaskedLM": ("ElectraSelfOutput", "DropoutAddNorm"),
-    "CamembertForMaskedLM": ("CamembertOutput", "DropoutAddNorm"),
-    "XLMRobertaForMaskedLM": ("XLMRobertaOutput", "DropoutAddNorm"),
-    "MBartForConditionalGeneration": ("MBartDecoderLayer", "PreNormDecoderLayer"),
-    "PegasusForConditionalGeneration": ("PegasusEncoderLayer", "PreNormEncoderLayer"),
-    "BlenderbotForConditionalGeneration": ("BlenderbotDecoderLayer", "PreNormDecoderLayer"),
-    "PLBartForConditionalGeneration": ("PLBartEncoderLayer", "EncoderLayer"),
-    "MT5ForConditionalGeneration": ("MT5LayerNorm", "RMSNorm"),
-    "DeiTForImageClassification": ("DeiTMLP", "FeedForward"),
-    "BartForCausalLM": ("BartDecoderLayer", "DecoderLayer"),
-    "Llama4ForCausalLM": ("Llama4TextRMSNorm", "RMSNormOfEps"),
-    "MPNetForMaskedLM": ("MPNetOutput", "DropoutAddNorm"),
-    "DebertaForMaskedLM": ("DebertaLayerNorm", "LayerNorm"),
-    "MistralForCausalLM": ("MistralRMSNorm", "RMSNorm"),
-    "Qwen2ForCausalLM": ("Qwen2RMSNorm", "RMSNorm"),
-}
 WRITERS = [MARIAN, BART, T5, GPT2, "GptOssForCausalLM", "BloomForCausalLM", "EncoderDecoderModel+Bert+XGLM"]
 
 
@@ -47,15 +30,6 @@ WRITERS = [MARIAN, BART, T5, GPT2, "GptOssForCausalLM", "BloomForCausalLM", "Enc
 def test_the_report_names_the_fast_classes(name: str) -> None:
     rows = [row for row in pair_and_report(name)[2].rows if row.was in BLOCKS[name]]
     assert {row.was: row.now for row in rows} == {was: f"huggingface.{now}" for was, now in BLOCKS[name].items()}
-
-
-@pytest.mark.cover(5)
-@pytest.mark.parametrize("name", RELATIVES)
-def test_relatives(name: str) -> None:
-    was, now = RELATIVES[name]
-    eager, fast, report = accelerated.pair(models.make(case(name), "eager"))
-    assert {row.now for row in report.rows if row.was == was} == {f"huggingface.{now}"}
-    torch.testing.assert_close(fast(**given(name)).logits, eager(**given(name)).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

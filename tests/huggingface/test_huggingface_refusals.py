@@ -181,15 +181,3 @@ def test_the_config_is_saved_as_before() -> None:
     config = ours()
     Handwritten(config, Calling(config))
     assert not any(NAME in str(item) for item in config.to_dict().items())
-
-
-def test_without_any_attention_there_is_nothing_to_refuse() -> None:
-    model = transformers.AutoModelForCausalLM.from_config(config_of("MambaForCausalLM"), attn_implementation=NAME)
-    assert model(input_ids=IDS)
-
-
-def test_what_the_error_says_to_do_instead_works() -> None:
-    model = bloom(attn_implementation="eager").eval()
-    expected = model(input_ids=IDS).logits
-    assert len(tfast.accelerate(model).swapped) >= 3
-    torch.testing.assert_close(model(input_ids=IDS).logits, expected)

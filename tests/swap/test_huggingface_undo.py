@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from subprocesses import python
 from torch import Tensor, nn
 from torch.optim import optimizer
 
@@ -85,21 +84,6 @@ def test_nothing_is_left(name: str) -> None:
     new = after.keys() - before.keys()
     assert [key for key in new if key[:2] in classes or key[0] == "torch.optim.optimizer"] == []
     assert state(model) == was
-
-
-def test_pickles_in_a_new_process(tmp_path: Path) -> None:
-    saved = []
-    for name in ("BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration"):
-        model, given = models.make(models.named(name)).eval(), given_to(name)
-        expected = model(**given).logits.detach()
-        tfast.accelerate(model)
-        saved.append((model, given, expected))
-    torch.save(saved, tmp_path / "models")
-    done = python("-c", (
-        f"import torch\nfor model, given, expected in torch.load({str(tmp_path / 'models')!r}, weights_only=False):\n"
-        "    torch.testing.assert_close(model(**given).logits, expected, atol=1e-4, rtol=1e-4)"
-    ))  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_layer_with_relative_positions_is_copied_and_pickled() -> None:

@@ -176,17 +176,6 @@ def test_a_module_around_a_model_is_named() -> None:
     assert f"{SKIPPED}parts.0.encoder" in first and "Tagger" in second
 
 
-@pytest.mark.parametrize("name", ["MPNetModel", "MegatronBertModel"])
-def test_a_model_that_keeps_its_padding_says_why(name: str) -> None:
-    config = getattr(transformers, name).config_class(
-        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-    )
-    report = tfast.accelerate(getattr(transformers, name)(config), packed=True)
-    assert report.notes and all(note.startswith("packed: padding stays in ") for note in report.notes)
-    said = " ".join(str(report).split())
-    assert all(note.removeprefix("packed: ") in said for note in report.notes)
-
-
 def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
