@@ -19,6 +19,7 @@ from accelerated import assert_copied_and_undone, pair, state  # noqa: E402
 from transformers.loss import loss_utils  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
+from transformer_fast.huggingface.heads import READS_PADDING  # noqa: E402
 from transformer_fast.huggingface.logits import TokenLogits  # noqa: E402
 from transformer_fast.layers.padded_calls import GAPS, NO_TOKEN, recorded  # noqa: E402
 from transformer_fast.masks.packing import Packing  # noqa: E402
@@ -96,25 +97,54 @@ def test_a_call_that_keeps_its_padding_draws_the_dropout_of_a_padded_model() -> 
     assert list(report.padded_calls.reasons) == [GAPS]
 
 
-Outputs = tuple[Tensor, ...]
-WAYS: dict[str, tuple[str, Callable[[nn.Module, dict[str, Any]], Outputs]]] = {
-    "by position": (BERT, lambda m, given: (m(given["input_ids"], given["attention_mask"]).logits,)),
-    "tuples": (BERT, lambda m, given: m(**given, return_dict=False)[1:]),
-    "tuples of a decoder": (BART, lambda m, given: m(**given, return_dict=False)[1:2]),
-    "inference mode": (BERT, lambda m, given: torch.inference_mode()(lambda: (m(**given).logits,))()),
-}
+Given = dict[str, Any]
+NO_LABELS = {"labels": None, "use_cache": False}
+OPT = "OPTForCausalLM"  # which counts positions by the values of the mask
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_outputs_are_those_of_the_padded_model_at_tokens_and_zero_at_padding(way: str) -> None:
-    name, outputs = WAYS[way]
-    padded, without, report = both(name)
-    call = packed.batch(name, "right")
-    ours, theirs = (outputs(m.eval(), call.given) for m in (without, padded))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a[call.tokens], b[call.tokens], rtol=1e-4, atol=1e-5)
-        assert not a[~call.tokens].any()
-    assert len(ours) and not report.padded_calls.reasons
+CALLS: dict[str, tuple[str, str, Callable[[Any, Given], Tensor], list[str]]] = {
+    "by position": (BERT, "right", lambda m, given: m(given["input_ids"], given["attention_mask"]).logits, []),
+    "tuples": (BERT, "right", lambda m, given: m(**given, return_dict=False)[1], []),
+    "tuples of a decoder": (BART, "right", lambda m, given: m(**given, return_dict=False)[1], []),
+    "inference mode": (BERT, "right", lambda m, given: torch.inference_mode()(lambda: m(**given).logits)(), []),
+    "no tokens": (
+        BERT, "right",
+        lambda m, given: m(given["input_ids"], torch.zeros_like(given["attention_mask"])).logits.flatten(0, 1),
+        [NO_TOKEN],
+    ),
+    "other numbers": (
+        OPT, "left", lambda m, given: m(**given | {"attention_mask": 2 * given["attention_mask"]}).logits, [],
+    ),
+    "a loss of sentences": (
+        "BertForPreTraining", "right",
+        lambda m, given: m(**given, labels=given["input_ids"], next_sentence_label=torch.tensor([0, 1, 0])).loss,
+        [READS_PADDING],
+    ),
+    "a loss of choices": (
+        "GPT2DoubleHeadsModel", "right",
+        lambda m, given: m(**given, labels=given["input_ids"], mc_token_ids=torch.tensor([8, 2, 4])).loss, [],
+    ),
+    **{
+        f"logits of {keep}": (
+            LLAMA, "left",
+            lambda m, given, keep=keep: m(**given | NO_LABELS, logits_to_keep=keep).logits[:, -1], [],
+        )
+        for keep in (torch.tensor([0, packed.LENGTH - 1]), torch.tensor([packed.LENGTH - 1]), 2)
+    },
+}  # fmt: skip
+"""Model, padding, a call that returns a tensor, and the reasons of a call that keeps its padding."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_are_those_of_the_plain_model_at_tokens_and_zero_at_padding(name: str) -> None:
+    model, padding, run, reasons = CALLS[name]
+    (plain, fast, report), call = packed.pair(model), packed.batch(model, padding)
+    ours, theirs = (run(m.eval(), call.given) for m in (fast, plain))
+    if ours.shape[:2] == call.tokens.shape:
+        assert not ours[~call.tokens].any()
+        ours, theirs = ours[call.tokens], theirs[call.tokens]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert list(report.padded_calls.reasons) == reasons
 
 
 @pytest.mark.parametrize("name", [BERT, GPT2, BART])
@@ -125,17 +155,6 @@ def test_a_batch_without_padding_is_computed_as_before(name: str) -> None:
         call.given["labels"] = call.given["labels"].clamp(min=4)
     ours, theirs = packed.step(without, call), packed.step(padded, call)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
-def test_a_batch_without_tokens() -> None:
-    padded, without, report = both(BERT)
-    call = packed.batch(BERT, "right")
-    call.given["attention_mask"].zero_()
-    call.given["labels"].fill_(packed.IGNORED)
-    del call.given["labels"]
-    with torch.no_grad():
-        torch.testing.assert_close(without(**call.given).logits, padded(**call.given).logits)
-    assert list(report.padded_calls.reasons) == [NO_TOKEN]
 
 
 def test_the_inputs_of_a_decoder_end_where_its_labels_do() -> None:
@@ -266,28 +285,6 @@ def test_a_loss_that_was_replaced_in_the_table_of_transformers(monkeypatch: pyte
     packed.hold(plain, fast, packed.batch(LLAMA, "right"))
 
 
-@pytest.mark.parametrize("name", ["BertForPreTraining", "GPT2DoubleHeadsModel"])
-def test_labels_at_padding_of_heads_with_two_losses(name: str) -> None:
-    plain, fast, _ = packed.pair(name)
-    call = packed.batch(BERT, "right")
-    call.given["labels"] = call.given["input_ids"]
-    more = {"next_sentence_label": [0, 1, 0]} if "Bert" in name else {"mc_token_ids": [8, 2, 4]}
-    given = call.given | {key: torch.tensor(value) for key, value in more.items()}
-    torch.testing.assert_close(fast(**given).loss, plain(**given).loss, rtol=1e-4, atol=1e-5)
-
-
-def test_a_mask_of_other_numbers() -> None:
-    """OPT counts positions by the values of the mask."""
-    plain, fast, report = packed.pair("OPTForCausalLM")
-    call = packed.batch("OPTForCausalLM", "left")
-    call.given["attention_mask"] *= 2
-    assert not report.padded_calls.reasons
-    keep = call.given["attention_mask"] > 0
-    with torch.no_grad():
-        ours, theirs = (model(**call.given).logits[keep] for model in (fast, plain))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
 def identities(model: nn.Module) -> None:
     for layer in model.bert.encoder.layer:
         layer.output.dropout = nn.Identity()
@@ -308,15 +305,6 @@ def test_layers_whose_parts_were_changed(change: Callable[[nn.Module], None], pa
     for model in (plain, fast):
         change(model)
     torch.testing.assert_close(fast(**call.given).loss, plain(**call.given).loss, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("keep", [torch.tensor([0, 1]), torch.tensor([0]), 2])
-def test_logits_of_some_positions(keep: Tensor | int) -> None:
-    plain, fast, _ = packed.pair(LLAMA)
-    given = {key: value for key, value in packed.batch(LLAMA, "left").given.items() if key != "labels"}
-    ours, theirs = (model(**given, use_cache=False, logits_to_keep=keep).logits for model in (fast, plain))
-    places = given["attention_mask"].bool()[:, keep if isinstance(keep, Tensor) else slice(-keep, None)]
-    torch.testing.assert_close(ours[places], theirs[places], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [BERT, LLAMA, "OPTForCausalLM"])

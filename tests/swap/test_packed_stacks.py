@@ -318,7 +318,8 @@ def test_a_hook_on_a_layer_of_a_stack_or_inside_sees_padded_rows(name: str, path
     keep, trg_keep, shapes = lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET), []
     if name == "torch":
         model: nn.Module = nn.Transformer(D, 2, 2, 1, 32, 0.0, batch_first=True)
-        given_, options = (torch.randn(4, SOURCE, D), torch.randn(4, TARGET, D)), {"src_key_padding_mask": ~keep}
+        given_ = torch.randn(4, SOURCE, D), torch.randn(4, TARGET, D)
+        options = {"src_key_padding_mask": ~keep, "memory_key_padding_mask": ~keep}
     else:
         model, given_, options = MODELS[name](), ids_and_masks(keep, trg_keep), {}
     report = tfast.accelerate(model, packed=True)
