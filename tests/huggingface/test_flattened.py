@@ -161,16 +161,6 @@ def test_positions_alone_mean_what_they_mean_in_the_plain_model(name: str) -> No
             torch.testing.assert_close(model(**call).logits, plain(**call).logits, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("length", [15, 16, 17])
-def test_cross_attention_is_whole(length: int) -> None:
-    """Positions are those of the decoder, also where the encoder has as many tokens."""
-    plain = models.scattered(models.make(models.named("GPT2LMHeadModel"), "eager", add_cross_attention=True), std=0.3)
-    states = torch.randn(1, length, models.WIDTH, generator=torch.Generator().manual_seed(2))
-    call = flat() | {"encoder_hidden_states": states, "use_cache": False}
-    expected = plain(**call).logits
-    torch.testing.assert_close(ours(plain, "accelerated eager")(**call).logits, expected, atol=2e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("weights", [False, True])
 def test_what_cannot_be_is_refused_by_name(weights: bool) -> None:
     bert = build(models.named("BertForMaskedLM"), "transformer_fast")

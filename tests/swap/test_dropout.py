@@ -80,12 +80,6 @@ def test_graphs_hold_what_they_held(training: bool) -> None:
     assert graphs[1:half] == graphs[half + 1 :]
 
 
-def test_other_devices_stay_with_torch() -> None:
-    report = tfast.accelerate(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4)).to("meta"))
-    assert not report.swapped and all("meta device" in row.why for row in report.left)
-    assert dropout(torch.empty(3, 4, device="meta"), 0.4).is_meta
-
-
 def test_on_a_gpu_dropout_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Dropout(0.4), nn.Dropout(0.3), nn.LayerNorm(8))
     report = tfast.accelerate(seems_on_gpu(model, monkeypatch))

@@ -180,31 +180,6 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-class Processor:
-    """Attention in an object that a module holds, as in diffusers."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x)
-
-
-class Holding(nn.Module):
-    def __init__(self, processor: Processor) -> None:
-        super().__init__()
-        self.processor = processor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.processor(x)
-
-
-def test_an_object_that_a_module_holds() -> None:
-    """The object stays, and another model that holds it calls torch's function."""
-    held, x = Processor(), torch.randn(2, 3, 5, 16)
-    model, fast = Holding(held), Holding(held)
-    tfast.accelerate(fast, functional=True)
-    assert fast.processor is held and type(held) is Processor
-    assert whose(lambda: fast(x)) == {"ours"} and whose(lambda: model(x)) == {"torch"}
-
-
 def test_attributes_methods_and_hooks_are_live() -> None:
     model, fast, report = pair(lambda: Block(0.0))
     x, seen = torch.randn(2, 3, 5, 16), []

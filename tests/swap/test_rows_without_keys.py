@@ -33,12 +33,6 @@ def check(name: str, attention: str, inputs: dict[str, Tensor], **settings: Any)
 
 
 @every_implementation
-@pytest.mark.parametrize(("name", "second"), [("BertModel", [0] * 6), ("LlamaForCausalLM", [0, 0, 1, 1, 1, 1])])
-def test_a_sentence_of_padding_alone_and_left_padding(name: str, second: list[int], attention: str) -> None:
-    check(name, attention, {"input_ids": IDS, "attention_mask": torch.tensor([[1] * 6, second])})
-
-
-@every_implementation
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM"])
 def test_gradients_where_a_loss_reads_such_a_row(name: str, packed: bool, attention: str) -> None:
