@@ -186,8 +186,7 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
   if (needs.bias) {
     const std::array<int64_t, 4> sizes = {q.size(0), q.size(1), q.size(2), k.size(2)};
     const int64_t scores = c10::multiply_integers(sizes);
-    if (!params.is_packed() && q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores &&
-        !params.softcap)
+    if (!params.is_packed() && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores && !params.softcap)
       grad_scores = at::empty(sizes, q.options());
     else
       grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);

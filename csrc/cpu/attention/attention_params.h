@@ -149,7 +149,7 @@ struct AttentionBackward {
   View<const T> grad_out, out;
   View<const A> logsumexp, grad_logsumexp;
   View<T> grad_q, grad_k, grad_v;
-  View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries, nor with a softcap
+  View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not with a softcap
   SavedProbs<T, A> saved_probs = {};
   View<A> grad_distance_bias = {};  // like the distance bias, data at distance 0; gradients are added to it
 };

@@ -3,7 +3,6 @@
 // task sums the gradients of its keys over all query heads of the group and all query blocks, in order. Only the
 // gradient of q is shared between ranges; it is summed over the ranges, in order, at the end. The ranges depend on
 // shapes only, so the result does not depend on the number of threads.
-#include "few_queries_backward.h"
 #include "gradients.h"
 
 #include <span>
@@ -32,6 +31,7 @@ class KeyRangeBackward {
   void run(A* partial_q, A* grad_distances) {
     const auto& p = params_;
     const int64_t group = p.H / p.Hkv;
+    if (p.Lq == 0) skip(kv_head_ * group, 0, 0, range_, /*fresh=*/true);
     for (int64_t h = kv_head_ * group; h < (kv_head_ + 1) * group; ++h) {
       if (grad_distances) grad_distance_0_ = grad_distances + (h % group) * distances(p) + p.Lq - 1;
       for (int64_t first_query = 0; first_query < p.Lq; first_query += kQueryTile) {
@@ -214,13 +214,8 @@ void attention_backward(std::span<const AttentionBackward<T, A>> calls) {
     const int64_t head = task / ranges.count, b = head / p.Hkv, kv_head = head % p.Hkv, range = task % ranges.count;
     const int64_t head_size = p.Lq * p.D, first_key = range * ranges.length;
     const Range keys{first_key, std::min(p.Lk, first_key + ranges.length)};
-    if (has_few_queries(p))
-      RowsBackward<T, A>(calls[c], b, kv_head)
-          .run(keys, splits[c].of_range(range, (b * p.H + kv_head * (p.H / p.Hkv)) * head_size),
-               distance_parts[c].of_task(task));
-    else
-      KeyRangeBackward<T, A>(calls[c], b, kv_head, keys)
-          .run(splits[c].of_range(range, b * p.H * head_size), distance_parts[c].of_task(task));
+    KeyRangeBackward<T, A>(calls[c], b, kv_head, keys)
+        .run(splits[c].of_range(range, b * p.H * head_size), distance_parts[c].of_task(task));
   });
   for (std::size_t c = 0; c < calls.size(); ++c)
     if (distance_parts[c].data) sum_distances(calls[c], distance_parts[c], splits[c].ranges.count);

@@ -118,55 +118,6 @@ void add_rows(const A* weights, RowsAt<T> rows, int64_t count, int64_t D, A* sum
   while (d < D) add(std::integral_constant<int, 1>(), std::false_type());
 }
 
-// Row j of `sums` += weights[j] * vector, for j < count; both padded to whole vectors. A weight of 0 adds nothing.
-template <typename A>
-void add_outer_product(const A* weights, const A* vector, int64_t count, int64_t width, A* sums) {
-  for (int64_t j = 0; j < count; ++j) {
-    if (weights[j] == 0) continue;
-    for (int64_t d = 0; d < width; d += kLanes<A>)
-      store(sums + j * width + d, fma(load(vector + d), weights[j], load(sums + j * width + d)));
-  }
-}
-
-// A logsumexp this far from 0 has lost digits, which gives all weights of its row the same relative error. Causes:
-// ALiBi far from every key, or a bias of -1e9 on a whole row, where even the number of keys is lost. A few rows are
-// summed again from 8 on, where half a unit in the last place of the logsumexp is four units in the last place of a
-// weight.
-template <typename A>
-bool is_large(A logsumexp, A least = 64) {
-  return std::abs(logsumexp) > least && std::isfinite(logsumexp);
-}
-
-// A logsumexp as the sum of two numbers, of which the first is exact.
-template <typename A>
-struct TwoPartLogsumexp {
-  A maximum = kBlocked<A>, sum = 0;
-
-  // The sink's part; -inf without a sink.
-  explicit TwoPartLogsumexp(A sink) { add(&sink, 1, 1); }
-
-  void add(const A* scores, int64_t count, int64_t stride) {
-    const A before = maximum;
-    for (int64_t j = 0; j < count; ++j) maximum = std::max(maximum, scores[j * stride]);
-    if (maximum == kBlocked<A>) return;
-    sum *= std::exp(before - maximum);
-    for (int64_t j = 0; j < count; ++j) sum += std::exp(scores[j * stride] - maximum);
-  }
-
-  A rest() const { return sum > 0 ? std::log(sum) : A(0); }
-};
-
-template <typename T>
-Accumulate<T> dot(const T* a, const T* b, int64_t D) {
-  using A = Accumulate<T>;
-  Vector<A> products{};
-  for (int64_t d = 0; d < D; d += kLanes<A>) {
-    const int64_t count = std::min(kLanes<A>, D - d);
-    products = fma(load_some(a + d, count), load_some(b + d, count), products);
-  }
-  return lane_sum<A>(products);
-}
-
 // The queries of one key head: all heads of the group and all positions. Row r is position r % Lq of a head.
 template <typename T, typename A>
 class QueryRows {
@@ -211,15 +162,15 @@ class QueryRows {
   }
 
   // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors. `ahead`: values to prefetch, or
-  // none. `slopes`: output for the softcap's slopes, or null.
+  // none.
   void find_scores(int64_t row, const A* query, RowsAt<T> k, int64_t first, int64_t count, A* scores,
-                   RowsAt<T> ahead = {}, A* slopes = nullptr) {
+                   RowsAt<T> ahead = {}) {
     const auto& p = params_;
     if (ahead.first)
       multiply_rows<true>(k, count, p.D, query, p.scale, scores, ahead);
     else
       multiply_rows(k, count, p.D, query, p.scale, scores);
-    if (p.softcap > 0) cap(count, p.softcap, scores, slopes);
+    if (p.softcap > 0) cap(count, p.softcap, scores);
     const int64_t h = head(row), i = position(row);
     const Lowered<A>& mask = lowered(row);
     const auto add = [&](const auto& addends) {
@@ -238,12 +189,6 @@ class QueryRows {
     std::fill(scores + end, scores + round_up(count, kW), kBlocked<A>);
   }
 
-  // Draws for keys first .. first + count - 1, first a multiple of kKeysDrawn; whole vectors of draws are written.
-  void draw(int64_t row, int64_t first, int64_t count, uint16_t* draws) const {
-    const TileDropout<A> dropout(params_, b_, head(row));
-    for (int64_t j = 0; j < count; j += kKeysDrawn) dropout.draw_row(first + j, position(row), draws + j);
-  }
-
  private:
   // The mask of the block that the row's position is in, kept for the rows that follow.
   const Lowered<A>& lowered(int64_t row) {
@@ -256,17 +201,6 @@ class QueryRows {
   int64_t b_, kv_head_, group_;
   std::optional<Lowered<A>> lowered_;
 };
-
-// kept ? value : 0 over `count` weights, whole vectors at a time.
-template <typename A>
-void drop(const uint16_t* draws, const DropoutRate& rate, int64_t count, A factor, A* weights) {
-  for (int64_t j = 0; j < count; j += kLanes<A>) {
-    ShortVector<A> bits;
-    std::memcpy(&bits, draws + j, sizeof(bits));
-    const auto kept = __builtin_convertvector(bits, IntegerVector<A>) >= static_cast<IntegerLane<A>>(rate.threshold);
-    store(weights + j, kept ? load(weights + j) * factor : Vector<A>{});
-  }
-}
 
 }  // namespace
 }  // namespace transformer_fast

@@ -106,11 +106,21 @@ class RowsForward {
       add_rows(weights_, v, keys, params_.D, part.sum);
   }
 
+  // Drops weights of keys first .. first + keys - 1, first a multiple of kKeysDrawn.
   void drop_weights(int64_t row, int64_t first, int64_t keys) {
     if (params_.dropout.p == 0) return;
-    uint16_t draws[kRowKeys];
-    rows_.draw(row, first, keys, draws);
-    drop(draws, DropoutRate(params_.dropout.p), keys, A(1), weights_);
+    const TileDropout<A> dropout(params_, b_, rows_.head(row));
+    uint16_t draws[kKeysDrawn];
+    for (int64_t j = 0; j < keys; j += kKeysDrawn) {
+      dropout.draw_row(first + j, rows_.position(row), draws);
+      for (int64_t n = 0; n < std::min(kKeysDrawn, round_up(keys - j, kW)); n += kW) {
+        ShortVector<A> bits;
+        std::memcpy(&bits, draws + n, sizeof(bits));
+        const auto kept = __builtin_convertvector(bits, IntegerVector<A>) >=
+                          static_cast<IntegerLane<A>>(dropout.dropout.rate.threshold);
+        store(weights_ + j + n, kept ? load(weights_ + j + n) : Vector<A>{});
+      }
+    }
   }
 
   void finish(int64_t row, RowPart<A> part) {

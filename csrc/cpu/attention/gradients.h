@@ -2,12 +2,50 @@
 #pragma once
 
 #include "../simd/operands.h"
-#include "few_queries.h"
 #include "mask.h"
 #include "saved_tile.h"
 
 namespace transformer_fast {
 namespace {
+
+// A logsumexp this far from 0 has lost digits, which gives all weights of its row the same relative error. Causes:
+// ALiBi far from every key, or a bias of -1e9 on a whole row, where even the number of keys is lost. The forward of few
+// queries sums scores in another order than the backward: from 8 on, half a unit in the last place of the logsumexp is
+// four units in the last place of a weight.
+template <typename A>
+bool is_large(A logsumexp, bool few_queries) {
+  return std::abs(logsumexp) > (few_queries ? 8 : 64) && std::isfinite(logsumexp);
+}
+
+// A logsumexp as the sum of two numbers, of which the first is exact.
+template <typename A>
+struct TwoPartLogsumexp {
+  A maximum = kBlocked<A>, sum = 0;
+
+  // The sink's part; -inf without a sink.
+  explicit TwoPartLogsumexp(A sink) { add(&sink, 1, 1); }
+
+  void add(const A* scores, int64_t count, int64_t stride) {
+    const A before = maximum;
+    for (int64_t j = 0; j < count; ++j) maximum = std::max(maximum, scores[j * stride]);
+    if (maximum == kBlocked<A>) return;
+    sum *= std::exp(before - maximum);
+    for (int64_t j = 0; j < count; ++j) sum += std::exp(scores[j * stride] - maximum);
+  }
+
+  A rest() const { return sum > 0 ? std::log(sum) : A(0); }
+};
+
+template <typename T>
+Accumulate<T> dot(const T* a, const T* b, int64_t D) {
+  using A = Accumulate<T>;
+  Vector<A> products{};
+  for (int64_t d = 0; d < D; d += kLanes<A>) {
+    const int64_t count = std::min(kLanes<A>, D - d);
+    products = fma(load_some(a + d, count), load_some(b + d, count), products);
+  }
+  return lane_sum<A>(products);
+}
 
 template <typename T, typename A>
 class ScoreGradients {
@@ -46,16 +84,14 @@ class ScoreGradients {
       q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operands<T>(query_lanes_));
     grad_out_ = load_lanes(call_.grad_out.at(b_, h, first_query), call_.grad_out.row_stride(), queries, p.D,
                            operands<T>(grad_out_lanes_));
-    // For few queries, the forward sums scores in another order, so large scores differ from those computed here.
-    // Weights from its logsumexp would then be inexact.
-    const bool again = !call_.saved_probs && (has_large_ || has_few_queries(p));
-    if (again) sum_again();
+    has_large_ &= !call_.saved_probs;
+    if (has_large_) sum_again();
     first_tile_ = keys.begin;
     sum_delta_ = keys.begin == needed.begin && visible.end <= std::min(range.end, keys.begin + kKeyTile);
     std::fill(delta_, delta_ + lanes_, A(0));
     std::fill(weight_sums_, weight_sums_ + lanes_, A(0));
     if (!sum_delta_) {
-      if (again) {
+      if (has_large_ && !has_few_queries()) {
         for (int64_t first = visible.begin; first < visible.end; first += kKeyTile)
           find_weights(first, std::min(kKeyTile, visible.end - first), Pass::kSum);
         normalize_delta();
@@ -136,7 +172,7 @@ class ScoreGradients {
     for (int64_t i = 0; i < queries_; ++i) {
       logsumexp_[i] = *call_.logsumexp.at(b_, h_, first_query_ + i);
       if (call_.grad_logsumexp.data) grad_logsumexp_[i] = *call_.grad_logsumexp.at(b_, h_, first_query_ + i);
-      has_large_ |= is_large(logsumexp_[i]);
+      has_large_ |= is_large(logsumexp_[i], has_few_queries());
       if (logsumexp_[i] == kBlocked<A> && p.has_uniform_rows()) {
         uniform_[i] = A(1) / static_cast<A>(p.Lk);
         any = true;
@@ -253,6 +289,7 @@ class ScoreGradients {
     return {saved, factors, uniform_, delta_, weights_, grads_, queries_, lanes_};
   }
 
+  bool has_few_queries() const { return params_.Lq <= kFewQueries; }
   bool packed() const { return kPaired<T> && call_.saved_probs; }
 
   Matrix<E> packed_over_queries(int64_t offset) const {
