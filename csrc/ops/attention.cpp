@@ -30,10 +30,11 @@ using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 enum : size_t { kQ, kK, kV, kBias, kDistanceBias, kSinks, kInputs };
 using Gradients = std::array<bool, kInputs>;
 
+// `dropout_words`: how many int32 keep bits of dropout for a backward; none: what the kernels keep for it is theirs.
 AttentionResult compute_forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
-                                bool training) {
-  return params.by_triton ? python_hooks().launch_attention(q, k, v, params, training)
-                          : attention_forward(q, k, v, params, training);
+                                std::optional<int64_t> dropout_words) {
+  return params.by_triton ? python_hooks().launch_attention(q, k, v, params, dropout_words)
+                          : attention_forward(q, k, v, params, /*training=*/!dropout_words);
 }
 
 AttentionGradients compute_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q,
@@ -111,12 +112,9 @@ ThreeTensors forward(const AttentionParams& params, const Tensor& q, const Tenso
     return {q.size(-1) == v.size(-1) ? out : out.contiguous(), logsumexp, dropout_bits};
   }
   check_words(params, dropout_words);
-  const AttentionResult result = compute_forward(readable(params, q, k), q, k, v, /*training=*/dropout_words > 0);
-  const Tensor bits = result.dropout_bits ? *result.dropout_bits : at::empty({0}, q.options().dtype(at::kInt));
-  checks(params).require(bits.numel() == dropout_words, "dropout_words must be those that this device keeps, ",
-                         bits.numel(), ", got ", dropout_words,
-                         "; a graph serves the kind of device that it was made for");
-  return {result.out, result.logsumexp, bits};
+  const AttentionResult result = compute_forward(readable(params, q, k), q, k, v, dropout_words.expect_int());
+  return {result.out, result.logsumexp,
+          result.dropout_bits ? *result.dropout_bits : at::empty({0}, q.options().dtype(at::kInt))};
 }
 
 SixTensors backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
@@ -221,34 +219,38 @@ struct Attention {
 };
 
 // The op with its autograd node, for rows that the kernels take. `direct`: true if the kernels may be called without the
-// dispatcher. `outputs`: number of results of (out, logsumexp) that the caller gets.
+// dispatcher. `outputs`: number of results of (out, logsumexp) that the caller gets. Bits of dropout that the caller did
+// not ask for are the backward's alone.
 ThreeTensors recorded_rows(const AttentionParams& params, bool direct, size_t outputs, const Tensor& q, const Tensor& k,
-                           const Tensor& v, c10::SymInt dropout_words) {
+                           const Tensor& v, const c10::SymInt& dropout_words) {
   const bool records = needs_gradient(q, k, v, params.bias, params.distance_bias, params.sinks);
+  const bool asked = dropout_words.maybe_as_int() != 0;
   AttentionResult result;
   if (direct) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    result = compute_forward(params, q, k, v, /*training=*/records);
+    result = compute_forward(params, q, k, v, records ? std::nullopt : std::optional<int64_t>(0));
   } else {
-    if (records && params.by_triton && params.dropout_p > 0) dropout_words = python_hooks().dropout_words(q, k, params);
+    const bool chooses = !asked && records && params.by_triton && params.dropout_p > 0;
+    const c10::SymInt words = chooses ? python_hooks().dropout_words(q, k, params) : dropout_words;
     const at::AutoDispatchBelowADInplaceOrView below;
     Tensor bits;
-    std::tie(result.out, result.logsumexp, bits) = dispatch<"attention", forward>(params, q, k, v, dropout_words);
-    result.dropout_bits = bits;
+    std::tie(result.out, result.logsumexp, bits) = dispatch<"attention", forward>(params, q, k, v, words);
+    if (words > 0) result.dropout_bits = bits;
   }
-  if (!records) return {result.out, result.logsumexp, or_undefined(result.dropout_bits)};
+  ThreeTensors results = {result.out, result.logsumexp, asked ? or_undefined(result.dropout_bits) : Tensor()};
+  if (!records) return results;
   eager::OpNode<Attention>::Saved saved = {q, k, v};
   const auto tensors = params.tensors();
   std::copy(tensors.begin(), tensors.end(), &saved[Attention::kParams]);
   saved[Attention::kOut] = result.out, saved[Attention::kLogsumexp] = result.logsumexp;
   saved[Attention::kProbs] = or_undefined(result.saved_probs);
   saved[Attention::kFactors] = or_undefined(result.saved_factors);
-  if (direct || dropout_words > 0) saved[Attention::kDropoutBits] = or_undefined(result.dropout_bits);
+  saved[Attention::kDropoutBits] = or_undefined(result.dropout_bits);
   variable_list returned = {result.out, result.logsumexp};
   returned.resize(outputs);
   eager::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias, params.distance_bias,
                            params.sinks);
-  return {result.out, result.logsumexp, or_undefined(result.dropout_bits)};
+  return results;
 }
 
 // `by_door`: the caller gets the output alone, and all tensors are plain.
@@ -287,8 +289,8 @@ ThreeTensors forward_autocast(const AttentionParams& params, const Tensor& q, co
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  // The forward keeps bits of dropout for the backward in `dropout_words` numbers of int32, which the autograd rule asks
-  // for; 0 keeps none.
+  // `dropout_bits` are `dropout_words` numbers of int32 for the backward, 0 or those of the kernels; words of tiles
+  // without visible keys are arbitrary. With 0 the autograd rule chooses their number, and keeps them to itself.
   define_op<"attention", Flat<check_forward>::call, Flat<forward>::call, Flat<forward_meta>::call, Flat<recorded>::call,
             eager::DoorOptions{.casts = 3, .checks = false}>(
       m, "(Tensor q, Tensor k, Tensor v, SymInt dropout_words=0, " + kArguments +

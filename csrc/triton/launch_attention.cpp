@@ -80,14 +80,14 @@ py::object python_params(const AttentionParams& params) {
 }  // namespace
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
-                                 bool training) {
+                                 std::optional<int64_t> dropout_words) {
   static const PythonFunction launcher("transformer_fast.triton.attention.forward", "attention_forward");
-  const char* const name = training ? "attention forward in training" : "attention forward";
   const py::gil_scoped_acquire gil;
-  const auto [out, logsumexp, dropout_bits] =
-      replayed_or<3>(call_of(name, params, k, {q, k, v}), [&](const py::object& call) {
-        return launcher.tensors<3>(q, k, v, python_params(params), training, call);
-      });
+  LaunchCall call = call_of("attention forward", params, k, {q, k, v});
+  call.scalar(dropout_words);
+  const auto [out, logsumexp, dropout_bits] = replayed_or<3>(std::move(call), [&](const py::object& call) {
+    return launcher.tensors<3>(q, k, v, python_params(params), dropout_words, call);
+  });
   return {out, logsumexp, {}, {}, eager::or_none(dropout_bits)};
 }
 

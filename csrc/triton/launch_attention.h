@@ -7,12 +7,14 @@
 #include "../ops/attention_decode.h"
 
 #include <array>
+#include <optional>
 #include <tuple>
 
 namespace transformer_fast {
 
+// `dropout_words`: how many int32 keep bits of dropout for a backward; none: as dropout_words() says.
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
-                                 bool training);
+                                 std::optional<int64_t> dropout_words);
 // Number of int32 that the forward keeps for the dropout of a call with gradients; 0 if it keeps none. Sizes may be
 // symbolic.
 c10::SymInt dropout_words(const Tensor& q, const Tensor& k, AttentionParams params);

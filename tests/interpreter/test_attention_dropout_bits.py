@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +47,7 @@ def call_of(device: torch.device, p: float = 0.3, **options) -> tuple[tuple[torc
 def trained(tensors: tuple[torch.Tensor, ...], call: AttentionParams, keep: bool) -> tuple[torch.Tensor, ...]:
     """Return (out, gradients of q, k and v), and the bits."""
     *qkv, grad = tensors
-    out, logsumexp, dropout_bits = attention_forward(*qkv, call, training=keep)
+    out, logsumexp, dropout_bits = attention_forward(*qkv, call, None if keep else 0)
     assert (dropout_bits is not None) == keep
     return out, *attention_backward(grad, *qkv, out, logsumexp, call, None, dropout_bits)[:3], dropout_bits
 
@@ -62,7 +65,7 @@ def unpacked(dropout_bits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.9999])
 def test_bits_are_those_of_the_reference(device, p):
     tensors, call = call_of(device, p)
-    dropout_bits = attention_forward(*tensors[:3], call, training=True)[2]
+    dropout_bits = attention_forward(*tensors[:3], call, None)[2]
     assert torch.equal(unpacked(dropout_bits), reference.dropout.attention_keep(call.seed, p, B, H, LQ, LK))
 
 
@@ -81,7 +84,7 @@ def test_the_backward_reads_them(device):
     """With all bits cleared no gradient reaches the values; with all bits set gradients differ from those of
     drawing."""
     (q, k, v, grad), call = call_of(device)
-    out, logsumexp, dropout_bits = attention_forward(q, k, v, call, training=True)
+    out, logsumexp, dropout_bits = attention_forward(q, k, v, call, None)
     _, _, grad_v, *_ = attention_backward(grad, q, k, v, out, logsumexp, call, None, torch.zeros_like(dropout_bits))
     assert not grad_v.any()
     ones = torch.full_like(dropout_bits, -1)
@@ -112,17 +115,51 @@ def test_a_packed_batch_is_that_of_its_sequences(device, causal):
     assert not grad_v.any()
 
 
+def op_call(device: torch.device, packed: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Return (q, k, v, gradient of out), and the op's other arguments; tiles of a padded batch are skipped."""
+    tensors, call = call_of(device, causal=0)
+    if not packed:
+        return tensors, call.keywords()
+    starts_q, starts_k = (torch.tensor([0, 100, n], dtype=torch.int32, device=device) for n in (LQ, LK))
+    call = replace(call, causal=None, packed=PackedBatch(starts_q, starts_k, 100, 100))
+    return tuple(t[0].transpose(0, 1).contiguous() for t in tensors), call.keywords()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_op_under_torchs_checks(device, packed, monkeypatch):
+    """Words that the forward does not write, here new ones in each call, must reach no result."""
+    (q, k, v, _), options = op_call(device, packed)
+    fills, empty = itertools.count(), torch.empty
+
+    def words(*size: Any, **keywords: Any) -> torch.Tensor:
+        found = empty(*size, **keywords)
+        return found.fill_(next(fills)) if keywords.get("dtype") == torch.int32 else found
+
+    monkeypatch.setattr("transformer_fast.triton.attention.dropout_bits.torch.empty", words)
+    with tfast.backend("triton"):
+        torch.library.opcheck(OPS.attention, [t.requires_grad_() for t in (q, k, v)], options)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_wrong_number_of_words_raises(device, packed):
+    """Kernels would read and write past the end of fewer words."""
+    (q, k, v, grad), options = op_call(device, packed)
+    with tfast.backend("triton"):
+        with pytest.raises(ValueError, match=r"dropout_words must be \d+ words, .* or none, got 7;"):
+            OPS.attention(q, k, v, 7, **options)
+        out, logsumexp, bits = OPS.attention(q, k, v, **options)
+        assert bits.shape == (0,)
+        results = out, logsumexp, None, torch.zeros(7, dtype=torch.int32, device=device), [True] * 3 + [False] * 3
+        with pytest.raises(ValueError, match=r"dropout_bits must be \d+ words, .* or none, got 7;"):
+            OPS.attention_backward(grad, q, k, v, *results, **options)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_compiled_graph_keeps_them(device, packed, dynamic):
-    """The forward of a graph gives its backward the bits: the gradients are those of an eager call, bit for bit."""
-    (q, k, v, grad), call = call_of(device, causal=0)
-    options = call.keywords()
-    if packed:
-        q, k, v, grad = (t[0].transpose(0, 1).contiguous() for t in (q, k, v, grad))
-        starts_q, starts_k = (torch.tensor([0, 100, n], dtype=torch.int32, device=device) for n in (LQ, LK))
-        sequences = PackedBatch(starts_q, starts_k, 100, 100)
-        options = AttentionParams(scale=call.scale, dropout_p=0.3, seed=call.seed, packed=sequences).keywords()
+def test_a_compiled_graph_keeps_them(device, packed, dynamic, monkeypatch):
+    """The forward of a graph gives its backward the bits: the gradients are those of an eager call, bit for bit. The
+    graph keeps the number of words that it was made with, whatever share of the memory they may take later."""
+    (q, k, v, grad), options = op_call(device, packed)
     graphs: list[torch.fx.Node] = []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -140,8 +177,10 @@ def test_a_compiled_graph_keeps_them(device, packed, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), dynamic=dynamic)
     with tfast.backend("triton"):
-        for ours, eager in zip(outcome(compiled), outcome(attend), strict=True):
-            assert torch.equal(ours, eager)
+        eager = outcome(attend)
+        assert all(map(torch.equal, outcome(compiled), eager))
+        monkeypatch.setitem(configs.DROPOUT_BITS, "share", 0)
+        assert all(map(torch.equal, outcome(compiled), eager))
     forward, backward = graphs
     assert forward.args[3] != 0 and backward.args[7] is not None  # dropout_words and dropout_bits
 
@@ -150,7 +189,7 @@ def test_a_compiled_graph_keeps_them(device, packed, dynamic):
 def test_a_graph_of_any_sizes_keeps_all_of_them(device, packed, monkeypatch):
     """A share without bound, with sizes that are symbols."""
     monkeypatch.setitem(configs.DROPOUT_BITS, "share", math.inf)
-    test_a_compiled_graph_keeps_them(device, packed, dynamic=True)
+    test_a_compiled_graph_keeps_them(device, packed, True, monkeypatch)
 
 
 def test_a_graph_whose_number_of_sequences_depends_on_data_keeps_none(device, monkeypatch):

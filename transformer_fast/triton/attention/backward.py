@@ -17,6 +17,7 @@ from ..launch_cache import run_kept
 from ..launcher import Launch, architecture_of, blocks_of, contiguous, empties_like, widen_bf16_if_interpreted
 from .backward_kv import grad_kv_kernel
 from .backward_q import grad_q_kernel
+from .dropout_bits import check_words
 from .grad_bias import grad_bias_launch, part_sums
 from .grad_distance_bias import diagonal_sums, distance_gradient, grad_distance_bias_launch
 from .launches import MAP_TENSORS, is_empty, kernel_views, tile_launch
@@ -128,6 +129,8 @@ def _attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
     grad_logsumexp: Tensor | None, dropout_bits: Tensor | None, needs: Needs, call: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    if dropout_bits is not None:
+        check_words("dropout_bits", dropout_bits.numel(), q, k, params, architecture_of(q))
     grad_q, grad_k, grad_v = empties_like(q, k, v) if needs.keys else (torch.empty_like(q), None, None)
     bias = params.bias if needs.bias else None
     distance_bias = params.distance_bias if needs.distance_bias else None

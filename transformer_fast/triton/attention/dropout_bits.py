@@ -8,7 +8,7 @@ form one word. In the word of lane 4 a + b, bit 16 r + 8 g + 2 n + h is of query
 h. The words of a block of 128 queries are (columns of 64 keys, 8 units of 16 queries, 32 lanes), with the columns of
 the longest sequence, rounded up to whole tiles. The blocks of a (batch, head) follow one another. In a packed batch
 those of a head do, and sequence b begins at block cu_seqlens[b] // 128 + b. Words of tiles that the forward skips are
-not written.
+not written, nor those of a block past the tiles of its sequence.
 """
 
 import math
@@ -32,13 +32,30 @@ _BLOCK = tl.constexpr(128)
 guard."""
 
 
-def empty_dropout_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> Tensor | None:
+def empty_dropout_bits(
+    q: Tensor, k: Tensor, params: AttentionParams, arch: str, words: int | None = None
+) -> Tensor | None:
     """Allocate memory for the bits of a call, int32 (words,), or None if the bits are not kept.
 
-    For the arguments see :func:`words_of`.
+    For the other arguments see :func:`words_of`.
+
+    Args:
+        words: their number in a compiled graph, which was chosen when the graph was made; None chooses it now.
     """
-    words = words_of(q, k, params, arch)
+    if words is None:
+        words = words_of(q, k, params, arch)
+    elif words:
+        check_words("dropout_words", words, q, k, params, arch)
     return torch.empty(words, dtype=torch.int32, device=q.device) if words else None
+
+
+def check_words(name: str, words: int, q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> None:
+    """Raise ValueError unless this is the number of words of a call that keeps its bits."""
+    if words != (whole := words_of(q, k, params, arch, math.inf)):
+        raise ValueError(
+            f"attention: {name} must be {whole} words, those that this device keeps, or none, got {words}; "
+            "a graph serves the kind of device that it was made for"
+        )
 
 
 @widen_bf16_if_interpreted(results=0)
@@ -52,7 +69,7 @@ def dropout_words(q: Tensor, k: Tensor, params: AttentionParams) -> int:
     return words_of(q, k, params, architecture_of(q))
 
 
-def words_of(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> int:
+def words_of(q: Tensor, k: Tensor, params: AttentionParams, arch: str, share: float | None = None) -> int:
     """Number of int32 with the bits of a call; 0 if the bits are not kept. The module docstring explains the layout.
 
     Args:
@@ -60,8 +77,9 @@ def words_of(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> int:
         k: (B, Hkv, Lk, D), or (Tk, Hkv, D).
         params: as given to the launcher. The values of tensors are not read.
         arch: architecture class.
+        share: limit of the memory, as :data:`..configs.DROPOUT_BITS` has it; None: that one.
     """
-    packed = params.packed
+    packed, share = params.packed, DROPOUT_BITS["share"] if share is None else share
     if packed is not None and not keeps_packed_bits(triton.__version__):
         return 0
     keys = k.shape[2] if packed is None else min(packed.max_seqlen_k, k.shape[0])
@@ -79,7 +97,7 @@ def words_of(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> int:
     rows = q.numel() // q.shape[-1]
     if blocks * columns * 256 >= 2**31:
         return 0
-    if (share := DROPOUT_BITS["share"]) != math.inf:  # sizes of a graph may be symbols, which inf cannot multiply
+    if share != math.inf:  # sizes of a graph may be symbols, which inf cannot multiply
         most = share * 2 * (q.numel() + k.numel()) * q.element_size()
         # The ends of tiles may take a quarter more: many short sequences beside a long one would take many times that.
         if rows * columns * 8 > most or heads * blocks * columns * 1024 > 1.25 * most:

@@ -209,7 +209,7 @@ def forward_launches(
 
 @widen_bf16_if_interpreted(results=1)
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, training: bool = False, call: Any = None
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, dropout_words: int | None = 0, call: Any = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Masked attention by Triton.
 
@@ -219,7 +219,8 @@ def attention_forward(
             batch.
         params: mask, scale and dropout. :mod:`..philox` draws dropout; query i and key j of sequence b draw the same in
             a packed and in a padded batch.
-        training: True if a backward follows; the forward may then keep its dropout bits.
+        dropout_words: how many int32 keep bits of dropout for a backward; None: see
+            :func:`.dropout_bits.words_of`.
         call: see :func:`..launch_cache.run_kept`.
 
     Returns:
@@ -228,9 +229,9 @@ def attention_forward(
     """
     rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     out, logsumexp = torch.empty_like(q), torch.empty(rows, dtype=torch.float32, device=q.device)
+    dropout_bits = empty_dropout_bits(q, k, params, architecture_of(q), dropout_words)
     if is_empty(q, k, params):
-        return out.zero_(), without_keys(logsumexp, params.sinks), None
-    dropout_bits = empty_dropout_bits(q, k, params, architecture_of(q)) if training else None
+        return out.zero_(), without_keys(logsumexp, params.sinks), dropout_bits
     outputs = out, logsumexp, dropout_bits
     run_kept(call, outputs, lambda: forward_launches((q, k, v), outputs, params), MAP_TENSORS)
     return outputs
