@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <tuple>
 
 namespace transformer_fast {
 
@@ -19,6 +20,18 @@ struct PackedBatch {
   OptionalTensor bias_starts;                      // int64 (sequences + 1,): first pair of each sequence in the bias
   bool bottom_right = false;                       // bottom-right alignment: the last query is at the last key
 };
+
+// An argument of the ops: its name in their schemas and in Python, and where it is.
+template <typename T>
+struct Field {
+  const char* name;
+  T& value;
+  bool of_packed = false;
+};
+template <typename T>
+Field(const char*, T&) -> Field<T>;
+template <typename T>
+Field(const char*, T&, bool) -> Field<T>;
 
 // Mask, scale and dropout, in the normal form that transformer_fast/ops/attention.py makes of its arguments.
 struct AttentionParams {
@@ -36,7 +49,8 @@ struct AttentionParams {
   OptionalSymInt causal;          // query i sees keys up to i + causal
   OptionalSymInt window;          // ... and from i + window on
   std::optional<double> softcap;  // scaled scores s become softcap * tanh(s / softcap) before biases are added
-  double scale = 1, dropout_p = 0;
+  std::optional<double> scale;    // none only in a schema
+  double dropout_p = 0;
   OptionalTensor seed;  // int64 (1,), with dropout
   bool zero_empty_rows = false;
   bool by_triton = false;  // whether the Triton kernels compute the call
@@ -44,11 +58,36 @@ struct AttentionParams {
 
   bool is_packed() const { return packed.cu_seqlens_q.has_value(); }
 
-  // Calls a function with name and value of each number; the names are those of AttentionParams in Python.
-  template <typename Visit>
-  void visit_numbers(const Visit& visit) const {
-    visit("causal", causal), visit("window", window), visit("softcap", softcap), visit("scale", scale);
-    visit("dropout_p", dropout_p), visit("zero_empty_rows", zero_empty_rows);
+  // The fields in the order of the schemas: what handles all of them alike reads this list.
+  template <typename Params>
+  static auto fields(Params& p) {
+    return std::tuple{Field{"keep", p.keep},
+                      Field{"key_keep", p.key_keep},
+                      Field{"lengths", p.lengths},
+                      Field{"bias", p.bias},
+                      Field{"distance_bias", p.distance_bias},
+                      Field{"query_ids", p.query_ids},
+                      Field{"key_ids", p.key_ids},
+                      Field{"sinks", p.sinks},
+                      Field{"cu_seqlens_q", p.packed.cu_seqlens_q, true},
+                      Field{"cu_seqlens_k", p.packed.cu_seqlens_k, true},
+                      Field{"max_seqlen_q", p.packed.max_seqlen_q, true},
+                      Field{"max_seqlen_k", p.packed.max_seqlen_k, true},
+                      Field{"seqused_k", p.packed.seqused_k, true},
+                      Field{"bias_starts", p.packed.bias_starts, true},
+                      Field{"bottom_right", p.packed.bottom_right, true},
+                      Field{"causal", p.causal},
+                      Field{"window", p.window},
+                      Field{"softcap", p.softcap},
+                      Field{"scale", p.scale},
+                      Field{"dropout_p", p.dropout_p},
+                      Field{"seed", p.seed},
+                      Field{"zero_empty_rows", p.zero_empty_rows}};
+  }
+  // Calls a function with each field.
+  template <typename Params, typename Visit>
+  static void visit(Params& params, const Visit& visit) {
+    std::apply([&](auto... field) { (visit(field), ...); }, fields(params));
   }
 
   // Autograd saves tensors separately, to detect in-place changes. These functions return the tensors (undefined for
@@ -56,26 +95,6 @@ struct AttentionParams {
   std::array<Tensor, kTensors> tensors() const;
   AttentionParams without_tensors() const;
   AttentionParams with(const Tensor* saved) const;
-
-  // All tensors: first those with the names of AttentionParams in Python.
-  static constexpr std::array kNames = {"keep",          "key_keep",  "lengths", "bias",
-                                        "distance_bias", "query_ids", "key_ids", "sinks"};
-  template <typename Params>
-  static std::array<decltype(&std::declval<Params&>().keep), kTensors> tensor_fields(Params& p) {
-    return {&p.keep,
-            &p.key_keep,
-            &p.lengths,
-            &p.bias,
-            &p.distance_bias,
-            &p.query_ids,
-            &p.key_ids,
-            &p.sinks,
-            &p.seed,
-            &p.packed.cu_seqlens_q,
-            &p.packed.cu_seqlens_k,
-            &p.packed.seqused_k,
-            &p.packed.bias_starts};
-  }
 };
 
 // Results of a forward. In training a CPU forward may keep weights for its backward, by tiles; a GPU forward may keep

@@ -10,18 +10,12 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace transformer_fast::attention_op {
 namespace {
-
-const std::string kArguments =
-    "Tensor? keep=None, Tensor? key_keep=None, Tensor? lengths=None, Tensor? bias=None, Tensor? distance_bias=None, "
-    "Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_k=None, Tensor? "
-    "bias_starts=None, "
-    "bool bottom_right=False, SymInt? causal=None, SymInt? window=None, float? softcap=None, float? scale=None, "
-    "float dropout_p=0.0, Tensor? seed=None, bool zero_empty_rows=False)";
 
 template <typename... Others>
 const Tensor& first(const Tensor& tensor, const Others&...) {
@@ -37,51 +31,74 @@ inline double default_scale(const Tensor& q) {
   return 1 / std::sqrt(static_cast<double>(q.sym_size(-1).guard_int(__FILE__, __LINE__)));
 }
 
+// The type of a field as an argument of an op, and its text in a schema.
+template <typename T>
+struct Argument {
+  using Type = T;
+  static constexpr const char *kType = "float", *kDefault = "0.0";
+};
+template <>
+struct Argument<bool> {
+  using Type = bool;
+  static constexpr const char *kType = "bool", *kDefault = "False";
+};
+template <>
+struct Argument<std::optional<double>> {
+  using Type = std::optional<double>;
+  static constexpr const char *kType = "float?", *kDefault = "None";
+};
+template <>
+struct Argument<OptionalTensor> {
+  using Type = const OptionalTensor&;
+  static constexpr const char *kType = "Tensor?", *kDefault = "None";
+};
+template <>
+struct Argument<OptionalSymInt> {
+  using Type = OptionalSymInt;
+  static constexpr const char *kType = "SymInt?", *kDefault = "None";
+};
+template <>
+struct Argument<c10::SymInt> : Argument<OptionalSymInt> {};  // of the longest sequence, which may be unknown
+
+// The end of a schema: "Tensor? keep=None, ..., bool zero_empty_rows=False)".
+const std::string kArguments = [] {
+  std::string text;
+  AttentionParams params;
+  AttentionParams::visit(params, [&]<typename T>(const Field<T>& field) {
+    text +=
+        (text.empty() ? "" : ", ") + std::string(Argument<T>::kType) + " " + field.name + "=" + Argument<T>::kDefault;
+  });
+  return text + ")";
+}();
+
 // A wrapper with flat arguments for a function that takes AttentionParams as its first argument.
-template <auto function>
+template <auto function, typename Fields = decltype(AttentionParams::fields(std::declval<AttentionParams&>()))>
 struct Flat;
-template <typename Result, typename Params, typename... Inputs, Result (*function)(Params, Inputs...)>
-struct Flat<function> {
-  static Result call(Inputs... inputs, const OptionalTensor& keep, const OptionalTensor& key_keep,
-                     const OptionalTensor& lengths, const OptionalTensor& bias, const OptionalTensor& distance_bias,
-                     const OptionalTensor& query_ids, const OptionalTensor& key_ids, const OptionalTensor& sinks,
-                     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                     OptionalSymInt max_seqlen_q, OptionalSymInt max_seqlen_k, const OptionalTensor& seqused_k,
-                     const OptionalTensor& bias_starts, bool bottom_right, OptionalSymInt causal, OptionalSymInt window,
-                     std::optional<double> softcap, std::optional<double> scale, double dropout_p,
-                     const OptionalTensor& seed, bool zero_empty_rows) {
+template <typename Result, typename Params, typename... Inputs, Result (*function)(Params, Inputs...), typename... T>
+struct Flat<function, std::tuple<Field<T>...>> {
+  static Result call(Inputs... inputs, typename Argument<T>::Type... arguments) {
+    AttentionParams params;
+    const auto set = []<typename Value>(Value& value, auto&& argument) {
+      if constexpr (std::is_same_v<Value, c10::SymInt>)
+        value = argument.value_or(kUnknown);
+      else
+        value = std::forward<decltype(argument)>(argument);
+    };
+    std::apply([&](auto... field) { (set(field.value, std::forward<typename Argument<T>::Type>(arguments)), ...); },
+               AttentionParams::fields(params));
     const Tensor& q = first(inputs...);
-    return function({.keep = keep,
-                     .key_keep = key_keep,
-                     .lengths = lengths,
-                     .bias = bias,
-                     .distance_bias = distance_bias,
-                     .query_ids = query_ids,
-                     .key_ids = key_ids,
-                     .sinks = sinks,
-                     .causal = std::move(causal),
-                     .window = std::move(window),
-                     .softcap = softcap,
-                     .scale = scale ? *scale : default_scale(q),
-                     .dropout_p = dropout_p,
-                     .seed = seed,
-                     .zero_empty_rows = zero_empty_rows,
-                     .by_triton = runs_on_triton(q),
-                     .packed = {cu_seqlens_q, cu_seqlens_k, max_seqlen_q.value_or(kUnknown),
-                                max_seqlen_k.value_or(kUnknown), seqused_k, bias_starts, bottom_right}},
-                    std::forward<Inputs>(inputs)...);
+    if (!params.scale) params.scale = default_scale(q);
+    params.by_triton = runs_on_triton(q);
+    return function(std::move(params), std::forward<Inputs>(inputs)...);
   }
 };
 
 // Calls an op by the dispatcher.
 template <Name name, auto function, typename... Inputs>
-auto dispatch(const AttentionParams& p, const Inputs&... inputs) {
-  const PackedBatch& packed = p.packed;
-  return op<name, Flat<function>::call>()(
-      inputs..., p.keep, p.key_keep, p.lengths, p.bias, p.distance_bias, p.query_ids, p.key_ids, p.sinks,
-      packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k, packed.seqused_k,
-      packed.bias_starts, packed.bottom_right, p.causal, p.window, p.softcap, p.scale, p.dropout_p,
-      seed_beside(first(inputs...), p.seed), p.zero_empty_rows);
+auto dispatch(AttentionParams params, const Inputs&... inputs) {
+  params.seed = seed_beside(first(inputs...), params.seed);
+  return std::apply([&](auto... field) { return op<name, Flat<function>::call>()(inputs..., field.value...); },
+                    AttentionParams::fields(params));
 }
 
 // True if kernels read the rows of x as they are, without gaps. contiguous() leaves strides that nobody reads.

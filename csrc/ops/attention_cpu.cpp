@@ -73,7 +73,7 @@ Sequences<T, A> sequences_of(const Tensor& q, const Tensor& k, const Tensor& v, 
   AttentionKernelParams<T, A> common;
   set_diagonals(common, known(params.causal), known(params.window));
   if (params.sinks) common.sinks = params.sinks->const_data_ptr<A>();
-  common.scale = static_cast<A>(params.scale), common.softcap = static_cast<A>(params.softcap.value_or(0));
+  common.scale = static_cast<A>(*params.scale), common.softcap = static_cast<A>(params.softcap.value_or(0));
   common.zero_empty_rows = params.zero_empty_rows, common.bottom_right = params.packed.bottom_right;
   common.dropout = dropout_params(params.dropout_p, params.seed);
   if (!params.is_packed()) {
@@ -137,7 +137,10 @@ SavedProbs<T, A> saved_probs_view(const AttentionKernelParams<T, A>& p, const At
 
 std::array<Tensor, AttentionParams::kTensors> AttentionParams::tensors() const {
   std::array<Tensor, kTensors> saved;
-  for (size_t i = 0; i < kTensors; ++i) saved[i] = eager::or_undefined(*tensor_fields(*this)[i]);
+  Tensor* next = saved.data();
+  visit(*this, [&]<typename T>(const Field<T>& field) {
+    if constexpr (std::is_same_v<T, const OptionalTensor>) *next++ = eager::or_undefined(field.value);
+  });
   return saved;
 }
 
@@ -148,7 +151,9 @@ AttentionParams AttentionParams::without_tensors() const {
 
 AttentionParams AttentionParams::with(const Tensor* saved) const {
   AttentionParams params = *this;
-  for (size_t i = 0; i < kTensors; ++i) *tensor_fields(params)[i] = eager::or_none(saved[i]);
+  visit(params, [&]<typename T>(const Field<T>& field) {
+    if constexpr (std::is_same_v<T, OptionalTensor>) field.value = eager::or_none(*saved++);
+  });
   return params;
 }
 

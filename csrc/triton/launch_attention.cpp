@@ -26,24 +26,21 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   LaunchCall call;
   call.scalar(name);
   const bool packed = params.is_packed();
-  if (packed) call.scalar(params.packed.max_seqlen_q.expect_int());
-  if (packed) call.scalar(params.packed.max_seqlen_k.expect_int());
-  if (packed) call.scalar(params.packed.bottom_right);
-  params.visit_numbers([&](const char*, const auto& number) {
-    if constexpr (std::is_same_v<std::decay_t<decltype(number)>, OptionalSymInt>)
-      call.scalar(known(number));
-    else
-      call.scalar(number);
-  });
   for (const OptionalTensor& input : inputs) call.input(input);
-  const auto tensors = AttentionParams::tensor_fields(params);
-  for (size_t i = 0; i < AttentionParams::kNames.size(); ++i) call.input(*tensors[i]);
+  AttentionParams::visit(params, [&]<typename T>(const Field<T>& field) {
+    if (field.of_packed && !packed) return;
+    if constexpr (std::is_same_v<T, const OptionalTensor>) {
+      if (&field.value != &params.seed) call.input(field.value);
+    } else if constexpr (std::is_same_v<T, const OptionalSymInt>) {
+      call.scalar(known(field.value));
+    } else if constexpr (std::is_same_v<T, const c10::SymInt>) {
+      call.scalar(field.value.expect_int());
+    } else {
+      call.scalar(field.value);
+    }
+  });
   const Seed seed(params.seed);
   seed.number ? call.input(*seed.number) : call.input(seed.tensor);
-  if (packed) call.input(params.packed.cu_seqlens_q);
-  if (packed) call.input(params.packed.cu_seqlens_k);
-  if (packed) call.input(params.packed.seqused_k);
-  if (packed) call.input(params.packed.bias_starts);
 
   // The map of tiles and their order are derived from the contents of these.
   const int64_t long_keys = LaunchCache::instance().long_keys;
@@ -64,16 +61,13 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
 py::object python_params(const AttentionParams& params) {
   static const PythonFunction make("transformer_fast.attention_params", "AttentionParams");
   static const PythonFunction make_packed("transformer_fast.attention_params", "PackedBatch");
-  py::dict fields;
-  const auto tensors = AttentionParams::tensor_fields(params);
-  for (size_t i = 0; i < AttentionParams::kNames.size(); ++i)
-    fields[AttentionParams::kNames[i]] = PythonFunction::object(*tensors[i]);
-  params.visit_numbers([&](const char* name, const auto& number) { fields[name] = number; });
+  py::dict fields, packed;
+  AttentionParams::visit(params, [&](const auto& field) {
+    (field.of_packed ? packed : fields)[field.name] = PythonFunction::object(field.value);
+  });
   const Seed seed(params.seed);
-  fields["seed"] = seed.number ? py::object(py::int_(*seed.number)) : PythonFunction::object(seed.tensor);
-  if (const PackedBatch& packed = params.packed; params.is_packed())
-    fields["packed"] = make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q,
-                                        packed.max_seqlen_k, packed.seqused_k, packed.bias_starts, packed.bottom_right);
+  if (seed.number) fields["seed"] = *seed.number;
+  if (params.is_packed()) fields["packed"] = make_packed.call(packed);
   return make.call(fields);
 }
 
