@@ -34,7 +34,7 @@ from transformer_fast.ops.weight_layout import WeightLayout
 KINDS = {
     "layers in one call": ("DecoderSession",),
     "products": ("linear", "addmm", "aten::mm", "matmul", "aten::mv", "addmv", "aten::bmm"),
-    "weights rearranged": ("pack_step_weight", "pack_quantized_weight", "_reorder_linear_weight"),
+    "weights rearranged": ("pack_weight", "_reorder_linear_weight"),
     "attention": ("attention",),
     "choice of tokens": (
         *("choose_tokens", "logsumexp", "softmax", "topk", "aten::max", "amax"),

@@ -33,10 +33,11 @@ void cross_entropy_rows(const CrossEntropyParams<T>& params);
 void fill_positional_table(float* table, int64_t length, int64_t d);
 void choose_tokens(const TokenChoice& params);
 void choose_continuations(const BeamChoice& params);
-void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
-void step_linear(const StepLinearParams& params);
-QuantizedKernels int8_kernels();
-NarrowKernels narrow_kernels();
+void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, void* packed);
+void step_linear(const PackedLinearParams<float>& params);
+int64_t int8_groups(int64_t depth);
+PackedKernels<float> int8_kernels();
+PackedKernels<c10::BFloat16> narrow_kernels();
 
 namespace {
 
@@ -66,7 +67,7 @@ extern "C" __attribute__((visibility("default"))) const Kernels* transformer_fas
       {typed_kernels<float>(), typed_kernels<double>(), typed_kernels<c10::Half>(), typed_kernels<c10::BFloat16>()},
       &fill_positional_table,
       {&choose_tokens, &choose_continuations},
-      {kStepPanel, &pack_step_weight, &step_linear, int8_kernels(), narrow_kernels()}};
+      {kStepPanel, &int8_groups, {&pack_step_weight, &step_linear}, int8_kernels(), narrow_kernels()}};
   return &kernels;
 }
 

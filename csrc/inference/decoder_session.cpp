@@ -42,9 +42,8 @@ struct BelowDispatch {
 
 // Multiplies x (rows, in) by a weight in any layout of inference/prepacked.py -> (rows, outputs).
 Tensor product(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t outputs, bool relu = false) {
-  if (weight.is_mkldnn()) return onednn_linear(x, weight, bias, relu);
-  if (weight.scalar_type() == at::kFloat) return step_linear(x, weight, bias, outputs, relu);
-  return quantized_linear(x, weight, bias, outputs, relu ? "relu" : "none");
+  return weight.is_mkldnn() ? onednn_linear(x, weight, bias, relu)
+                            : packed_linear(x, weight, bias, outputs, relu ? "relu" : "none");
 }
 
 // The most likely tokens per row, as choose_tokens returns them: (rows, k) twice, and (rows,).

@@ -4,7 +4,6 @@
 #include "prepacked_linear.h"
 
 #include <ATen/Context.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <optional>
 #include <utility>
@@ -13,13 +12,6 @@ namespace transformer_fast {
 namespace {
 
 using OnednnWeight = Tensor(const Tensor&, std::optional<c10::SymInt>);
-
-// An op of PyTorch on oneDNN; none in a build without oneDNN.
-template <typename Signature>
-std::optional<c10::TypedOperatorHandle<Signature>> onednn_op(const char* name) {
-  const auto schema = c10::Dispatcher::singleton().findSchema({name, ""});
-  return schema ? std::optional(schema->typed<Signature>()) : std::nullopt;
-}
 
 bool onednn_takes(at::ScalarType type) {
   static const bool narrow = [] {
@@ -59,7 +51,7 @@ Tensor KeptWeight::copy_for(const Tensor& weight, int64_t rows) {
     source_ = std::move(source);
   }
   if (native) {
-    if (!native_.defined()) native_ = narrow ? pack_narrow_weight(weight.detach()) : pack_step_weight(weight.detach());
+    if (!native_.defined()) native_ = pack_weight(weight.detach(), /*int8=*/false);
     return native_;
   }
   if (!blocked_.defined()) blocked_ = blocked(weight, blocked_rows_);
@@ -68,9 +60,7 @@ Tensor KeptWeight::copy_for(const Tensor& weight, int64_t rows) {
 
 Tensor kept_product(const Tensor& x, const Tensor& copy, const OptionalTensor& bias, int64_t outputs) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  if (copy.is_mkldnn()) return onednn_linear(x, copy, bias);
-  return x.scalar_type() == at::kBFloat16 ? narrow_linear(x, copy, bias, outputs)
-                                          : step_linear(x, copy, bias, outputs, false);
+  return copy.is_mkldnn() ? onednn_linear(x, copy, bias) : packed_linear(x, copy, bias, outputs, "none");
 }
 
 }  // namespace transformer_fast

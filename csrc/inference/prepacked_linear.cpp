@@ -8,6 +8,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -15,9 +17,8 @@
 namespace transformer_fast {
 namespace {
 
-template <Name name>
-void check_weights(at::TensorList weights) {
-  constexpr Checks check{name.text};
+void check_weights(at::TensorList weights, bool) {
+  constexpr Checks check{"pack_weight"};
   check.require(!weights.empty(), "weights must be one tensor or more");
   for (const Tensor& weight : weights) {
     check("weights", weight).type({at::kFloat}).rank(2, "(out, in) each").require(weight.is_cpu(), "on the CPU");
@@ -25,149 +26,94 @@ void check_weights(at::TensorList weights) {
   }
 }
 
-void check_product(const Checks& check, const Tensor& x, const OptionalTensor& bias, int64_t outputs) {
+// The sizes of packed weights of this dtype: panels of words, and of an int8 weight the bytes of a word.
+std::vector<int64_t> packed_sizes(at::ScalarType type, int64_t outputs, int64_t depth) {
+  const LinearKernels& linear = kernels().linear;
+  const int64_t panels = (outputs + linear.panel - 1) / linear.panel;
+  if (type == at::kFloat) return {panels, depth, linear.panel};
+  if (type == at::kInt) return {panels, (depth + 1) / 2, linear.panel};
+  return {panels, kPanelHeader + linear.int8_groups(depth), linear.panel, sizeof(int32_t)};
+}
+
+constexpr std::array kActivations = {std::pair("none", Activation::kNone), std::pair("relu", Activation::kRelu),
+                                     std::pair("gelu", Activation::kGelu),
+                                     std::pair("gelu_tanh", Activation::kGeluTanh)};
+
+void check_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
+                  std::string_view activation) {
+  constexpr Checks check{"packed_linear"};
   check("x", x).type({at::kFloat}).rank_at_least(1, "(..., in)");
   check("x", x).require(x.size(-1) > 0, "of one column or more");
   check.require(outputs >= 0, "outputs must be at least 0, got ", outputs);
   check("bias", bias).type({at::kFloat}).sizes({outputs});
-}
-
-// The number of panels of this many outputs.
-int64_t panels_of(int64_t outputs) { return (outputs + kernels().linear.panel - 1) / kernels().linear.panel; }
-
-void check_step(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool) {
-  constexpr Checks check{"step_linear"};
-  check_product(check, x, bias, outputs);
-  check("packed", packed).type({at::kFloat}).sizes({panels_of(outputs), x.size(-1), kernels().linear.panel});
+  check("packed", packed).type({at::kFloat, at::kChar});
+  check("packed", packed).sizes(c10::fromIntArrayRefSlow(packed_sizes(packed.scalar_type(), outputs, x.size(-1))));
   check("packed", packed).require(packed.is_contiguous(), "contiguous");
+  const bool int8 = packed.scalar_type() == at::kChar;
+  const auto known = [&](const auto& named) { return activation == named.first; };
+  check.require(std::any_of(kActivations.begin(), kActivations.begin() + (int8 ? 4 : 2), known), "activation must be ",
+                int8 ? "none, relu, gelu or gelu_tanh" : "none or relu for weights in float", ", got ", activation);
 }
 
-// The activation of this name.
-Activation activation_of(const Checks& check, std::string_view name) {
-  for (const auto& [known, activation] :
-       {std::pair("none", Activation::kNone), std::pair("relu", Activation::kRelu),
-        std::pair("gelu", Activation::kGelu), std::pair("gelu_tanh", Activation::kGeluTanh)})
-    if (name == known) return activation;
-  check.require(false, "activation must be none, relu, gelu or gelu_tanh, got ", name);
-  return Activation::kNone;
-}
-
-void check_quantized(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
-                     std::string_view activation) {
-  constexpr Checks check{"quantized_linear"};
-  check_product(check, x, bias, outputs);
-  const int64_t words = kPanelHeader + kernels().linear.int8.groups(x.size(-1));
-  activation_of(check, activation);
-  check("packed", packed).type({at::kChar}).sizes({panels_of(outputs), words, kernels().linear.panel, 4});
-  check("packed", packed).require(packed.is_contiguous(), "contiguous");
-}
-
-// Weights (out, in) of linear layers with the same input, stacked along the outputs.
-struct StackedWeights {
+template <typename T>
+Tensor packed_by(const PackedKernels<T>& kernels, at::TensorList weights, at::ScalarType type) {
+  const int64_t depth = weights[0].size(1);
   std::vector<Tensor> contiguous;
-  std::vector<const float*> rows;
-  int64_t depth;
-
-  explicit StackedWeights(at::TensorList weights) : depth(weights[0].size(1)) {
-    for (const Tensor& weight : weights) {
-      contiguous.push_back(weight.contiguous());
-      for (int64_t n = 0; n < weight.size(0); ++n)
-        rows.push_back(contiguous.back().const_data_ptr<float>() + n * depth);
-    }
+  std::vector<const T*> rows;  // stacked along the outputs
+  for (const Tensor& weight : weights) {
+    contiguous.push_back(weight.contiguous());
+    for (int64_t n = 0; n < weight.size(0); ++n) rows.push_back(contiguous.back().const_data_ptr<T>() + n * depth);
   }
-
-  int64_t outputs() const { return static_cast<int64_t>(rows.size()); }
-  int64_t panels() const { return panels_of(outputs()); }
-};
-
-Tensor pack_quantized_weight(at::TensorList weights) {
-  const QuantizedKernels& int8 = kernels().linear.int8;
-  const StackedWeights given(weights);
-  const int64_t words = kPanelHeader + int8.groups(given.depth), group = sizeof(int32_t);
-  const auto options = weights[0].options().dtype(at::kChar);
-  const Tensor packed = at::cpu::empty({given.panels(), words, kernels().linear.panel, group}, options);
-  int8.pack(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr());
+  const auto outputs = static_cast<int64_t>(rows.size());
+  const Tensor packed = at::cpu::empty(packed_sizes(type, outputs, depth), weights[0].options().dtype(type));
+  kernels.pack(rows.data(), outputs, depth, packed.mutable_data_ptr());
   return packed;
+}
+
+template <typename T>
+void multiply(const PackedKernels<T>& kernels, const Tensor& x, const Tensor& packed, const Tensor& bias,
+              const Tensor& out, Activation activation) {
+  const int64_t depth = x.size(-1);
+  kernels.linear({x.const_data_ptr<T>(), packed.const_data_ptr(), bias.defined() ? bias.const_data_ptr<T>() : nullptr,
+                  out.mutable_data_ptr<T>(), x.numel() / depth, depth, out.size(-1), activation});
 }
 
 }  // namespace
 
-Tensor pack_step_weight(at::TensorList weights) {
-  const StackedWeights given(weights);
-  const Tensor packed = at::cpu::empty({given.panels(), given.depth, kernels().linear.panel}, weights[0].options());
-  kernels().linear.pack_step_weight(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr<float>());
-  return packed;
-}
-
-Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
-  const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
-  const int64_t depth = packed.size(1);
-  auto sizes = x.sizes().vec();
-  sizes.back() = outputs;
-  const Tensor out = at::cpu::empty(sizes, x.options());
-  if (out.numel() == 0) return out;
-  kernels().linear.step_linear({input.const_data_ptr<float>(), packed.const_data_ptr<float>(),
-                                bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                                input.numel() / depth, depth, outputs, relu});
-  return out;
-}
-
 bool has_narrow_linear() { return kernels().linear.narrow.linear != nullptr; }
 
-Tensor pack_narrow_weight(const Tensor& weight) {
-  const Tensor given = weight.contiguous();
-  const int64_t outputs = given.size(0), depth = given.size(1);
-  const auto* const data = given.const_data_ptr<at::BFloat16>();
-  std::vector<const at::BFloat16*> rows;
-  for (int64_t n = 0; n < outputs; ++n) rows.push_back(data + n * depth);
-  const Tensor packed =
-      at::cpu::empty({panels_of(outputs), (depth + 1) / 2, kernels().linear.panel}, weight.options().dtype(at::kInt));
-  kernels().linear.narrow.pack(rows.data(), outputs, depth, packed.mutable_data_ptr());
-  return packed;
+Tensor pack_weight(at::TensorList weights, bool int8) {
+  const LinearKernels& linear = kernels().linear;
+  if (weights[0].scalar_type() == at::kBFloat16) return packed_by(linear.narrow, weights, at::kInt);
+  return int8 ? packed_by(linear.int8, weights, at::kChar) : packed_by(linear.step, weights, at::kFloat);
 }
 
-Tensor narrow_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs) {
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
+                     std::string_view activation) {
+  const LinearKernels& linear = kernels().linear;
   const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
-  auto sizes = x.sizes().vec();
-  sizes.back() = outputs;
-  const Tensor out = at::cpu::empty(sizes, x.options());
-  const int64_t depth = x.size(-1);
-  kernels().linear.narrow.linear({input.const_data_ptr<at::BFloat16>(), packed.const_data_ptr(),
-                                  bias ? added.const_data_ptr<at::BFloat16>() : nullptr,
-                                  out.mutable_data_ptr<at::BFloat16>(), input.numel() / depth, depth, outputs});
-  return out;
-}
-
-Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs,
-                        std::string_view activation) {
-  const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
-  const int64_t depth = x.size(-1);
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
   const Tensor out = at::cpu::empty(sizes, x.options());
   if (out.numel() == 0) return out;
-  const Activation function = activation_of(Checks{"quantized_linear"}, activation);
-  kernels().linear.int8.linear({input.const_data_ptr<float>(), packed.const_data_ptr(),
-                                bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                                input.numel() / depth, depth, outputs, function});
+  const auto known = [&](const auto& named) { return activation == named.first; };
+  const Activation function = std::find_if(kActivations.begin(), kActivations.end(), known)->second;
+  if (packed.scalar_type() == at::kInt)
+    multiply(linear.narrow, input, packed, added, out, function);
+  else
+    multiply(packed.scalar_type() == at::kChar ? linear.int8 : linear.step, input, packed, added, out, function);
   return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def("pack_step_weight(Tensor[] weights) -> Tensor");
-  m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
-  m.def("pack_quantized_weight(Tensor[] weights) -> Tensor");
-  m.def("quantized_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, str activation) -> Tensor");
+  m.def("pack_weight(Tensor[] weights, bool int8) -> Tensor");
+  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, str activation) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("step_linear", Checked<check_step, step_linear>::call);
-  m.impl("quantized_linear", Checked<check_quantized, quantized_linear>::call);
-}
+TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("packed_linear", Checked<check_linear, packed_linear>::call); }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {  // a list without tensors has no device
-  m.impl("pack_step_weight", Checked<check_weights<"pack_step_weight">, pack_step_weight>::call);
-  m.impl("pack_quantized_weight", Checked<check_weights<"pack_quantized_weight">, pack_quantized_weight>::call);
+  m.impl("pack_weight", Checked<check_weights, pack_weight>::call);
 }
 
 }  // namespace transformer_fast

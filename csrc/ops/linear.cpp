@@ -11,7 +11,6 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
@@ -30,12 +29,8 @@ using torch::autograd::variable_list;
 using OnednnLinear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                             c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
 
-// PyTorch's op on oneDNN; none in a build without oneDNN.
-const std::optional<c10::TypedOperatorHandle<OnednnLinear>>& onednn_op() {
-  static const auto product = [] {
-    const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-    return schema ? std::optional(schema->typed<OnednnLinear>()) : std::nullopt;
-  }();
+const std::optional<c10::TypedOperatorHandle<OnednnLinear>>& onednn_product() {
+  static const auto product = onednn_op<OnednnLinear>("mkldnn::_linear_pointwise");
   return product;
 }
 
@@ -44,7 +39,7 @@ bool mkl_is_limited() {
 #if defined(__x86_64__)
   static const bool limited = [] {
     __builtin_cpu_init();
-    return at::hasMKL() && onednn_op() && kernels().vector_bytes == 64 && !__builtin_cpu_is("intel");
+    return at::hasMKL() && onednn_product() && kernels().vector_bytes == 64 && !__builtin_cpu_is("intel");
   }();
   return limited;
 #else
@@ -161,12 +156,13 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu) {
   const bool dense = weight.is_mkldnn() || weight.is_contiguous() || weight.t().is_contiguous();
-  return onednn_op()->call(x, dense ? weight : weight.contiguous(), bias ? OptionalTensor(bias->contiguous()) : bias,
-                           relu ? "relu" : "none", c10::List<std::optional<at::Scalar>>(), "");
+  return onednn_product()->call(x, dense ? weight : weight.contiguous(),
+                                bias ? OptionalTensor(bias->contiguous()) : bias, relu ? "relu" : "none",
+                                c10::List<std::optional<at::Scalar>>(), "");
 }
 
 std::optional<bool> send_products_to_onednn(std::optional<bool> choice) {
-  TORCH_CHECK(!choice.value_or(false) || onednn_op(), "expected a PyTorch that was built with oneDNN");
+  TORCH_CHECK(!choice.value_or(false) || onednn_product(), "expected a PyTorch that was built with oneDNN");
   return chosen.exchange(choice, std::memory_order_relaxed);
 }
 

@@ -3,10 +3,21 @@
 
 #include "tensors.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+
 namespace transformer_fast {
 
 // (..., columns) as a matrix.
 inline Tensor matrix_of(const Tensor& tensor) { return tensor.reshape_symint({-1, tensor.sym_size(-1)}); }
+
+// An op of PyTorch on oneDNN; none in a build without oneDNN.
+template <typename Signature>
+std::optional<c10::TypedOperatorHandle<Signature>> onednn_op(const char* name) {
+  const auto schema = c10::Dispatcher::singleton().findSchema({name, ""});
+  return schema ? std::optional(schema->typed<Signature>()) : std::nullopt;
+}
 
 // Product by oneDNN, for a weight (out, in) with any strides or in oneDNN's own layout; not recorded for autograd.
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu = false);

@@ -59,11 +59,11 @@ def test_bit_for_bit_the_activation(activation: str, outputs: int, rows: int) ->
     torch.manual_seed(rows)
     x, weight, bias = torch.randn(rows, 40) * 3, torch.randn(outputs, 40), torch.randn(outputs)
     op = torch.ops.transformer_fast
-    packed = op.pack_quantized_weight([weight])
+    packed = op.pack_weight([weight], True)
     expected = ACTIVATED[activation](int8_linear(x, weight, bias))
     for threads in (1, 3):
         with on_threads(threads):
-            assert torch.equal(op.quantized_linear(x, packed, bias, outputs, activation), expected)
+            assert torch.equal(op.packed_linear(x, packed, bias, outputs, activation), expected)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -76,9 +76,11 @@ def test_gelu_is_as_exact_as_eager(approximate: str) -> None:
 
 def test_unknown_activation() -> None:
     op = torch.ops.transformer_fast
-    packed = op.pack_quantized_weight([torch.randn(8, 8)])
+    weight = torch.randn(8, 8)
     with pytest.raises(ValueError, match="activation must be none, relu, gelu or gelu_tanh, got silu"):
-        op.quantized_linear(torch.randn(2, 8), packed, None, 8, "silu")
+        op.packed_linear(weight, op.pack_weight([weight], True), None, 8, "silu")
+    with pytest.raises(ValueError, match="activation must be none or relu for weights in float, got gelu"):
+        op.packed_linear(weight, op.pack_weight([weight], False), None, 8, "gelu")
 
 
 def test_the_reference_is_as_near_as_its_scales_allow() -> None:

@@ -202,8 +202,8 @@ void check_step_linear(int64_t rows, int64_t depth, int64_t outputs) {
   vector<const float*> of_output(outputs);
   for (int64_t n = 0; n < outputs; ++n) of_output[n] = &weight[n * depth];
   vector<float> packed((outputs + kernels.panel - 1) / kernels.panel * kernels.panel * depth), out(rows * outputs);
-  kernels.pack_step_weight(of_output.data(), outputs, depth, packed.data());
-  kernels.step_linear({x.data(), packed.data(), nullptr, out.data(), rows, depth, outputs, false});
+  kernels.step.pack(of_output.data(), outputs, depth, packed.data());
+  kernels.step.linear({x.data(), packed.data(), nullptr, out.data(), rows, depth, outputs, Activation::kNone});
   vector<double> expected(rows * outputs);
   for (int64_t i = 0; i < rows * outputs; ++i)
     for (int64_t c = 0; c < depth; ++c)
@@ -217,7 +217,7 @@ void check_quantized_linear(int64_t rows, int64_t depth, int64_t outputs) {
   const LinearKernels& kernels = table.linear;
   vector<const float*> of_output(outputs);
   for (int64_t n = 0; n < outputs; ++n) of_output[n] = &weight[n * depth];
-  const int64_t panels = (outputs + kernels.panel - 1) / kernels.panel, groups = kernels.int8.groups(depth);
+  const int64_t panels = (outputs + kernels.panel - 1) / kernels.panel, groups = kernels.int8_groups(depth);
   vector<int32_t> packed(panels * (kPanelHeader + groups) * kernels.panel);
   vector<float> out(rows * outputs), again(outputs);
   kernels.int8.pack(of_output.data(), outputs, depth, packed.data());

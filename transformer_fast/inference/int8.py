@@ -45,7 +45,7 @@ def int8_product(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
     inputs = weight.shape[1]
     if x.shape[-1:] != (inputs,):  # the layout is rounded up to whole words, so the op cannot tell
         raise RuntimeError(f"int8 layers: x must be of shape (..., {inputs}), got {tuple(x.shape)}")
-    return torch.ops.transformer_fast.quantized_linear(x, packed, bias, weight.shape[0], activation)
+    return torch.ops.transformer_fast.packed_linear(x, packed, bias, weight.shape[0], activation)
 
 
 # As torch.compiler.disable does, without importing the compiler: a cache is no part of a graph. The last line is for
@@ -128,7 +128,7 @@ def free_weights(module: nn.Module, names: tuple[str, ...]) -> None:
 
 def pack(weight: Tensor) -> Tensor:
     """Quantise a weight (out, in) to the layout of the kernel."""
-    return torch.ops.transformer_fast.pack_quantized_weight([weight.detach()])
+    return torch.ops.transformer_fast.pack_weight([weight.detach()], True)
 
 
 def rows_of(packed: Tensor, inputs: int) -> tuple[Tensor, Tensor]:

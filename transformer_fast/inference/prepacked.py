@@ -120,32 +120,24 @@ class PrepackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer: x (..., in) -> (..., out)."""
         rows, activation = x.numel() // x.shape[-1], "relu" if self._relu else "none"
-        if self.is_int8:
-            weight = self.operand(rows)
-            return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self.outputs, activation)
-        weight = self.operand(rows) if x.dtype == torch.float32 else None
-        if weight is None or torch.is_autocast_enabled("cpu"):
+        weight = self.operand(rows) if self.is_int8 or x.dtype == torch.float32 else None
+        if weight is None or (torch.is_autocast_enabled("cpu") and not self.is_int8):
             out = linear(x, self.weight, self.bias)
             return out.relu_() if self._relu else out
         if weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, activation, [], "")
-        return torch.ops.transformer_fast.step_linear(x, weight, self.bias, self.outputs, self._relu)
+        return torch.ops.transformer_fast.packed_linear(x, weight, self.bias, self.outputs, activation)
 
     def operand(self, rows: int) -> Tensor | None:
-        """Weight in the layout for this number of rows: a dense one for `step_linear` or `quantized_linear`, an mkldnn
-        one for oneDNN; None if PyTorch's product is to be called."""
-        if self.is_int8:
-            if self._packed is None:
-                pack = torch.ops.transformer_fast.pack_quantized_weight
-                self._packed = self._in_layout("int8", lambda: pack(self._weights))
-            return self._packed
-        if not self._may_copy or not 0 < rows <= COPIED_ROWS:
+        """Weight in the layout for this number of rows: a dense one for `packed_linear`, an mkldnn one for oneDNN; None
+        if PyTorch's product is to be called."""
+        if not self.is_int8 and (not self._may_copy or not 0 < rows <= COPIED_ROWS):
             return None
-        if rows <= self._native_rows:
+        if self.is_int8 or rows <= self._native_rows:
             if self._packed is None:
-                self._packed = self._in_layout(
-                    "step", lambda: torch.ops.transformer_fast.pack_step_weight(self._weights)
-                )
+                pack = torch.ops.transformer_fast.pack_weight
+                layout = "int8" if self.is_int8 else "step"
+                self._packed = self._in_layout(layout, lambda: pack(self._weights, self.is_int8))
             return self._packed
         if self._blocked is None and _has_onednn():
             reorder = torch.ops.mkldnn._reorder_linear_weight

@@ -20,7 +20,7 @@ _OF_TRANSFORMERS = {
 }
 """Activations of transformers, by class."""
 _OF_PRODUCT = ("relu", "gelu", "gelu_tanh")
-"""Activations of the op ``quantized_linear``."""
+"""Activations of the op ``packed_linear``, with int8 weights."""
 
 
 def activated_linear(linear: nn.Module, x: Tensor, activation: Any) -> Tensor | None:

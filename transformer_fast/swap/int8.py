@@ -145,7 +145,7 @@ def layer_errors(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any) 
         measured.add(path)
         for x, weight in _products(module, args, kwargs):
             if isinstance(x, Tensor) and x.numel() and x.shape[-1] == weight.shape[1]:
-                product = torch.ops.transformer_fast.quantized_linear(x, pack(weight), None, weight.shape[0], "none")
+                product = torch.ops.transformer_fast.packed_linear(x, pack(weight), None, weight.shape[0], "none")
                 exact = F.linear(x, weight)
                 error = ((product - exact).norm() / exact.norm()).item() if exact.any() else 0.0
                 errors[path] = max(errors.get(path, 0.0), math.inf if math.isnan(error) else error)

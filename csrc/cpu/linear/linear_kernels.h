@@ -8,63 +8,39 @@
 
 namespace transformer_fast {
 
-// out (rows, outputs) = x (rows, depth) by packed weights, plus a bias (outputs) unless it is null.
-struct StepLinearParams {
-  const float *x, *packed, *bias;
-  float* out;
-  int64_t rows, depth, outputs;
-  bool relu;
-};
-
 enum class Activation { kNone, kRelu, kGelu, kGeluTanh };
 
-// out (rows, outputs) = activation(x (rows, depth) by quantised weights, plus a bias (outputs) unless it is null).
-struct QuantizedLinearParams {
-  const float* x;
+// out (rows, outputs) = activation(x (rows, depth) by packed weights, plus a bias (outputs) unless it is null). T is the
+// type of the elements.
+template <typename T>
+struct PackedLinearParams {
+  const T* x;
   const void* packed;
-  const float* bias;
-  float* out;
+  const T* bias;
+  T* out;
   int64_t rows, depth, outputs;
-  Activation activation;
+  Activation activation;  // float weights know none and ReLU, those in bfloat16 none
+};
+
+template <typename T>
+struct PackedKernels {
+  // Packs the weights of a linear layer, `outputs` rows of `depth` elements each, to panels of words (panels, words of
+  // an output, panel): a word is a float, or a group of four inputs in int8 behind kPanelHeader, or two in bfloat16.
+  void (*pack)(const T* const* rows, int64_t outputs, int64_t depth, void* packed);
+  void (*linear)(const PackedLinearParams<T>& params);
 };
 
 // Number of rows of words at the beginning of a panel of quantised weights: scales of the outputs (float), and sums of
 // their weights (int32).
 constexpr int64_t kPanelHeader = 2;
 
-// For quantised weights.
-struct QuantizedKernels {
-  // Number of groups per output with `depth` inputs; a group is four inputs, in one word.
-  int64_t (*groups)(int64_t depth);
-  // Packs weights, as pack_step_weight does, to (panels, kPanelHeader + groups, panel) words, one group per word.
-  void (*pack)(const float* const* rows, int64_t outputs, int64_t depth, void* packed);
-  void (*linear)(const QuantizedLinearParams& params);
-};
-
-// out (rows, outputs) = x (rows, depth) by packed weights, plus a bias (outputs) unless it is null.
-struct NarrowLinearParams {
-  const c10::BFloat16* x;
-  const void* packed;
-  const c10::BFloat16* bias;
-  c10::BFloat16* out;
-  int64_t rows, depth, outputs;
-};
-
-// For weights in bfloat16; null where the vector unit has no such products.
-struct NarrowKernels {
-  // Packs weights to (panels, groups, panel) words; a group is two inputs, in one word.
-  void (*pack)(const c10::BFloat16* const* rows, int64_t outputs, int64_t depth, void* packed);
-  void (*linear)(const NarrowLinearParams& params);
-};
-
 struct LinearKernels {
   // Number of outputs in a panel of packed weights.
   int64_t panel;
-  // Packs the weights of a linear layer, `outputs` rows of `depth` elements each, to (panels, depth, panel).
-  void (*pack_step_weight)(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
-  void (*step_linear)(const StepLinearParams& params);
-  QuantizedKernels int8;
-  NarrowKernels narrow;
+  // Number of groups per output of quantised weights with `depth` inputs.
+  int64_t (*int8_groups)(int64_t depth);
+  PackedKernels<float> step, int8;
+  PackedKernels<c10::BFloat16> narrow;  // null where the vector unit has no such products
 };
 
 }  // namespace transformer_fast

@@ -60,7 +60,7 @@ void copy_pairs(const B* row, int64_t depth, int32_t* words) {
   std::memcpy(words, row, depth * sizeof(B));
 }
 
-void narrow_linear(const NarrowLinearParams& p) {
+void narrow_linear(const PackedLinearParams<B>& p) {
   const int64_t groups = groups_of_pairs(p.depth), panels = (p.outputs + kPanel - 1) / kPanel;
   const int64_t stride = (groups + kW - 1) / kW * kW + kW;  // not a power of two
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
@@ -100,9 +100,9 @@ void pack_narrow(const B* const* rows, int64_t outputs, int64_t depth, void* pac
 
 }  // namespace
 
-NarrowKernels narrow_kernels() { return {&pack_narrow, &narrow_linear}; }
+PackedKernels<c10::BFloat16> narrow_kernels() { return {&pack_narrow, &narrow_linear}; }
 #else
-NarrowKernels narrow_kernels() { return {}; }
+PackedKernels<c10::BFloat16> narrow_kernels() { return {}; }
 #endif
 
 }  // namespace transformer_fast

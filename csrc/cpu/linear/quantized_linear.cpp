@@ -139,7 +139,7 @@ void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel
 }
 
 template <typename Products>
-void linear(const QuantizedLinearParams& p) {
+void linear(const PackedLinearParams<float>& p) {
   const int64_t rows = p.rows, groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
   const int64_t panels = (p.outputs + kPanel - 1) / kPanel;
   const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
@@ -193,17 +193,21 @@ void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed
 
 #if defined(TRANSFORMER_FAST_TILES)
 // Few rows would leave most of a tile idle.
-void linear_by_tiles(const QuantizedLinearParams& p) { p.rows <= 8 ? linear<VnniBytes>(p) : linear<TileProducts>(p); }
+void linear_by_tiles(const PackedLinearParams<float>& p) {
+  p.rows <= 8 ? linear<VnniBytes>(p) : linear<TileProducts>(p);
+}
 #endif
 
 template <typename Products>
-QuantizedKernels kernels_of(void (*multiply)(const QuantizedLinearParams&) = &linear<Products>) {
-  return {&groups_of, &pack<Products>, multiply};
+PackedKernels<float> kernels_of(void (*multiply)(const PackedLinearParams<float>&) = &linear<Products>) {
+  return {&pack<Products>, multiply};
 }
 
 }  // namespace
 
-QuantizedKernels int8_kernels() {
+int64_t int8_groups(int64_t depth) { return groups_of(depth); }
+
+PackedKernels<float> int8_kernels() {
 #if defined(TRANSFORMER_FAST_TILES)
   if (has_tiles() && VnniBytes::is_there()) return kernels_of<VnniBytes>(&linear_by_tiles);
 #endif

@@ -88,13 +88,13 @@ InputRows copy_rows(const float* x, int64_t rows, int64_t depth) {
 
 }  // namespace
 
-void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, float* packed) {
+void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, void* packed) {
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const float* const* from = rows + panel * kPanel;
       const int64_t columns = std::min(kPanel, outputs - panel * kPanel);
-      float* block = packed + panel * depth * kPanel;
+      float* block = static_cast<float*>(packed) + panel * depth * kPanel;
       if (columns < kPanel) std::fill_n(block, depth * kPanel, 0.0f);
       const auto row_at = [&](int64_t n, int64_t k, int64_t count) { return load_some(from[n] + k, count); };
       transpose_rows<float>(columns, depth, row_at,
@@ -103,11 +103,11 @@ void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, 
   });
 }
 
-void step_linear(const StepLinearParams& p) {
+void step_linear(const PackedLinearParams<float>& p) {
   const int64_t rows = p.rows, depth = p.depth, outputs = p.outputs, panels = (outputs + kPanel - 1) / kPanel;
-  const float *const weights = p.packed, *const of_bias = p.bias;
+  const float *const weights = static_cast<const float*>(p.packed), *const of_bias = p.bias;
   float* const to = p.out;
-  const bool relu = p.relu;
+  const bool relu = p.activation == Activation::kRelu;
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
   const int64_t share = (kPanel + passes - 1) / passes;  // of the next weights, fetched in a pass
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
