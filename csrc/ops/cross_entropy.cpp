@@ -30,7 +30,7 @@ namespace transformer_fast {
 namespace cross_entropy_op {
 namespace {
 
-using eager::needs_gradient, eager::Needs, eager::or_undefined, eager::requires_grad;
+using eager::needs_gradient, eager::Needs, eager::requires_grad;
 using torch::autograd::variable_list;
 
 // The loss; the gradients of x, weight and bias, undefined if not requested; and the scale of the gradients. The
@@ -196,8 +196,8 @@ struct Scale {
 
 struct LinearCrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
-  // Saved: the inputs that need a gradient, their gradients, and a scale.
-  enum : size_t { kGradients = 3, kScale = 6, kSaved };
+  static constexpr bool kSavesCopies = true;
+  enum : size_t { kGradients, kScale = 3, kSaved };  // the gradients of the inputs that need one, and a scale
 
   struct Options {
     std::array<bool, 3> returned;  // gradients that the caller has too
@@ -209,10 +209,9 @@ struct LinearCrossEntropy {
     variable_list gradients(3);
     for (size_t i = 0; i < 3; ++i) {
       const Tensor& gradient = saved[kGradients + i];
-      if (!needs[i] || !gradient.defined()) continue;
-      gradients[i] = in_type(scale.of(gradient, !options.returned[i]), saved[i].scalar_type());
+      if (needs[i] && gradient.defined()) gradients[i] = scale.of(gradient, !options.returned[i]);
     }
-    return gradients;
+    return gradients;  // autograd casts them as the inputs
   }
 };
 
@@ -236,12 +235,8 @@ FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const O
     results = below_autograd<"linear_cross_entropy", forward>(false, x, weight, bias, target, smoothing, ignore_index,
                                                               mean, needs, chunk_elements);
   }
-  const auto differentiated = [](const Tensor& input) { return requires_grad(input) ? input : Tensor(); };
   if (records)
-    eager::record<LinearCrossEntropy>({loss},
-                                      {differentiated(x), differentiated(weight), differentiated(or_undefined(bias)),
-                                       grad_x, grad_weight, grad_bias, scale},
-                                      {gradients}, x, weight, bias);
+    eager::record<LinearCrossEntropy>({loss}, {grad_x, grad_weight, grad_bias, scale}, {gradients}, x, weight, bias);
   const std::array<Tensor*, 3> made = {&grad_x, &grad_weight, &grad_bias};
   for (size_t i = 0; i < made.size(); ++i)
     if (!direct && needs[i] && !gradients[i]) *made[i] = made[i]->new_empty_symint({0});

@@ -103,7 +103,6 @@ struct Dropout {
   struct Options {
     bool relu;
     double p;
-    std::optional<at::ScalarType> bias;
     bool by_triton;
   };
 
@@ -124,26 +123,26 @@ struct Dropout {
       std::tie(grad_x, grad_bias) = below_autograd<"dropout_backward", dropout_op::backward>(
           direct, grads[0], y, options.relu, options.p, direct ? seed : seed_beside(grads[0], seed), needs[1]);
     }
-    return {grad_x, needs[1] ? in_type(grad_bias, *options.bias) : Tensor(), grads[0]};
+    return {grad_x, needs[1] ? grad_bias : Tensor(), grads[0]};  // autograd casts them as the inputs
   }
 };
 
 // `direct`: true if the kernel may be called without the dispatcher.
-Tensor recorded(bool direct, const Tensor& values, const OptionalTensor& bias, const OptionalTensor& residual,
-                bool relu, double p, const OptionalTensor& seed) {
-  if (!direct) check_forward(values, bias, residual, relu, p, seed);  // what follows changes the arguments
-  const Tensor x = as_residual(values, residual);
+Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
+                double p, const OptionalTensor& seed) {
   if (direct && p == 0 && !bias) {  // without a mask to make, plain PyTorch is one or two passes already
-    const Tensor out = relu ? x.relu() : x;
+    const Tensor values = as_residual(x, residual), out = relu ? values.relu() : values;
     return residual ? residual->add(out) : out;
   }
-  if (relu && residual) return residual->add(recorded(direct, x, bias, std::nullopt, true, p, seed));
+  if (relu && residual) {
+    if (!direct) check_forward(x, bias, residual, relu, p, seed);  // the op will not see the residual
+    return residual->add(recorded(direct, as_residual(x, residual), bias, std::nullopt, true, p, seed));
+  }
   const Tensor out = below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed);
   // With ReLU, the elements with a positive output pass a gradient, so only the output is saved.
   if (needs_gradient(x, bias, residual))
-    eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
-                           {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, runs_on_triton(x)}, x,
-                           bias, residual);
+    eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)}, {relu, p, runs_on_triton(x)}, x, bias,
+                           residual);
   return out;
 }
 

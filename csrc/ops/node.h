@@ -97,7 +97,7 @@ struct Undifferentiable<name, implementation> {
 template <typename Op>
 concept DifferentiableBackward = requires { Op::kDifferentiableBackward; };
 
-// True if an op declares that it saves copies of its inputs, which have no history.
+// True if an op declares that it saves nothing that has the history of its inputs.
 template <typename Op>
 concept SavesCopies = requires { Op::kSavesCopies; };
 

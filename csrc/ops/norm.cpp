@@ -38,28 +38,13 @@ RowView<T> result_rows(const Tensor& result, int64_t d) {
   return {result.defined() ? result.mutable_data_ptr<T>() : nullptr, d};
 }
 
-// A kind, and its name in Python.
-struct NamedKind {
-  const char* name;
-  NormKind kind;
-};
-
-constexpr NamedKind kKinds[] = {{"layer", NormKind::kLayer}, {"std", NormKind::kStd}, {"rms", NormKind::kRms}};
-
-// The kind for whose name is_it(name) holds, or null.
-template <typename IsIt>
-const NamedKind* find_kind(const IsIt& is_it) {
-  for (const NamedKind& kind : kKinds)
-    if (is_it(kind.name)) return &kind;
-  return nullptr;
-}
-
 }  // namespace
 
 NormKind norm_kind(std::string_view name) {
-  const NamedKind* const named = find_kind([&](std::string_view other) { return other == name; });
-  TORCH_CHECK_VALUE(named, "layer_norm: kind must be \"layer\", \"std\" or \"rms\", got \"", name, "\"");
-  return named->kind;
+  if (name == "layer") return NormKind::kLayer;
+  if (name == "std") return NormKind::kStd;
+  TORCH_CHECK_VALUE(name == "rms", "layer_norm: kind must be \"layer\", \"std\" or \"rms\", got \"", name, "\"");
+  return NormKind::kRms;
 }
 
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
@@ -181,9 +166,10 @@ bool differs(const Tensor& x, const OptionalTensor& residual, double dropout_p) 
 }
 
 // The results of the op; undefined where missing. Without `statistics` the CPU kernels keep no mean and no rstd.
-FourTensors compute(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+FourTensors compute(const Tensor& values, const OptionalTensor& residual, const OptionalTensor& weight,
                     const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                     const OptionalTensor& seed, bool statistics) {
+  const Tensor x = differs(values, residual, dropout_p) ? values.to(residual->scalar_type()) : values;
   if (runs_on_triton(x))
     return std::tuple_cat(
         python_hooks().launch_norm(x, residual, weight, bias, eps, std::string(kind), dropout_p, seed));
@@ -202,8 +188,6 @@ FourTensors compute(const Tensor& x, const OptionalTensor& residual, const Optio
 FourTensors forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                     const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                     const OptionalTensor& seed) {
-  if (differs(x, residual, dropout_p))
-    return forward(x.to(residual->scalar_type()), residual, weight, bias, eps, kind, dropout_p, seed);
   const auto [out, summed, mean, rstd] =
       compute(x, residual, weight, bias, eps, kind, dropout_p, seed, /*statistics=*/true);
   const auto options = out.options();
@@ -253,10 +237,8 @@ struct LayerNorm {
   struct Options {
     std::string kind;
     double dropout_p;
-    bool has_residual;
-    std::optional<at::ScalarType> bias;
-    bool by_triton;
-    at::ScalarType x;  // the type of x; that of the rows that were normed may be another
+    bool has_residual, has_bias, by_triton;
+    at::ScalarType x;  // the type of x as the kernel read it; that of the rows that were normed may be another
   };
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
@@ -272,24 +254,22 @@ struct LayerNorm {
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
     FourTensors results;
     if (!direct)
-      results = op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd,
-                                                               options.kind, options.dropout_p, seed_beside(x, seed),
-                                                               options.bias.has_value());
+      results =
+          op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd, options.kind,
+                                                         options.dropout_p, seed_beside(x, seed), options.has_bias);
     else if (!by_triton)
       results = gradients(grad_out, grad_summed, x, weight, mean, rstd, norm_kind(options.kind), options.dropout_p,
                           seed, {needs[0] || needs[1], needs[2], needs[3]});
     else
-      results = std::tuple_cat(python_hooks().launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd,
-                                                                   options.kind, options.dropout_p, seed,
-                                                                   options.bias.has_value(), options.x));
-    auto& [grad_x, grad_residual, grad_weight, grad_bias] = results;
-    if (grad_x.defined()) grad_x = in_type(grad_x, options.x);
-    if (options.bias && grad_bias.defined()) grad_bias = in_type(grad_bias, *options.bias);
+      results =
+          std::tuple_cat(python_hooks().launch_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, options.kind,
+                                                             options.dropout_p, seed, options.has_bias, options.x));
+    const auto& [grad_x, grad_residual, grad_weight, grad_bias] = results;  // autograd casts them as the inputs
     return {grad_x,
             !options.has_residual   ? Tensor()
             : options.dropout_p > 0 ? grad_residual
                                     : grad_x,
-            weight ? grad_weight : Tensor(), options.bias ? grad_bias : Tensor()};
+            weight ? grad_weight : Tensor(), options.has_bias ? grad_bias : Tensor()};
   }
 };
 
@@ -297,9 +277,6 @@ struct LayerNorm {
 FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
                      const OptionalTensor& seed) {
-  if (!direct) check_forward(x, residual, weight, bias, eps, kind, dropout_p, seed);  // what follows changes x
-  if (differs(x, residual, dropout_p))
-    return recorded(direct, x.to(residual->scalar_type()), residual, weight, bias, eps, kind, dropout_p, seed);
   const bool records = needs_gradient(x, residual, weight, bias);
   FourTensors results;
   {
@@ -311,9 +288,8 @@ FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residua
   const auto& [out, summed, mean, rstd] = results;
   eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
                            {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)},
-                           {std::string(kind), dropout_p, residual.has_value(),
-                            bias ? std::optional(bias->scalar_type()) : std::nullopt, runs_on_triton(x),
-                            x.scalar_type()},
+                           {std::string(kind), dropout_p, residual.has_value(), bias.has_value(), runs_on_triton(x),
+                            differs(x, residual, dropout_p) ? residual->scalar_type() : x.scalar_type()},
                            x, residual, weight, bias);
   return results;
 }
