@@ -240,7 +240,7 @@ def test_one_map_for_all_layers_until_the_mask_is_written_to():
     assert mask_bits(mask)[0, 0, 0, 0] == bits[0, 0, 0, 0] ^ 1
     again = lists(mask)
     lengths[0] = 100
-    assert int(lists(mask).counts.sum()) > int(again.counts.sum())
+    assert int(lists(mask)["tile_counts"].sum()) > int(again["tile_counts"].sum())
 
 
 def test_what_is_kept_does_not_grow_without_end():
