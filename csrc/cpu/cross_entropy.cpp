@@ -4,10 +4,10 @@
 //   gradient = exp(x - lse) - (1 - smoothing) [c == target] - smoothing / vocabulary
 //
 // Where a row is sure of its target, both are small differences of large numbers. So all numbers are differences from
-// the largest logit; and without smoothing the target stands apart from the others, which its 1 would round away:
+// the largest logit, and the target stands apart from the others, which its 1 would round away:
 //
 //   others = sum over c != target of exp(x - max),    lse - max = log(others + exp(x[target] - max))
-//   gradient at the target = -others / (others + exp(x[target] - max))
+//   gradient at the target without smoothing = -others / (others + exp(x[target] - max))
 //
 // A row is read from the first-level cache three times and from memory once.
 #include "cross_entropy.h"
@@ -18,7 +18,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <utility>
 
 namespace transformer_fast {
 namespace {
@@ -33,24 +32,25 @@ A largest(const Vector<A>& v) {
   return result;
 }
 
-// `x` holds the logit of the target with smoothing, and else -inf there.
 template <typename T, typename A = Accumulate<T>>
-A row_loss(T* x, int64_t vocabulary, int64_t target, A at_target, A smoothing, bool gradient) {
+A row_loss(T* x, int64_t vocabulary, int64_t target, A smoothing, bool gradient) {
   Vector<A> lane_max = broadcast<A>(kLowest<A>), depths[4] = {}, exp_sums[4] = {};
   for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int) {
     const auto v = load(x + c, count, kLowest<A>);
     lane_max = v > lane_max ? v : lane_max;
   });
-  const A row_max = std::max(at_target, largest<A>(lane_max)), depth = row_max - at_target;
-  const A exp_target = exponential(broadcast(-depth))[0];
-  for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int slot) {
+  const A row_max = largest<A>(lane_max), depth = row_max - static_cast<A>(x[target]);
+  const auto add = [&](int64_t c, auto count, int slot) {
     const Vector<A> below = load(x + c, count, kLowest<A>) - row_max;
     exp_sums[slot] += exponential(below);
     if (smoothing > 0) depths[slot] -= filled<A>(below, count, 0);
-  });
-  const A summed = sum(exp_sums), exp_sum = smoothing > 0 ? summed : summed + exp_target;
+  };
+  for_columns<A>(0, target, add);
+  for_columns<A>(target + 1, vocabulary, add);
+  const A exp_target = exponential(broadcast(-depth))[0], others = sum(exp_sums), exp_sum = others + exp_target;
   // With a target at the maximum the sum is 1 and little more.
-  const A log_sum = smoothing == 0 && depth == 0 ? std::log1p(summed) : std::log(exp_sum);
+  const A log_sum = depth == 0 ? std::log1p(others) : std::log(exp_sum);
+  const A smooth = smoothing > 0 ? smoothing * (log_sum + (sum(depths) + depth) / vocabulary) : A(0);
   if (gradient) {
     const A even = smoothing / vocabulary, scale = 1 / exp_sum;
     for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int) {
@@ -58,9 +58,8 @@ A row_loss(T* x, int64_t vocabulary, int64_t target, A at_target, A smoothing, b
     });
     // The target's gradient is computed from its terms, because a difference of 16-bit numbers would round twice.
     const A smoothed = exp_target * scale - even - (1 - smoothing);
-    x[target] = static_cast<T>(smoothing > 0 ? smoothed : -(summed * scale));
+    x[target] = static_cast<T>(smoothing > 0 ? smoothed : -(others * scale));
   }
-  const A smooth = smoothing > 0 ? smoothing * (log_sum + sum(depths) / vocabulary) : A(0);
   return (1 - smoothing) * (depth + log_sum) + smooth;
 }
 
@@ -69,21 +68,10 @@ A row_loss(T* x, int64_t vocabulary, int64_t target, A at_target, A smoothing, b
 template <typename T>
 void cross_entropy_rows(const CrossEntropyParams<T>& p) {
   using A = Accumulate<T>;
-  // Takes the target's logit out of a row.
-  const auto take = [&](int64_t r) {
-    T& x = p.logits[r * p.vocabulary + p.targets[r]];
-    return p.smoothing > 0 ? x : std::exchange(x, static_cast<T>(kLowest<A>));
-  };
   parallel_for(0, p.rows, std::max<int64_t>(1, 8192 / p.vocabulary), [&](int64_t begin, int64_t end) {
-    T at_target = take(begin);
-    for (int64_t r = begin; r < end; ++r) {
-      // One row ahead, because a vector that is read right after a store to its memory waits for the store.
-      const T next = r + 1 < end ? take(r + 1) : T(0);
-      T* const x = p.logits + r * p.vocabulary;
-      p.losses[r] = row_loss<T>(x, p.vocabulary, p.targets[r], static_cast<A>(at_target), p.smoothing, p.gradient);
-      if (!p.gradient) x[p.targets[r]] = at_target;
-      at_target = next;
-    }
+    for (int64_t r = begin; r < end; ++r)
+      p.losses[r] =
+          row_loss<T>(p.logits + r * p.vocabulary, p.vocabulary, p.targets[r], static_cast<A>(p.smoothing), p.gradient);
   });
 }
 
