@@ -52,7 +52,7 @@ def test_rows_beyond_32_bits_have_bits_of_their_own(device):
 
 def test_the_feed_forward_network_leaves_its_bias_to_it(monkeypatch):
     ff, x, biases = FeedForward(16, 24, 0.3), torch.randn(3, 5, 16), []
-    fused = feed_forward.fused_dropout
+    fused = feed_forward.dropout_of_any
 
     def seen(x, p, *, bias=None, **options):
         biases.append(bias is not None)
@@ -64,6 +64,6 @@ def test_the_feed_forward_network_leaves_its_bias_to_it(monkeypatch):
             out = ff(x)
             return out, *torch.autograd.grad(out.square().sum(), list(ff.parameters()))
 
-    monkeypatch.setattr(feed_forward, "fused_dropout", seen)
+    monkeypatch.setattr(feed_forward, "dropout_of_any", seen)
     torch.testing.assert_close(run("triton"), run("reference"))
     assert biases == [True, False]

@@ -27,8 +27,9 @@ def kept(layout: str) -> Any:
 
 def check(layout: str, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> None:
     found = kept(layout).linear(x, weight, bias)
-    if found is None:  # oneDNN has no such product here
-        assert layout == "oneDNN's"
+    if found is None:  # oneDNN has no such product here, or this package has none for bfloat16
+        narrow = extension.build_info()["instruction_set"] == "avx512_bf16"
+        assert layout == "oneDNN's" or (weight.dtype == torch.bfloat16 and not narrow)
         return
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_as_exact_as_eager(found, F.linear(x, weight, bias), exact)

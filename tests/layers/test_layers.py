@@ -87,7 +87,7 @@ def test_a_sublayer_of_a_stack_costs_one_norm(norm, monkeypatch):
     ids, mask = torch.randint(0, 11, (3, 7)), AttentionMask.lengths(torch.tensor([7, 3, 1]))
     calls = []
     module = importlib.import_module("transformer_fast.layers.norm")
-    for name in ("layer_norm", "dropout"):
+    for name in ("layer_norm", "dropout_of_any"):
         op = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, op=op, name=name, **k: calls.append(name) or op(*a, **k))
 
@@ -98,11 +98,11 @@ def test_a_sublayer_of_a_stack_costs_one_norm(norm, monkeypatch):
         return [out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))]
 
     joined = run()
-    assert calls.count("layer_norm") == (1 + 2 * 3) + (1 + 3 * 3) and "dropout" not in calls
+    assert calls.count("layer_norm") == (1 + 2 * 3) + (1 + 3 * 3) and "dropout_of_any" not in calls
     for stack in (model.encoder, model.decoder):  # a layer with a hook is called, and computes its sum itself
         stack.layers[1].register_forward_hook(lambda *_: None)
     watched = run()
-    assert calls.count("dropout") == 4  # the layer before it also computes its sum itself
+    assert calls.count("dropout_of_any") == 4  # the layer before it also computes its sum itself
     assert all(torch.equal(a, b) for a, b in zip(joined, watched, strict=True))
 
 

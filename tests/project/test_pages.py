@@ -141,7 +141,12 @@ def test_the_first_lines() -> None:
     assert len([line for line in first.splitlines() if line]) <= 12 and len(own.splitlines()) <= 5
     check_packages(first)
     shown = shown_by(f"{first}\n{own}")
-    for words in ("attention: fused in 2 of 2", "which are padding", "times as fast in training", "lengths (8,)"):
+    for words in (
+        "attention: fused in 2 of 2",
+        "which are padding",
+        "times as fast in training",
+        "lengths(int64 (8,))",
+    ):
         assert words in shown, shown
 
 
