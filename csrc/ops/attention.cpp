@@ -224,20 +224,20 @@ struct Attention {
 ThreeTensors recorded_rows(const AttentionParams& params, bool direct, size_t outputs, const Tensor& q, const Tensor& k,
                            const Tensor& v, const c10::SymInt& dropout_words) {
   const bool records = needs_gradient(q, k, v, params.bias, params.distance_bias, params.sinks);
-  const bool asked = dropout_words.maybe_as_int() != 0;
+  const bool returns_bits = dropout_words.maybe_as_int() != 0;
   AttentionResult result;
   if (direct) {
     const at::AutoDispatchBelowADInplaceOrView below;
     result = compute_forward(params, q, k, v, records ? std::nullopt : std::optional<int64_t>(0));
   } else {
-    const bool chooses = !asked && records && params.by_triton && params.dropout_p > 0;
+    const bool chooses = !returns_bits && records && params.by_triton && params.dropout_p > 0;
     const c10::SymInt words = chooses ? python_hooks().dropout_words(q, k, params) : dropout_words;
     const at::AutoDispatchBelowADInplaceOrView below;
     Tensor bits;
     std::tie(result.out, result.logsumexp, bits) = dispatch<"attention", forward>(params, q, k, v, words);
     if (words > 0) result.dropout_bits = bits;
   }
-  ThreeTensors results = {result.out, result.logsumexp, asked ? or_undefined(result.dropout_bits) : Tensor()};
+  ThreeTensors results = {result.out, result.logsumexp, returns_bits ? or_undefined(result.dropout_bits) : Tensor()};
   if (!records) return results;
   eager::OpNode<Attention>::Saved saved = {q, k, v};
   const auto tensors = params.tensors();

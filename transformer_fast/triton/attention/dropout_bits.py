@@ -51,9 +51,9 @@ def empty_dropout_bits(
 
 def check_words(name: str, words: int, q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> None:
     """Raise ValueError unless this is the number of words of a call that keeps its bits."""
-    if words != (whole := words_of(q, k, params, arch, math.inf)):
+    if words != (needed := words_of(q, k, params, arch, math.inf)):
         raise ValueError(
-            f"attention: {name} must be {whole} words, those that this device keeps, or none, got {words}; "
+            f"attention: {name} must be {needed} words, those that this device keeps, or none, got {words}; "
             "a graph serves the kind of device that it was made for"
         )
 
